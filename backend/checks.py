@@ -1,0 +1,72 @@
+"""What a sampling request must satisfy, checked on rank 0 before any collective starts."""
+
+import torch
+
+from .config import ParallelConfig
+from .errors import UnsupportedError
+from .models.spec import Family
+from .parallel import kernels
+from .protocol import Sample
+from .request import BRANCHES, has_branch, request_config
+from .samplers import SOLVER_FUNCTIONS
+from .tokens import TokenGrid
+
+
+def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
+    """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
+    _check_settings(sample, config, dtype, device)
+    _check_tensors(sample, family, model_config)
+    for branch in BRANCHES:
+        if branch == "positive" or has_branch(sample, branch):
+            _check_conditioning(sample, branch, family, model_config)
+    _check_rows(sample, config, TokenGrid(tuple(sample.tensors["noise"].shape[1:]), family.patch(model_config)))
+
+
+def _check_settings(sample, config, dtype, device):
+    if sample.sampler not in SOLVER_FUNCTIONS:
+        raise UnsupportedError(f"the sampler {sample.sampler!r} is not supported; choose one of {', '.join(SOLVER_FUNCTIONS)}.")
+    request_config(sample, config).validate()
+    reason = kernels.unavailable(sample.attention, device, dtype)
+    if reason:
+        raise UnsupportedError(reason)
+    if config.cfg_degree == 2 and not has_branch(sample, "negative"):
+        raise UnsupportedError(f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a rank would idle; set cfg_degree to 1 or cfg above 1.")
+
+
+def _check_tensors(sample, family, model_config):
+    tensors, channels = sample.tensors, family.latent_channels(model_config)
+    for name in ("noise", "latent", "sigmas"):
+        if name not in tensors:
+            raise UnsupportedError(f"the request has no tensor {name!r}.")
+    for name, value in tensors.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
+    noise, sigmas = tensors["noise"], tensors["sigmas"]
+    if noise.ndim not in (4, 5) or noise.shape[1] != channels:
+        raise UnsupportedError(f"the latent has shape {tuple(noise.shape)} but {family.name} wants {channels} channels in (batch, channels, height, width); make it with the model's own empty-latent node.")
+    if tensors["latent"].shape != noise.shape:
+        raise UnsupportedError(f"noise has shape {tuple(noise.shape)} and latent {tuple(tensors['latent'].shape)}; they must agree.")
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise UnsupportedError(f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step.")
+
+
+def _check_conditioning(sample, branch, family, model_config):
+    batch, prefix = sample.tensors["noise"].shape[0], branch + "."
+    given = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
+    for name in given:
+        if name not in family.conditioning:
+            raise UnsupportedError(f"the {branch} conditioning carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}.")
+    for name in family.required:
+        if name not in given:
+            raise UnsupportedError(f"the {branch} conditioning has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
+    for name, width in family.widths(model_config).items():
+        if given[name].shape[-1] != width:
+            raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
+        if given[name].shape[0] not in (1, batch):
+            raise UnsupportedError(f"the {branch} conditioning's {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
+
+
+def _check_rows(sample, config, grid):
+    patches = request_config(sample, config).patches
+    if patches * config.sp_degree > grid.tokens:
+        raise UnsupportedError(f"num_pipeline_patch {patches} x ulysses_degree {config.ulysses_degree} x ring_degree {config.ring_degree} is more than the {grid.tokens} tokens of this latent; use fewer patches, lower a degree or make the latent larger.")

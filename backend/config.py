@@ -1,0 +1,140 @@
+"""ParallelConfig: the degrees of every parallel method, their product, and what is refused.
+
+Shared by the nodes and the backend; standard library only.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+#: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
+AXES = {
+    "dp": "data_parallel_degree",
+    "cfg": "cfg_degree",
+    "pp": "pipefusion_degree",
+    "ring": "ring_degree",
+    "ulysses": "ulysses_degree",
+    "tp": "tensor_parallel_degree",
+}
+ATTENTIONS = ("auto", "sdpa", "flash-attn", "sage")
+DEVICES = ("auto", "cuda", "cpu")
+#: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
+MAX_CPU_RANKS = 16
+#: Axes whose degree must still be 1, and what to use instead.
+NOT_YET = {
+    "data_parallel_degree": "use a larger batch on one replica",
+    "tensor_parallel_degree": "use pipefusion_degree to spread the weights or ulysses_degree to spread the work",
+}
+
+
+class ConfigError(ValueError):
+    """A ParallelConfig that cannot run; the message says what, why, the values and the remedy."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
+
+    ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
+    (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first ones.
+    ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    """
+
+    cfg_degree: int = 1
+    pipefusion_degree: int = 1
+    ulysses_degree: int = 1
+    ring_degree: int = 1
+    data_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    num_pipeline_patch: int = 0
+    warmup_steps: int = 1
+    attention: str = "auto"
+    device: str = "auto"
+    gpus: str = ""
+    address: str = ""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of every mesh axis, slowest first."""
+        return {axis: getattr(self, field) for axis, field in AXES.items()}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees.values())
+
+    @property
+    def sp_degree(self) -> int:
+        """Sequence parallel degree: ring x ulysses."""
+        return self.ring_degree * self.ulysses_degree
+
+    @property
+    def patches(self) -> int:
+        """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0."""
+        return self.num_pipeline_patch or self.pipefusion_degree
+
+    @property
+    def product(self) -> str:
+        """The equation of the world size with its values, for messages."""
+        terms = " x ".join(f"{field} {getattr(self, field)}" for field in AXES.values() if getattr(self, field) > 1)
+        return f"{terms or 'every degree 1'} = {self.world_size} ranks"
+
+    @property
+    def gpu_indices(self) -> list[int]:
+        """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has the wrong length."""
+        if not self.gpus.strip():
+            return list(range(self.world_size))
+        try:
+            indices = [int(part) for part in self.gpus.split(",")]
+        except ValueError:
+            raise ConfigError(f"gpus is {self.gpus!r}, which is not a list of device numbers. Write it like \"0,2,3\" or leave it empty.") from None
+        if len(set(indices)) != len(indices) or min(indices) < 0:
+            raise ConfigError(f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name {self.world_size} different devices.")
+        if len(indices) != self.world_size:
+            raise ConfigError(f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are ranks.")
+        return indices
+
+    def topology(self) -> tuple:
+        """What a running backend cannot change: everything but the settings that travel with each request."""
+        per_request = {"num_pipeline_patch", "warmup_steps", "attention"}
+        return tuple(value for key, value in asdict(self).items() if key not in per_request)
+
+    def resolve_device(self, gpus_here: int) -> str:
+        """"cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not fit on it."""
+        device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
+        if device == "cuda" and not gpus_here:
+            raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
+        if device == "cuda" and max(self.gpu_indices) >= gpus_here:
+            raise ConfigError(f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered from 0); lower a degree or change gpus.")
+        if device == "cpu" and self.world_size > MAX_CPU_RANKS:
+            raise ConfigError(f"{self.product}, but on the CPU this machine runs at most {MAX_CPU_RANKS}; lower a degree.")
+        return device
+
+    def validate(self) -> "ParallelConfig":
+        """Return self, or raise ConfigError for the first field that cannot be."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default):
+                raise ConfigError(f"{field.name} is {value!r}, which is not of type {type(field.default).__name__}.")
+        for name in AXES.values():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; a degree is at least 1 (1 switches the method off).")
+        for name, remedy in NOT_YET.items():
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, which this version does not run yet; set it to 1 and {remedy}.")
+        if self.cfg_degree > 2:
+            raise ConfigError(f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); set it to 1 or 2.")
+        self._validate_pipeline()
+        for name, allowed in (("attention", ATTENTIONS), ("device", DEVICES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
+        if self.gpus.strip() and self.device == "cpu":
+            raise ConfigError(f"gpus is {self.gpus!r} while device is cpu; clear gpus or set device to cuda.")
+        self.gpu_indices
+        return self
+
+    def _validate_pipeline(self):
+        if self.num_pipeline_patch < 0:
+            raise ConfigError(f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or a positive number.")
+        if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
+            raise ConfigError(f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0.")
+        if self.warmup_steps < 0 or (self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1):
+            raise ConfigError(f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at least one synchronous step to fill its key/value buffers.")

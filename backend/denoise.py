@@ -1,0 +1,195 @@
+"""The step loop, one for every parallel mode.
+
+Work is a sequence of model calls: evaluation x part x branch. A part is the whole latent (serial, USP, warm-up) or a PipeFusion patch
+(arXiv 2405.14430). The head (first stage) holds the solvers; the last stage returns outputs to it. With one stage the head is also the last.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Mesh
+from .parallel.comm import Pipe, gather
+from .parallel.rows import Sequence, Span, patches
+from .parallel.stage import Forward
+from .request import FreshNoise, Inpaint, Request, problem
+from .runner import Runner
+from .samplers import SOLVER_FUNCTIONS, Evaluation, evaluations
+
+
+class Cancelled(Exception):
+    """The request was cancelled; every rank stopped before the same model call, with nothing under way."""
+
+    def __init__(self, step: int):
+        super().__init__(f"cancelled at step {step}")
+        self.step = step
+
+
+@dataclass
+class Part:
+    """Rows that are evaluated together, and the solvers that step them."""
+
+    span: Span
+    tracks: list["Track"]
+    with_text: bool
+
+
+@dataclass
+class Track:
+    """One solver over the rows of one patch."""
+
+    span: Span
+    solver: object
+    done: bool = False
+
+
+@dataclass
+class Pending:
+    """A part's model outputs that are still on their way to the head."""
+
+    part: Part
+    evaluation: Evaluation
+    closes_step: bool
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """on_step(steps done, x0) is called on the head alone; should_stop() is asked on global rank 0 alone."""
+
+    on_step: Callable = lambda step, x0: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+class Denoiser:
+    """Runs one request on this rank."""
+
+    def __init__(self, mesh: Mesh, request: Request, runner: Runner, callbacks: Callbacks):
+        self.mesh, self.request, self.runner, self.callbacks = mesh, request, runner, callbacks
+        self.branches = request.branches if mesh.cfg.size == 1 else (request.branches[mesh.cfg.rank],)
+        self.head, self.tail = mesh.pp.first, mesh.pp.last
+        self.returns = Pipe(mesh.pp_return, "outputs") if mesh.pp.size > 1 else None
+        self.inpaint = Inpaint(request)
+        self.pending: deque[Pending] = deque()
+        self.votes: list = []
+        self.x = torch.zeros_like(request.noise)
+        self.x0 = torch.zeros_like(request.noise)
+        self.noise = FreshNoise(request.seed, self.x.shape[0], request.grid, self.x.device)
+        self._plan_parts()
+
+    def _plan_parts(self):
+        request = self.request
+        text = max((c["c_crossattn"].shape[1] for c in request.conditioning.values() if "c_crossattn" in c), default=0)
+        rows = patches(Sequence(text, request.grid.tokens, "first"), request.patches)
+        tracks = [Track(row.image, None) for row in rows]
+        self.whole = Part(Span(0, request.grid.tokens), tracks, True)
+        self.patches = [Part(track.span, [track], index == 0) for index, track in enumerate(tracks)]
+
+    def run(self) -> Tensor:
+        """The denoised latent as tokens (B, N, F), valid on the head; raises Cancelled."""
+        plan = evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
+        if self.head:
+            self._start_solvers()
+        for index, evaluation in enumerate(plan):
+            self._vote(evaluation)
+            closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
+            stale = len(self.patches) > 1 and evaluation.step >= self.request.warmup_steps
+            self._evaluate(self.patches if stale else [self.whole], evaluation, closes)
+        self._collect_until(None)
+        self._drain()
+        return self.x
+
+    def _start_solvers(self):
+        start = self.request.start()
+        for track in self.whole.tracks:
+            rows = start[:, track.span.lo: track.span.hi]
+            track.solver = SOLVER_FUNCTIONS[self.request.solver](rows, problem(self.request, self.noise, track.span))
+            self._step(track, None)
+
+    def _evaluate(self, parts: list[Part], evaluation: Evaluation, closes_step: bool):
+        calls = [(part, branch) for part in parts for branch in self.branches]
+        forwards = [Forward(branch, None if part is self.whole else part.span, part.with_text) for part, branch in calls]
+        for i, (part, branch) in enumerate(calls):
+            if branch == self.branches[0] and self.head:
+                self._collect_until(part)
+                self.pending.append(Pending(part, evaluation, closes_step and part is parts[-1]))
+            for ahead in forwards[(i + 1 if i else 0): i + 2]:          # posted in the order in which they come
+                self.runner.expect(ahead)
+            self._hand_over(part, self.runner.run(self.x, evaluation.sigma, forwards[i]))
+
+    def _hand_over(self, part: Part, output: Tensor | None):
+        """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited there."""
+        if self.returns is None:
+            self.pending[-1].outputs.append(output)
+        elif self.tail:
+            self.returns.send(output.float(), self.mesh.pp.ranks[0])
+        elif self.head:
+            rows = len(part.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
+            self.returns.post((self.x.shape[0], rows, self.x.shape[2]), torch.float32, self.x.device, self.mesh.pp.ranks[-1])
+
+    # ------------------------------------------------------------------ the head: outputs -> denoised -> solvers -> next x
+    def _collect_until(self, part: Part | None):
+        """Step the solvers with every outstanding output that ``part``'s next x depends on (None: with all)."""
+        while self.pending and (part is None or self._overlap(self.pending[0].part, part)):
+            self._collect(self.pending.popleft())
+
+    def _overlap(self, a: Part, b: Part) -> bool:
+        return a.span.lo < b.span.hi and b.span.lo < a.span.hi
+
+    def _collect(self, pending: Pending):
+        outputs = pending.outputs or [self.returns.take() for _ in self.branches]
+        span, sigma = pending.part.span, pending.evaluation.sigma
+        outputs = self._gather(torch.stack(outputs).float(), span)
+        x = self.x[:, span.lo: span.hi]
+        predictions = [self.request.prediction.denoised(x, sigma, output) for output in outputs]
+        denoised = predictions[0]
+        if len(predictions) == 2:
+            denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
+        denoised = self.inpaint.denoised(denoised, span)
+        self.x0[:, span.lo: span.hi] = denoised
+        for track in pending.part.tracks:
+            self._step(track, denoised[:, track.span.lo - span.lo: track.span.hi - span.lo])
+        if pending.closes_step:
+            self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
+
+    def _gather(self, outputs: Tensor, span: Span) -> Tensor:
+        """(own branches, B, own rows, F) -> (branches, B, rows of span, F)."""
+        shapes = [(*outputs.shape[:2], len(span.shard(i, self.mesh.sp.size)), outputs.shape[3]) for i in range(self.mesh.sp.size)]
+        outputs = torch.cat(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)
+        return torch.cat(gather(outputs, [outputs.shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"))
+
+    def _step(self, track: Track, denoised: Tensor | None):
+        """Send a prediction to a solver (None: start it) and place what it asks for, or returns, into x."""
+        rows = slice(track.span.lo, track.span.hi)
+        try:
+            x, sigma, _ = track.solver.send(denoised)
+            self.x[:, rows] = self.inpaint.model_input(x, sigma, track.span)
+        except StopIteration as end:
+            self.x[:, rows] = end.value
+
+    # ------------------------------------------------------------------ cancelling
+    def _vote(self, evaluation: Evaluation):
+        """Every rank learns here whether to stop. Rank 0 does not wait for the others, so the pipeline keeps its overlap."""
+        if self.mesh.control is None:
+            stop = self.callbacks.should_stop()
+        else:
+            ballot = torch.tensor([int(self.mesh.rank == 0 and self.callbacks.should_stop())], dtype=torch.uint8)
+            work = dist.broadcast(ballot, 0, group=self.mesh.control, async_op=True)
+            self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
+            if self.mesh.rank:
+                work.wait()
+            stop = bool(ballot.item())
+        if stop:
+            self._drain()
+            raise Cancelled(evaluation.step)
+
+    def _drain(self):
+        self.runner.drain()
+        if self.returns:
+            self.returns.drain()
+        for work, _ in self.votes:
+            work.wait()

@@ -1,0 +1,131 @@
+"""A transformer on disk: which family, which configuration, and how a rank reads its part."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import diffusers
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..models import FAMILIES, family_of_class
+from ..models.spec import Family
+from .files import TensorFiles, folder_files
+from .layout import Source, prefix_of, sources
+
+#: Keys of quantized files that would load silently wrong without their scales.
+SCALES = ("scale_weight", "weight_scale", "scaled_fp8", "comfy_quant")
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class."""
+
+    name: str
+    family: Family
+    config: dict
+    files: TensorFiles
+    prefix: str = ""
+    single_file: bool = False
+    latent_format: str | None = None
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        """The transformer without weights (buffers are real)."""
+        cls = getattr(diffusers, self.family.transformer)
+        with init_empty_weights(include_buffers=False):
+            return cls.from_config(self.config).eval().requires_grad_(False)
+
+    @property
+    def block_names(self) -> list[str]:
+        """Names of all blocks in pipeline order."""
+        return [f"{name}.{i}" for name in self.family.block_lists for i in range(len(getattr(self.empty, name)))]
+
+    @property
+    def block_count(self) -> int:
+        return len(self.block_names)
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
+        shapes = {name: tuple(p.shape) for name, p in self.empty.named_parameters()}
+        found = sources(self.family.layout, shapes) if self.single_file else {name: Source(name) for name in shapes}
+        missing = [name for name in shapes if name not in found or self._key(found[name]) not in self.files.shapes]
+        if missing:
+            raise UnsupportedError(f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, first {', '.join(missing[:5])}; the file is incomplete or of another variant.")
+        for name, source in found.items():
+            self._check_shape(name, source, shapes[name])
+        return found
+
+    def _key(self, source: Source) -> str:
+        return self.prefix + source.key
+
+    def _check_shape(self, name, source, want):
+        have = self.files.shapes[self._key(source)]
+        rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
+        if (rows, *have[1:]) != want:
+            raise UnsupportedError(f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} with this configuration needs {want}; the file is of another variant.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The most common floating dtype of the file; fp8 counts as bf16, in which it is computed."""
+        dtypes = [self.files.dtype(self._key(source)) for source in self.sources.values()]
+        common = max(set(dtypes), key=dtypes.count)
+        return torch.bfloat16 if common.itemsize == 1 else common
+
+    def load(self, blocks: range, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, int]:
+        """The transformer with the weights of ``blocks`` and of the shared layers, and the bytes read. Other blocks stay without weights."""
+        absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
+        wanted = {name: source for name, source in self.sources.items() if not name.startswith(absent or ("\0",))}
+        self.files.bytes_read = 0
+        weights = {name: self._read(source).to(device, dtype) for name, source in wanted.items()}
+        model = self.empty
+        model.load_state_dict(weights, strict=False, assign=True)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        return model, self.files.bytes_read
+
+    def _read(self, source: Source) -> torch.Tensor:
+        tensor = self.files.read(self._key(source), source.lo, source.hi)
+        return torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Recognise the file or folder at ``path``, reading headers only. Raises UnsupportedError."""
+    where = Path(path)
+    if not where.exists():
+        raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
+    checkpoint = _open_folder(where) if where.is_dir() else _open_single_file(where)
+    checkpoint.sources, checkpoint.dtype          # refuse an incomplete or quantized file now, on one rank
+    return checkpoint
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    inner = folder / "transformer" if (folder / "model_index.json").is_file() else folder
+    if not (inner / "config.json").is_file():
+        raise UnsupportedError(f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder.")
+    config = json.loads((inner / "config.json").read_text())
+    name = config.get("_class_name", "")
+    family = family_of_class(name)
+    latent_format = config.pop("latent_format", None)
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    return Checkpoint(folder.name, family, config, folder_files(inner), latent_format=latent_format)
+
+
+def _open_single_file(path: Path) -> Checkpoint:
+    files = TensorFiles([path])
+    scaled = next((key for key in files.shapes if key.rsplit(".", 1)[-1] in SCALES), None)
+    if scaled:
+        raise UnsupportedError(f"{path.name} is quantized with scales ({scaled}), which are not supported yet; use the bf16, fp16 or plain fp8 file of this model.")
+    for family in FAMILIES.values():
+        prefix = prefix_of(files.shapes, family.layout.signature)
+        if prefix is None:
+            continue
+        shapes = {key.removeprefix(prefix): shape for key, shape in files.shapes.items() if key.startswith(prefix)}
+        if family.layout.matches(shapes):
+            return Checkpoint(path.name, family, family.layout.config(shapes), files, prefix, single_file=True)
+    first = ", ".join(list(files.shapes)[:3])
+    raise UnsupportedError(f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here.")

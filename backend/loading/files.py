@@ -1,0 +1,59 @@
+"""safetensors files, mapped and read by slices; bytes are counted."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import UnsupportedError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+class TensorFiles:
+    """The tensors of one or several safetensors files under one set of names. Headers are read at once, data when asked for."""
+
+    def __init__(self, paths: list[Path]):
+        self.bytes_read = 0
+        self._handles = {path: _open(path) for path in paths}
+        self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed integers)."""
+        name = self._where[key].get_slice(key).get_dtype()
+        if name not in DTYPES:
+            raise UnsupportedError(f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32 or plain fp8 file.")
+        return DTYPES[name]
+
+    def read(self, key: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
+        """Rows lo..hi of a tensor (all of it by default), from disk."""
+        handle = self._where[key]
+        tensor = handle.get_tensor(key) if hi is None else handle.get_slice(key)[lo:hi]
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _open(path: Path):
+    if not path.is_file():
+        raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
+    if path.suffix not in (".safetensors", ".sft"):
+        raise UnsupportedError(f"{path.name} is not a .safetensors file; convert it, since other formats can run code when they are opened.")
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UnsupportedError(f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: download it again.") from None
+
+
+def folder_files(folder: Path) -> TensorFiles:
+    """The weights of a diffusers folder: one safetensors file, or several with an index."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+        return TensorFiles([folder / name for name in names])
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UnsupportedError(f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers transformer folder has one file, or several with a .safetensors.index.json.")
+    return TensorFiles(files)

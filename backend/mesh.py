@@ -1,0 +1,102 @@
+"""One DeviceMesh, and every process group of the backend. Nothing else creates groups.
+
+Axes, slowest first: dp, cfg, pp, ring, ulysses, tp (config.AXES).
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import ParallelConfig
+
+#: A peer that is silent for this long inside a collective has died or hangs: the worker ends, and the next request starts afresh.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one mesh axis (or on several flattened ones)."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def neighbour(self, offset: int) -> int:
+        """Global rank of the neighbour ``offset`` places on, around the end."""
+        return self.ranks[(self.rank + offset) % self.size]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands, and the groups to talk over.
+
+    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first: two groups, since on NCCL
+    one communicator runs its operations in order and the two directions would wait for each other.
+    ``control`` is gloo over all ranks: dispatch, cancel votes, failures.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    dp: Axis
+    cfg: Axis
+    pp: Axis
+    ring: Axis
+    ulysses: Axis
+    tp: Axis
+    sp: Axis
+    pp_return: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+
+def single(device: str = "cpu") -> Mesh:
+    """The mesh of one process, without torch.distributed."""
+    alone = Axis(None, 0, 1, (0,))
+    return Mesh(torch.device(device), 0, 1, *[alone] * 7, pp_return=None, control=None)
+
+
+def layout(config: ParallelConfig) -> torch.Tensor:
+    """Ranks as an array of shape (dp, cfg, pp, ring, ulysses, tp)."""
+    return torch.arange(config.world_size).reshape(tuple(config.degrees.values()))
+
+
+def build(config: ParallelConfig, device: str) -> Mesh:
+    """Join the default group (torchrun's environment) and build every group of ``config`` on ``device`` ("cuda" or "cpu")."""
+    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
+    axes = {name: _axis(mesh, name) for name in config.degrees}
+    control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
+    pp_return, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT) if config.pipefusion_degree > 1 else (None, None)
+    return Mesh(local, dist.get_rank(), dist.get_world_size(), **axes, sp=_sp_axis(config, mesh), pp_return=pp_return, control=control)
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    group = mesh.get_group(name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
+
+
+def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
+    """ring and ulysses flattened; where one of them is 1 the other's group serves."""
+    if config.ring_degree > 1 and config.ulysses_degree > 1:
+        mesh["ring", "ulysses"]._flatten("sp")
+        return _axis(mesh, "sp")
+    return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses")

@@ -1,0 +1,83 @@
+"""Flux.1 (dev, schnell) of Black Forest Labs: 19 double-stream and 38 single-stream blocks in the released size."""
+
+import torch
+
+from ..loading.layout import Layout
+from .spec import Family
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Latents travel packed 2x2; text ids are zeros, image ids (0, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
+    batch, (_, rows, columns) = latent.shape[0], grid.counts
+    y, x = torch.meshgrid(torch.arange(rows, device=latent.device), torch.arange(columns, device=latent.device), indexing="ij")
+    ids = torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3)
+    return dict(
+        hidden_states=grid.to_tokens(latent),
+        encoder_hidden_states=cond["c_crossattn"],
+        pooled_projections=cond["y"],
+        timestep=sigma.expand(batch),
+        guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
+        img_ids=ids.to(latent.dtype),
+        txt_ids=ids.new_zeros(cond["c_crossattn"].shape[1], 3).to(latent.dtype),
+    )
+
+
+def config(shapes):
+    """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the head size."""
+    count = lambda prefix: len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
+    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    image_axis = 56 * head // 128 // 2 * 2
+    return dict(
+        in_channels=shapes["img_in.weight"][1], out_channels=shapes["final_layer.linear.weight"][0],
+        num_layers=count("double_blocks."), num_single_layers=count("single_blocks."),
+        attention_head_dim=head, num_attention_heads=hidden // head,
+        joint_attention_dim=shapes["txt_in.weight"][1], pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
+        guidance_embeds="guidance_in.in_layer.weight" in shapes, axes_dims_rope=(head - 2 * image_axis, image_axis, image_axis),
+    )
+
+
+double, single = "transformer_blocks.{}", "single_transformer_blocks.{}"
+LAYOUT = Layout(
+    signature=("img_in.weight", "double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight", "vector_in.in_layer.weight", "txt_in.weight"),
+    absent=("distilled_guidance_layer.in_proj.weight",),
+    config=config,
+    swapped=("norm_out.linear",),
+    names={
+        "img_in": "x_embedder", "txt_in": "context_embedder",
+        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1", "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1", "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+        "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1", "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+        "double_blocks.{}.img_mod.lin": f"{double}.norm1.linear", "double_blocks.{}.txt_mod.lin": f"{double}.norm1_context.linear",
+        "double_blocks.{}.img_attn.qkv": f"{double}.attn.to_q {double}.attn.to_k {double}.attn.to_v",
+        "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj {double}.attn.add_v_proj",
+        "double_blocks.{}.img_attn.norm.query_norm.scale": f"{double}.attn.norm_q.weight", "double_blocks.{}.img_attn.norm.key_norm.scale": f"{double}.attn.norm_k.weight",
+        "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{double}.attn.norm_added_q.weight", "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{double}.attn.norm_added_k.weight",
+        "double_blocks.{}.img_attn.proj": f"{double}.attn.to_out.0", "double_blocks.{}.txt_attn.proj": f"{double}.attn.to_add_out",
+        "double_blocks.{}.img_mlp.0": f"{double}.ff.net.0.proj", "double_blocks.{}.img_mlp.2": f"{double}.ff.net.2",
+        "double_blocks.{}.txt_mlp.0": f"{double}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.2": f"{double}.ff_context.net.2",
+        "single_blocks.{}.modulation.lin": f"{single}.norm.linear",
+        "single_blocks.{}.linear1": f"{single}.attn.to_q {single}.attn.to_k {single}.attn.to_v {single}.proj_mlp",
+        "single_blocks.{}.linear2": f"{single}.proj_out",
+        "single_blocks.{}.norm.query_norm.scale": f"{single}.attn.norm_q.weight", "single_blocks.{}.norm.key_norm.scale": f"{single}.attn.norm_k.weight",
+        "final_layer.linear": "proj_out", "final_layer.adaLN_modulation.1": "norm_out.linear",
+    },
+)
+
+FAMILY = Family(
+    name="flux",
+    transformer="FluxTransformer2DModel",
+    prediction="flow",
+    block_lists=("transformer_blocks", "single_transformer_blocks"),
+    text="encoder_hidden_states",
+    text_position="first",
+    returns=("text", "image"),
+    per_token={"image_rotary_emb": ("joint", 0)},
+    patch=lambda config: (1, 2, 2),
+    latent_channels=lambda config: config["in_channels"] // 4,
+    conditioning=("c_crossattn", "y", "guidance"),
+    required=("c_crossattn", "y"),
+    widths=lambda config: {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]},
+    forward_args=forward_args,
+    output=lambda output, grid: output,
+    layout=LAYOUT,
+)

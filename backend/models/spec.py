@@ -1,0 +1,50 @@
+"""What a model family is: data. The engine reads it and never names a family."""
+
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+from torch import Tensor
+
+from ..loading.layout import Layout
+from ..tokens import TokenGrid
+
+#: How one stream or per-token argument relates to the sequence: its rows are "text", "image" or both ("joint").
+Kind = str
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything family specific.
+
+    block_lists: names of the transformer's ModuleLists in pipeline order.
+    image, text: names of the blocks' arguments that carry image rows and text rows (text None: the prompt is read through cross-attention).
+    returns: what a block returns, in order ("image", "text").
+    text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
+    per_token: block arguments that have a row per token: name -> (kind, dimension).
+    attention: kind of each attention call of a block, in order ("joint" | "image" | "cross").
+    patch: transformer config -> (pt, ph, pw), latent pixels per token.
+    conditioning: names of model arguments accepted in a request; required: those without which it is refused.
+    forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
+    output: the transformer's output -> tokens (B, N, F).
+    layout: the key layout of single files.
+    """
+
+    name: str
+    transformer: str
+    prediction: str
+    block_lists: tuple[str, ...]
+    returns: tuple[str, ...]
+    patch: Callable[[Mapping], tuple[int, int, int]]
+    latent_channels: Callable[[Mapping], int]
+    conditioning: tuple[str, ...]
+    required: tuple[str, ...]
+    widths: Callable[[Mapping], dict[str, int]]
+    forward_args: Callable[[Mapping, TokenGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]]
+    output: Callable[[Tensor, TokenGrid], Tensor]
+    layout: Layout
+    image: str = "hidden_states"
+    text: str | None = None
+    text_position: str | None = None
+    per_token: Mapping[str, tuple[Kind, int]] = None
+    attention: tuple[str, ...] = ("joint",)
+    heads: str = "num_attention_heads"

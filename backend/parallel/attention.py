@@ -1,0 +1,135 @@
+"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where every diffusers transformer ends up.
+
+Inside a block that runs here the hook adds what the mesh asks for: Ulysses and ring exchanges, and PipeFusion's key/value buffers
+(arXiv 2405.14430). Outside of one it is torch's function. Buffers hold the whole sequence for this rank's heads; sequence-parallel ranks of a
+stage gather only the fresh rows of a patch, so what is sent does not grow with the number of patches.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..mesh import Mesh
+from . import comm, kernels, usp
+from .rows import Rows
+
+
+@dataclass
+class LayerCall:
+    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows."""
+
+    layer: int
+    branch: str
+    rows: Rows
+    kinds: tuple[str, ...]
+    calls: int = 0
+
+    def next(self) -> tuple[str, tuple]:
+        """(kind, key) of this call: "joint" and "image" attend within the sequence, "cross" to the prompt."""
+        index, self.calls = self.calls, self.calls + 1
+        return self.kinds[index % len(self.kinds)], (self.branch, self.layer, index)
+
+
+@dataclass
+class Attention:
+    """The hook and its state. ``buffered`` keeps keys and values of earlier steps (more than one stage and patch)."""
+
+    mesh: Mesh
+    kernel: str = "auto"
+    buffered: bool = False
+    call: LayerCall | None = None
+    buffers: dict[tuple, Tensor] = field(default_factory=dict)
+    _positions: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def install(self):
+        """Take the place of torch's function."""
+        F.scaled_dot_product_attention = self
+
+    def uninstall(self):
+        """Give torch's function its place back."""
+        F.scaled_dot_product_attention = kernels.SDPA
+
+    def begin_request(self, kernel: str, buffered: bool):
+        """Forget every key and value of the request before."""
+        self.kernel, self.buffered = kernel, buffered
+        self.buffers.clear()
+        self._positions.clear()
+
+    def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if self.call is None:
+            return kernels.SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        assert not is_causal and not dropout_p, "denoisers attend in both directions, without dropout"
+        kind, where = self.call.next()
+        if kind == "cross":
+            return kernels.attend(self.kernel, query, key, value, attn_mask, scale)
+        return self._within_sequence(query, key, value, attn_mask, scale, kind, where)
+
+    def _within_sequence(self, q, k, v, mask, scale, kind, where):
+        rows, heads = self.call.rows, q.shape[1]
+        lengths, (first, u) = rows.lengths(kind), (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses)
+        mine = range(first, first + u.size)                      # SP ranks whose rows this Ulysses group holds
+        if u.size > 1:
+            if k.shape[1] != heads:                              # grouped queries: heads must travel together
+                k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+            q, k, v = usp.scatter_heads(torch.stack([q, k, v]), [lengths[i] for i in mine], u)
+        if self.buffered:
+            k, v = self._refresh(torch.stack([k, v]), kind, where)
+            out = kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
+        elif self.mesh.ring.size > 1:
+            out = self._ring(q, k, v, mask, scale, kind, mine)
+        else:
+            out = kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, mine), scale)
+        return usp.gather_heads(out, heads, [lengths[i] for i in mine], u) if u.size > 1 else out
+
+    def _ring(self, q, k, v, mask, scale, kind, mine):
+        u = self.mesh.ulysses.size
+        turns = [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
+        lengths = self.call.rows.lengths(kind)
+        masks = None if mask is None else [self._cut(mask, kind, mine, turn) for turn in turns]
+        return usp.ring_attend(self.kernel, q, torch.stack([k, v]), [sum(lengths[i] for i in turn) for turn in turns], self.mesh.ring, masks, scale)
+
+    def _refresh(self, kv, kind, where):
+        """Write the fresh rows of every SP rank of the stage into the buffer; the whole sequence's keys and values, fresh and stale."""
+        rows, ring, u = self.call.rows, self.mesh.ring, self.mesh.ulysses.size
+        lengths = rows.lengths(kind)
+        turns = [sum(lengths[i * u: (i + 1) * u]) for i in range(ring.size)]
+        kv = torch.cat(comm.gather(kv, [(*kv.shape[:3], n, kv.shape[4]) for n in turns], ring, "ring"), dim=3)
+        total = rows.sequence.joint if kind == "joint" else rows.sequence.image
+        if where not in self.buffers:
+            self.buffers[where] = kv.new_empty((*kv.shape[:3], total, kv.shape[4]))
+        buffer, positions = self.buffers[where], self._rows(kind, None, kv.device)
+        start = int(positions.lo) if isinstance(positions, _Run) else None
+        if start is not None:
+            buffer[:, :, :, start: start + kv.shape[3]] = kv
+        else:
+            buffer.index_copy_(3, positions, kv)
+        return buffer[0], buffer[1]
+
+    def _rows(self, kind, ranks, device):
+        """Positions of the rows of ``ranks``, as a run where they are consecutive."""
+        key = (id(self.call.rows), kind, ranks)
+        if key not in self._positions:
+            positions = self.call.rows.positions(kind, ranks)
+            run = len(positions) > 0 and bool((positions.diff() == 1).all())
+            self._positions[key] = (self.call.rows, _Run(int(positions[0])) if run else positions.to(device))
+        return self._positions[key][1]
+
+    def _cut(self, mask, kind, query_ranks, key_ranks):
+        """The mask's rows and columns for the rows of these ranks; ``key_ranks`` None: every key of the sequence."""
+        if mask is None:
+            return None
+        rows = self.call.rows
+        if key_ranks is not None and mask.shape[-1] > 1:
+            mask = mask.index_select(-1, rows.positions(kind, key_ranks).to(mask.device))
+        if mask.shape[-2] > 1:
+            mask = mask.index_select(-2, rows.positions(kind, query_ranks).to(mask.device))
+        return mask
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive rows from ``lo`` on."""
+
+    lo: int

@@ -1,0 +1,80 @@
+"""Local attention kernels: (B, H, S, D) in and out, chosen by ParallelConfig.attention.
+
+``lse`` variants also return the log-sum-exp of the scores, (B, H, Sq) float32, which ring attention needs to merge blocks.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces it, the kernels keep the original.
+SDPA = F.scaled_dot_product_attention
+aten = torch.ops.aten
+
+_PACKAGES = {"flash-attn": "flash_attn", "sage": "sageattention"}
+
+
+def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why kernel ``name`` cannot run here, as one sentence, or None."""
+    package = _PACKAGES.get(name)
+    if package is None:
+        return None
+    if device != "cuda":
+        return f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; set attention to auto."
+    if importlib.util.find_spec(package) is None:
+        return f"attention is {name}, but the package {package} is not installed; pip install {package.replace('_', '-')} or set attention to auto."
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set weight_dtype to bf16 or attention to auto."
+    return None
+
+
+def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v. Kernels that take no mask leave masked calls to SDPA."""
+    if kernel == "flash-attn" and mask is None:
+        from flash_attn import flash_attn_func
+        return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale).transpose(1, 2)
+    if kernel == "sage" and mask is None:
+        from sageattention import sageattn
+        return sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale)
+    return SDPA(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_lse(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """As attend, with the log-sum-exp. A row whose keys are all masked has output 0 and lse -inf."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = _lse_kernel(kernel, q, k, v, additive(mask, q), scale)
+    if mask is None:
+        return out, lse.float()
+    dead = ~_visible(mask).any(-1).expand(q.shape[:3])
+    return out.masked_fill(dead[..., None], 0), lse.float().masked_fill(dead, float("-inf"))
+
+
+def _lse_kernel(kernel, q, k, v, mask, scale):
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    if mask is not None or q.dtype == torch.float32:
+        mask = None if mask is None else mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, False, scale=scale)[:2]
+        return out, lse[..., : q.shape[2]]           # this kernel pads the rows of lse to a multiple of 32
+    if kernel == "flash-attn":
+        from flash_attn import flash_attn_func
+        out, lse, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, return_attn_probs=True)
+        return out.transpose(1, 2), lse
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[:2]
+
+
+def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A boolean mask as 0 / -inf in the dtype of ``like``, with batch and rows expanded for kernels that do not broadcast."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, float("-inf"))
+    return mask.to(like.dtype).expand(like.shape[0], -1, like.shape[2], -1)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > float("-inf")

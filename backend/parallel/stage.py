@@ -1,0 +1,180 @@
+"""One rank's part of a transformer: the model's own forward with its blocks wrapped.
+
+Every rank calls the same forward. Blocks of other stages pass their input through, so that shapes are known without handshakes; rows
+are cut once, at block 0; the first local block receives, the last local block sends and ends the forward; behind the last block the
+model's own tail sees the full token set, of which only the rows of this forward carry values. (Generic form of PipeFusion, arXiv 2405.14430.)
+"""
+
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from ..models.spec import Family
+from .attention import Attention, LayerCall
+from .comm import Pipe
+from .rows import Rows, Sequence, Span
+
+
+class StageDone(Exception):
+    """This rank's blocks have run and their output is on its way to the next stage: the rest of the forward is not ours."""
+
+
+@dataclass
+class Forward:
+    """One forward under way: which rows of which guidance branch. ``image`` None: every row."""
+
+    branch: str
+    image: Span | None = None
+    with_text: bool = True
+    rows: Rows | None = None
+    cuts: dict = field(default_factory=dict)
+
+
+class Stage:
+    """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be absent (meta tensors): they never run."""
+
+    def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
+        self.family, self.mesh, self.blocks = family, mesh, blocks
+        self.attention = Attention(mesh)
+        self.pipe = Pipe(mesh.pp.group, "pipeline") if mesh.pp.size > 1 else None
+        self.current: Forward | None = None
+        self.sequences: dict[str, Sequence] = {}
+        self.like: Tensor | None = None
+        self.transformer = transformer
+        self.total = 0
+        for name in family.block_lists:
+            modules = getattr(transformer, name)
+            for i, block in enumerate(modules):
+                modules[i] = StagedBlock(self, self.total, block)
+                self.total += 1
+
+    def begin_request(self, kernel: str, buffered: bool):
+        """Forget the request before."""
+        self.attention.begin_request(kernel, buffered)
+        self.sequences.clear()
+        self.like = None
+
+    def drain(self):
+        """Wait for every send and receive under way."""
+        if self.pipe:
+            self.pipe.drain()
+
+    def expect(self, forward: Forward):
+        """Post the receive of the forward after this one, if its size is known by now."""
+        if self.like is not None and forward.branch in self.sequences:
+            self.post(forward, self.like)
+
+    def post(self, forward: Forward, like: Tensor):
+        """Post the receive of a forward; ``like`` is an activation (B, rows, D) of this request."""
+        if self.pipe and not self.mesh.pp.first:
+            text, image = self._rows(forward, self.sequences[forward.branch]).local
+            self.pipe.post((like.shape[0], len(text) + len(image), like.shape[2]), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+
+    def forward(self, arguments: dict, forward: Forward) -> Tensor | None:
+        """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
+        self.current = forward
+        try:
+            return self.transformer(**arguments, return_dict=False)[0]
+        except StageDone:
+            return None
+        finally:
+            self.current = None
+
+    # ------------------------------------------------------------------ what the wrapped blocks do, in this order
+    def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
+        """Stand in for block ``index``; ``names`` are its positional parameters. Returns what the block returns."""
+        call = dict(zip(names, args)) | kwargs
+        streams = {"image": call[self.family.image], "text": call[self.family.text] if self.family.text else None}
+        if index == 0:
+            streams = self._enter(streams)
+        if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
+            streams = self._receive(streams)
+        if index in self.blocks:
+            streams = self._run(index, block, call, streams)
+        if index == self.blocks.stop - 1 and self.pipe and not self.mesh.pp.last:
+            self._send(streams)
+            raise StageDone
+        if index == self.total - 1:
+            streams = self._leave(streams)
+        out = tuple(streams[name] for name in self.family.returns)
+        return out if len(out) > 1 else out[0]
+
+    def _enter(self, streams):
+        text, image, forward = streams["text"], streams["image"], self.current
+        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position)
+        self.sequences[forward.branch] = sequence
+        forward.rows = self._rows(forward, sequence)
+        text_rows, image_rows = forward.rows.local
+        return {"image": image[:, image_rows.lo: image_rows.hi], "text": None if text is None else text[:, text_rows.lo: text_rows.hi]}
+
+    def _rows(self, forward, sequence):
+        text = Span(0, sequence.text if forward.with_text else 0)
+        return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size)
+
+    def _run(self, index, block, call, streams):
+        forward = self.current
+        call[self.family.image] = streams["image"]
+        if self.family.text:
+            call[self.family.text] = streams["text"]
+        if not forward.rows.is_everything:
+            for name, (kind, dim) in self.family.per_token.items():
+                if name in call:
+                    call[name] = self._cut(call[name], kind, dim)
+        self.attention.call = LayerCall(index, forward.branch, forward.rows, self.family.attention)
+        out = block(**call)
+        self.attention.call = None
+        out = out if isinstance(out, tuple) else (out,)
+        return {"text": None, **dict(zip(self.family.returns, out))}
+
+    def _cut(self, value, kind, dim):
+        """This rank's rows of a per-token argument; the same object comes to every block, so cuts are kept for the forward."""
+        if value is None:
+            return None
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._cut(part, kind, dim) for part in value)
+        kept = self.current.cuts.get((id(value), kind, dim))
+        if kept is None:
+            positions = self.current.rows.local_positions(kind).to(value.device)
+            kept = self.current.cuts[id(value), kind, dim] = (value, value.index_select(dim, positions))
+        return kept[1]
+
+    def _receive(self, streams):
+        text, image = streams["text"], streams["image"]
+        if not self.pipe.posted:
+            self.post(self.current, image)
+        both = self.pipe.take()
+        self.like = both
+        if text is None:
+            return {"image": both, "text": None}
+        return {"text": both[:, : text.shape[1]], "image": both[:, text.shape[1]:]}
+
+    def _send(self, streams):
+        text, image = streams["text"], streams["image"]
+        self.pipe.send(image if text is None else torch.cat([text, image], dim=1), self.mesh.pp.neighbour(1))
+
+    def _leave(self, streams):
+        rows = self.current.rows
+        if rows.is_everything:
+            return streams
+        image, span = streams["image"], rows.local[1]
+        full = image.new_zeros(image.shape[0], rows.sequence.image, image.shape[2])
+        full[:, span.lo: span.hi] = image
+        return {"image": full, "text": streams["text"]}
+
+
+class StagedBlock(nn.Module):
+    """A block of the transformer, or the place of one that lives on another stage."""
+
+    def __init__(self, stage: Stage, index: int, block: nn.Module):
+        super().__init__()
+        parameters = inspect.signature(block.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.index = index
+        self.block = block if index in stage.blocks else None
+        self.stage = [stage]                # in a list: the stage is no submodule of its own blocks
+
+    def forward(self, *args, **kwargs):
+        return self.stage[0].run_block(self.index, self.block, self.names, args, kwargs)

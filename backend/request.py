@@ -1,0 +1,138 @@
+"""One sampling request as tensors on this rank's device, and its random numbers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .config import ParallelConfig
+from .models.spec import Family
+from .parallel.rows import Span
+from .prediction import PREDICTIONS, Prediction
+from .protocol import Sample
+from .samplers import Problem
+from .tokens import TokenGrid
+
+#: Guidance branches in the order of the cfg axis.
+BRANCHES = ("positive", "negative")
+#: Draws of noise that are kept: patches of one step are at most one model call apart, and a call consumes at most two draws.
+KEPT_DRAWS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; conditioning: branch -> model arguments.
+
+    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used.
+    """
+
+    solver: str
+    prediction: Prediction
+    cfg: float
+    seed: int
+    sigmas: Tensor
+    noise: Tensor
+    latent: Tensor
+    mask: Tensor | None
+    grid: TokenGrid
+    conditioning: dict[str, dict[str, Tensor]]
+    patches: int
+    warmup_steps: int
+    kernel: str
+    from_pure_noise: bool
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return BRANCHES[: len(self.conditioning)]
+
+    def start(self) -> Tensor:
+        """The solver's first x, (B, N, F)."""
+        return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
+
+
+def has_branch(sample: Sample, branch: str) -> bool:
+    """Does the request carry conditioning of this guidance branch?"""
+    return any(name.startswith(branch + ".") for name in sample.tensors)
+
+
+def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
+    """The backend's configuration with the settings that travel with the request."""
+    return replace(config, num_pipeline_patch=sample.num_pipeline_patch, warmup_steps=sample.warmup_steps, attention=sample.attention)
+
+
+def build(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device) -> Request:
+    """The request of a checked message on ``device``; conditioning in the model's ``dtype``."""
+    config = request_config(sample, config)
+    shape = sample.tensors["noise"].shape
+    grid = TokenGrid(tuple(shape[1:]), family.patch(model_config))
+    tensor = lambda name: sample.tensors[name].to(device, torch.float32)
+    mask = grid.to_tokens(tensor("denoise_mask").expand(shape)) if "denoise_mask" in sample.tensors else None
+    return Request(
+        solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
+        noise=grid.to_tokens(tensor("noise")), latent=grid.to_tokens(tensor("latent")), mask=mask, grid=grid,
+        conditioning={branch: _conditioning(sample, branch, shape[0], device, dtype) for branch in BRANCHES if has_branch(sample, branch)},
+        patches=config.patches, warmup_steps=config.warmup_steps, kernel=sample.attention, from_pure_noise=True)
+
+
+def _conditioning(sample, branch, batch, device, dtype):
+    prefix = branch + "."
+    found = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
+    cast = {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in found.items()}
+    return {name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value for name, value in cast.items()}
+
+
+class FreshNoise:
+    """Gaussian draws for stochastic solvers, each for the whole latent, so that patches and ranks get slices of the same numbers.
+
+    Generator and seed are ComfyUI's (k_diffusion default_noise_sampler): on the CPU the seed is one more than the request's.
+    """
+
+    def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device):
+        self.generator = torch.Generator(device).manual_seed(seed + 1 if device.type == "cpu" else seed)
+        self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
+        self.draws: dict[int, Tensor] = {}
+        self.count = 0
+
+    def draw(self, index: int) -> Tensor:
+        """The ``index``-th draw as tokens (B, N, F)."""
+        while self.count <= index:
+            noise = torch.randn(self.shape, generator=self.generator, device=self.device)
+            self.draws[self.count] = self.grid.to_tokens(noise)
+            self.draws.pop(self.count - KEPT_DRAWS, None)
+            self.count += 1
+        return self.draws[index]
+
+
+class Inpaint:
+    """Keeps the part of the latent whose mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model call."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.noise = request.noise
+        if request.mask is not None and request.solver == "ddim":
+            # ComfyUI's ddim masks with noise of its own
+            generator = torch.Generator("cpu").manual_seed(request.seed + 1)
+            noise = torch.randn(request.noise.shape[0], *request.grid.shape, generator=generator)
+            self.noise = request.grid.to_tokens(noise).to(request.noise)
+
+    def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
+        """x with the kept part at noise level ``sigma``; x is the rows of ``span``."""
+        mask = self._rows(self.request.mask, span)
+        if mask is None:
+            return x
+        kept = self.request.prediction.add_noise(sigma, self._rows(self.noise, span), self._rows(self.request.latent, span), False)
+        return x * mask + kept * (1.0 - mask)
+
+    def denoised(self, denoised: Tensor, span: Span) -> Tensor:
+        """The prediction with the kept part's latent."""
+        mask = self._rows(self.request.mask, span)
+        return denoised if mask is None else denoised * mask + self._rows(self.request.latent, span) * (1.0 - mask)
+
+    @staticmethod
+    def _rows(x: Tensor | None, span: Span) -> Tensor | None:
+        return None if x is None else x[:, span.lo: span.hi]
+
+
+def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
+    """The solver's problem for the rows of ``span``."""
+    return Problem(request.sigmas, request.prediction, lambda index: noise.draw(index)[:, span.lo: span.hi])

@@ -1,0 +1,168 @@
+"""Rank 0's socket: authenticated clients, one queue of requests, replies that never hold up the ranks."""
+
+import hmac
+import os
+import queue
+import socket
+import stat
+import threading
+from dataclasses import dataclass, field
+
+from .protocol import (MAX_HELLO, VERSION, Cancel, Failure, Hello, Ping, Pong, Progress, ProtocolError, Welcome, receive, send)
+
+#: Seconds in which a new connection must show its token.
+HELLO_SECONDS = 5.0
+#: Connections at a time; a graph uses one.
+MAX_CLIENTS = 16
+
+
+@dataclass
+class Job:
+    """A request of a client, waiting or running. ``reply`` may be called from any thread."""
+
+    message: object
+    client: "Client"
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def reply(self, message):
+        self.client.outbox.put(message)
+
+    @property
+    def client_keeps_up(self) -> bool:
+        """False while earlier replies wait: then previews are left out."""
+        return self.client.outbox.empty()
+
+
+class Client:
+    """One connection: a reading thread that feeds the queue and a writing thread that empties the outbox."""
+
+    def __init__(self, connection: socket.socket, server: "Server"):
+        self.connection, self.server = connection, server
+        self.outbox: queue.Queue = queue.Queue()
+        self.jobs: list[Job] = []
+        self.writer = threading.Thread(target=self._write, daemon=True)
+
+    def serve(self):
+        """Runs in the connection's thread until it closes; every job of a client that left is cancelled."""
+        try:
+            self._greet()
+            self.writer.start()
+            while True:
+                self._handle(receive(self.connection))
+        except ProtocolError as error:
+            self.outbox.put(Failure(str(error)))
+        except OSError:
+            pass                                    # the client went away: nobody is left to be told
+        finally:
+            self._leave()
+
+    def _leave(self):
+        for job in self.jobs:
+            job.cancelled.set()
+        self.outbox.put(None)
+        if self.writer.is_alive():
+            self.writer.join()
+        else:
+            self._write()                           # it never got in: say why
+        self.connection.close()
+        self.server.clients.release()
+
+    def _greet(self):
+        # one deadline for the whole greeting: a peer that sends a byte now and then must not keep its place
+        deadline = threading.Timer(HELLO_SECONDS, self.connection.shutdown, [socket.SHUT_RDWR])
+        deadline.start()
+        try:
+            hello = receive(self.connection, limit=MAX_HELLO)
+        finally:
+            deadline.cancel()
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self.server.token.encode()):
+            raise ProtocolError("the token is not this backend's; connections without it are closed.")
+        if hello.version != VERSION:
+            raise ProtocolError(f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from the same version of the pack.")
+        send(self.connection, self.server.welcome)
+
+    def _handle(self, message):
+        self.jobs = [job for job in self.jobs if job.message is not None]
+        if isinstance(message, Ping):
+            self.outbox.put(Pong(sorted(self.server.models())))
+        elif isinstance(message, Cancel):
+            for job in self.jobs:
+                job.cancelled.set()
+        else:
+            job = Job(message, self)
+            self.jobs.append(job)
+            self.server.jobs.put(job)
+
+    def _write(self):
+        while (message := self.outbox.get()) is not None:
+            try:
+                send(self.connection, message)
+            except OSError:
+                return                              # the reading thread sees the same and cleans up
+
+
+class Server:
+    """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
+
+    def __init__(self, address: str, token: str, welcome: Welcome, models):
+        self.token, self.welcome, self.models = token, welcome, models
+        self.jobs: queue.Queue[Job] = queue.Queue()
+        self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
+        self.listener = _listen(address)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            connection, _ = self.listener.accept()
+            if connection.family != getattr(socket, "AF_UNIX", None):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self.clients.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=Client(connection, self).serve, daemon=True).start()
+
+    def next_job(self, timeout: float) -> Job | None:
+        """The oldest waiting job, or None after ``timeout`` seconds without one."""
+        try:
+            return self.jobs.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def finish(self, job: Job):
+        """The job is done: a Cancel that comes now means a later one."""
+        job.message = None
+
+
+def _listen(address: str) -> socket.socket:
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        folder = os.path.dirname(where)
+        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
+            raise PermissionError(f"the socket's folder {folder} can be entered by other users; make it private (chmod 700).")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(where)
+    else:
+        host, _, port = where.rpartition(":")
+        listener = socket.create_server((host, int(port)))
+    listener.listen()
+    return listener
+
+
+class Previews:
+    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags."""
+
+    def __init__(self, seconds: float, clock):
+        self.seconds, self.clock, self.last = seconds, clock, float("-inf")
+
+    def due(self) -> bool:
+        """True where a preview is wanted now; then the next one is ``seconds`` away."""
+        if not self.seconds or self.clock() - self.last < self.seconds:
+            return False
+        self.last = self.clock()
+        return True
+
+
+def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
+    """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
+    tensors = {"x0": make_x0()} if job.client_keeps_up and previews.due() else {}
+    job.reply(Progress(step, total, tensors))

@@ -1,0 +1,178 @@
+"""Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH --config JSON
+
+Rank 0 serves the socket and tells the others what to do; a failure inside a collective ends the rank, torchrun ends its peers, and the client
+starts a fresh backend (crash-only). What can be refused is refused on rank 0 before the others hear of it.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from . import mesh as meshes
+from .config import ConfigError, ParallelConfig
+from .denoise import Callbacks, Cancelled as Stopped
+from .dispatch import Dispatcher
+from .engine import Engine
+from .errors import UnsupportedError
+from .protocol import Cancelled, Failure, Load, Loaded, Ping, Result, Sample, Shutdown, Unload, Welcome
+from .server import Job, Previews, Server, progress
+
+#: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
+HEARTBEAT_SECONDS = 60.0
+
+
+class Worker:
+    """What every rank does with a message; rank 0 (Leader) adds the clients."""
+
+    def __init__(self, config: ParallelConfig, device: str):
+        self.mesh = meshes.build(config, device)
+        self.engine = Engine(config, self.mesh)
+        self.dispatcher = Dispatcher(self.mesh.control)
+        self.pids = self.dispatcher.answers(os.getpid())
+
+    def follow(self):
+        """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
+        while not isinstance(message := self.dispatcher.hear(), Shutdown):
+            if isinstance(message, Load):
+                self.load(message)
+            elif isinstance(message, Unload):
+                self.engine.unload(message.model)
+            elif isinstance(message, Sample):
+                try:
+                    self.engine.sample(message, Callbacks())
+                except Stopped:
+                    pass                            # rank 0 tells the client
+
+    def load(self, message: Load) -> list[str]:
+        """Load on this rank; the reasons of all ranks that could not (then no rank keeps it)."""
+        key, reason = model_key(message), ""
+        try:
+            self.engine.load(key, message.path, message.weight_dtype)
+        except Exception as error:                  # out of memory, a disk that fails: this rank's peers must hear of it
+            traceback.print_exc()
+            reason = f"rank {self.mesh.rank}: {error}"
+        reasons = [r for r in self.dispatcher.answers(reason) if r]
+        if reasons:
+            self.engine.unload(key)
+        return reasons
+
+
+class Leader(Worker):
+    """Rank 0: a queue of clients' requests, each refused here or run by all."""
+
+    def __init__(self, config: ParallelConfig, device: str, address: str, token: str):
+        super().__init__(config, device)
+        welcome = Welcome(config.world_size, device, config.degrees, self.pids)
+        self.server = Server(address, token, welcome, models=lambda: list(self.engine.models))
+        self.handlers = {Load: self.on_load, Unload: self.on_unload, Sample: self.on_sample}
+
+    def lead(self):
+        """Serve until a client says Shutdown."""
+        while True:
+            job = self.server.next_job(HEARTBEAT_SECONDS)
+            if job is None:
+                self.dispatcher.tell(Ping())
+                continue
+            if isinstance(job.message, Shutdown):
+                self.dispatcher.tell(job.message)
+                return
+            self.run(job)
+            self.server.finish(job)
+
+    def run(self, job: Job):
+        """One request, answered in any case."""
+        handler = self.handlers.get(type(job.message))
+        if handler is None:
+            job.reply(Failure(f"a client does not send {type(job.message).__name__}."))
+            return
+        try:
+            handler(job, job.message)
+        except (UnsupportedError, ConfigError) as error:
+            job.reply(Failure(str(error)))
+
+    def on_load(self, job: Job, message: Load):
+        key = model_key(message)
+        if key not in self.engine.models:
+            self.engine.check_load(message.path, message.weight_dtype)
+            self.dispatcher.tell(message)
+            reasons = self.load(message)
+            if reasons:
+                raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
+        job.reply(Loaded(key, self.engine.models[key].family.name, self.engine.facts(key)))
+
+    def on_unload(self, job: Job, message: Unload):
+        self.dispatcher.tell(message)
+        self.engine.unload(message.model)
+        job.reply(Result())
+
+    def on_sample(self, job: Job, message: Sample):
+        self.engine.check_sample(message)
+        if job.cancelled.is_set():
+            job.reply(Cancelled(0))
+            return
+        self.dispatcher.tell(message)
+        total, previews = len(message.tensors["sigmas"]) - 1, Previews(message.preview_seconds, time.monotonic)
+        callbacks = Callbacks(lambda step, make_x0: progress(job, step, total, previews, make_x0), job.cancelled.is_set)
+        try:
+            samples, stats = self.engine.sample(message, callbacks)
+        except Stopped as stopped:
+            job.reply(Cancelled(stopped.step))
+            return
+        job.reply(Result(stats, {"samples": samples}))
+
+
+def model_key(message: Load) -> str:
+    """Names what a Load loads: a file that changed on disk is another model. The same on every rank of a machine."""
+    path = Path(message.path).resolve()
+    stamp = [path.stat().st_mtime_ns, path.stat().st_size] if path.exists() else []
+    return hashlib.sha256(json.dumps([str(path), message.weight_dtype, stamp]).encode()).hexdigest()[:16]
+
+
+def exit_with_parent():
+    """End this rank when standard input, a pipe that the launcher holds open, reaches its end: the launcher's death by any signal closes it."""
+    def watch():
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@record
+def main():
+    """Join the others and serve. Raises what ends this rank, which torchrun then reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
+    parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON")
+    parser.add_argument("--exit-with-parent", action="store_true", help="end at the end of standard input")
+    options = parser.parse_args()
+    if options.exit_with_parent:
+        exit_with_parent()
+    token = os.environ.pop("PARALLEL_DIT_TOKEN")
+    config = ParallelConfig(**json.loads(options.config)).validate()
+    config = replace(config, gpus="")               # the launcher made exactly those visible, numbered from 0
+    device = config.resolve_device(torch.cuda.device_count())
+    if int(os.environ["RANK"]) == 0:
+        Leader(config, device, options.address, token).lead()
+    else:
+        Worker(config, device).follow()
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)                # at once: destructors of process groups wait for peers that may be gone
