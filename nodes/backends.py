@@ -1,0 +1,155 @@
+"""The backends that this process uses: reused while they live and their topology fits, launched or connected otherwise.
+
+Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
+"""
+
+import logging
+import os
+import threading
+
+import torch
+
+from ..backend.config import ConfigError, ParallelConfig
+from ..backend.protocol import BackendError, Load, Loaded, Ping, Sample, Unload
+from .client import BackendClient
+from .launcher import BackendProcess
+
+_lock = threading.Lock()
+#: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
+_backends: dict[tuple, "Backend"] = {}
+
+
+class Backend:
+    """A connected backend, its process where we launched it, and the models that it has loaded for us."""
+
+    def __init__(self, client: BackendClient, process: BackendProcess | None = None):
+        self.client = client
+        self.process = process
+        self.models: dict[tuple[str, str], str] = {}
+        self._busy = threading.Lock()
+
+    @property
+    def welcome(self):
+        return self.client.welcome
+
+    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None) -> Loaded:
+        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs;
+        with it, all others make room first. ``check`` as in BackendClient.request."""
+        key = (path, weight_dtype)
+        with self._busy:
+            for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
+                self._request(Unload(self.models.pop(other)), check)
+            loaded = self._request(Load(path, weight_dtype), check)
+            replaced, self.models[key] = self.models.get(key, loaded.model), loaded.model
+            if replaced != loaded.model:  # the file has changed since
+                self._request(Unload(replaced), check)
+            return loaded
+
+    def unload(self, path: str, weight_dtype: str):
+        """Free a transformer on every rank; nothing happens where it is not loaded or while a request runs."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            model = self.models.pop((path, weight_dtype), None)
+            if model is not None:
+                self._request(Unload(model))
+        finally:
+            self._busy.release()
+
+    def sample(self, message: Sample, on_progress=lambda progress: None, should_cancel=lambda: False):
+        """BackendClient.sample, with the rank and the reason where the backend ends."""
+        with self._busy:
+            return self._explained(lambda: self.client.sample(message, on_progress, should_cancel))
+
+    def alive(self, check=lambda: None) -> bool:
+        """Whether the backend answers; False for good where it does not."""
+        if self.client.closed or (self.process is not None and not self.process.running):
+            return False
+        with self._busy:
+            try:
+                self.client.request(Ping(), check)
+            except BackendError:
+                return False
+        return True
+
+    def close(self):
+        """Hang up, and end the processes where they are ours."""
+        if self.process is not None:
+            self.process.close()
+        self.client.close()
+
+    def _request(self, message, check=lambda: None):
+        return self._explained(lambda: self.client.request(message, check))
+
+    def _explained(self, action):
+        try:
+            return action()
+        except BackendError as error:
+            if self.process is None:
+                raise BackendError(f"{error}; the next run connects again.") from error
+            raise BackendError(self.process.verdict()) from error
+        finally:
+            if self.client.closed:
+                self.close()
+
+
+def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
+    """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new launch.
+
+    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up. ``check`` is called ten
+    times a second during a launch and may raise to give up.
+    """
+    key = config.validate().topology()
+    with _lock:
+        backend = _backends.get(key)
+        if backend is not None and backend.alive(check):
+            return backend
+        _drop(key)
+        if not config.address:
+            for other in [k for k, b in _backends.items() if b.process is not None]:
+                _drop(other)
+        _backends[key] = _connect(config) if config.address else _launch(config, check)
+        return _backends[key]
+
+
+def backend_at_hand(config: ParallelConfig) -> Backend | None:
+    """The backend of this topology where there is one already, alive or not; never starts anything."""
+    return _backends.get(config.topology())
+
+
+def close_all():
+    """End every backend that this process launched and hang up on the others."""
+    with _lock:
+        for key in list(_backends):
+            _drop(key)
+
+
+def _drop(key: tuple):
+    backend = _backends.pop(key, None)
+    if backend is not None:
+        backend.close()
+
+
+def _launch(config: ParallelConfig, check) -> Backend:
+    device = config.resolve_device(torch.cuda.device_count())
+    process = BackendProcess(config, device)
+    logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
+    try:
+        return Backend(process.wait_ready(check=check), process)
+    except BaseException:
+        process.close()
+        raise
+
+
+def _connect(config: ParallelConfig) -> Backend:
+    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
+    if not token:
+        raise ConfigError(f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the token that this backend was started with.")
+    try:
+        client = BackendClient(config.address, token)
+    except OSError as error:
+        raise BackendError(f"No backend listens at {config.address} ({error}); start one there, or clear address to launch one here.") from error
+    if client.welcome.degrees != config.degrees:
+        client.close()
+        raise ConfigError(f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the same degrees.")
+    return Backend(client)

@@ -1,0 +1,71 @@
+"""The graph's handle of a transformer that lives in a backend.
+
+ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both are settled
+whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are freed.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+
+from ..backend.config import ParallelConfig
+from ..backend.protocol import Loaded
+from .backends import Backend, backend_at_hand, backend_for
+from .families import weightless_patcher
+
+_handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelDiT:
+    """A PARALLEL_DIT: where a transformer is loaded, and ComfyUI's weightless ``patcher`` for it."""
+
+    config: ParallelConfig
+    path: str
+    weight_dtype: str
+    loaded: Loaded
+    patcher: comfy.model_patcher.ModelPatcher
+
+
+def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
+    """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
+
+    ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI ends the
+    launch or the load, and the backend with it.
+    """
+    _, loaded = _load(config, path, weight_dtype)
+    patcher = weightless_patcher(loaded)
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _on_detach(config, path, weight_dtype))
+    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher)
+    _handles.add(handle)
+    return handle
+
+
+def ensure_loaded(handle: ParallelDiT) -> tuple[Backend, Loaded]:
+    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in ``load``."""
+    return _load(handle.config, handle.path, handle.weight_dtype)
+
+
+def _load(config: ParallelConfig, path: str, weight_dtype: str) -> tuple[Backend, Loaded]:
+    check = comfy.model_management.throw_exception_if_processing_interrupted
+    if backend_at_hand(config) is None and config.device != "cpu":
+        # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+    backend = backend_for(config, check)
+    keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
+    return backend, backend.load(path, weight_dtype, keep, check)
+
+
+def _on_detach(config: ParallelConfig, path: str, weight_dtype: str):
+    """ComfyUI's memory manager drops a model: "Unload models" was pressed, or its GPU is full. The ranks drop theirs."""
+
+    def unload(patcher, unpatch_all: bool):
+        backend = backend_at_hand(config)
+        if unpatch_all and backend is not None and backend.alive():
+            backend.unload(path, weight_dtype)
+
+    return unload

@@ -1,0 +1,72 @@
+"""The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
+
+import math
+import os
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..backend.config import ConfigError, ParallelConfig
+from ..backend.protocol import RefusedError
+from . import handle
+from .dependencies import require_dependencies
+from .parallel_config import ParallelConfigType
+
+ParallelDiTType = io.Custom("PARALLEL_DIT")
+WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
+
+
+def model_paths() -> dict[str, str]:
+    """Name -> path of what can be loaded: files of diffusion_models, and folders of diffusers that hold a transformer."""
+    paths = {name: folder_paths.get_full_path("diffusion_models", name) for name in folder_paths.get_filename_list("diffusion_models")}
+    for root in folder_paths.get_folder_paths("diffusers"):
+        for folder, below, files in os.walk(root, followlinks=True):
+            if "model_index.json" in files or "config.json" in files:
+                below.clear()  # the parts of a pipeline are no models of their own
+                paths.setdefault(os.path.relpath(folder, root), folder)
+    return paths
+
+
+def check_guidance(cfg: float, config: ParallelConfig):
+    """ConfigError where ``cfg`` leaves half of the ranks without work; as in ComfyUI, 1.0 skips the negative prompt."""
+    if config.cfg_degree == 2 and math.isclose(cfg, 1.0):
+        raise ConfigError("cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg.")
+
+
+class LoadParallelDiT(io.ComfyNode):
+    """PARALLEL_CONFIG + a file or folder -> PARALLEL_DIT, a small handle; the weights are on the ranks."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="LoadParallelDiT",
+            display_name="Load Parallel DiT",
+            category="parallel",
+            description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
+            inputs=[
+                ParallelConfigType.Input("config", tooltip="From Parallel Config: on how many ranks, and how they share the work."),
+                io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
+                io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file, bf16 where the device has no better."),
+            ],
+            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler.")],
+            hidden=[io.Hidden.prompt, io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, config, model_name, weight_dtype="default") -> io.NodeOutput:
+        for cfg in _sampler_guidance(cls.hidden.prompt or {}, cls.hidden.unique_id):
+            check_guidance(cfg, config)
+        path = model_paths().get(model_name)
+        if path is None or not os.path.exists(path):
+            raise RefusedError(f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page.")
+        if not config.address:
+            require_dependencies()
+        return io.NodeOutput(handle.load(config, os.path.abspath(path), weight_dtype))
+
+
+def _sampler_guidance(prompt: dict, loader_id: str):
+    """The ``cfg`` of every ParallelSampler that this loader feeds, so that it is refused before minutes of loading."""
+    for node in prompt.values():
+        inputs = node.get("inputs", {})
+        if node.get("class_type") == "ParallelSampler" and inputs.get("dit") == [loader_id, 0] and isinstance(inputs.get("cfg"), (int, float)):
+            yield inputs["cfg"]

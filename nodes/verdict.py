@@ -1,0 +1,81 @@
+"""Why a backend ended: the first rank that failed, from what torchrun and its ranks left in the backend's folder.
+
+torchrun kills every other rank once one has failed, and a rank whose peer is gone fails too; neither is the cause.
+"""
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+#: torchrun's failure table (torch.distributed.elastic.multiprocessing.errors).
+_FAILURE = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: \d+\)")
+#: What a rank says when it was another one that went away.
+_CONSEQUENCE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error|recvvalue failed|store.*(timeout|timed out)", re.IGNORECASE)
+_LONGEST = 400
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended: its exit code (negative = a signal), the error that it recorded and when (seconds)."""
+
+    rank: int
+    code: int = 1
+    error: str = ""
+    seconds: float = float("inf")
+
+    @property
+    def is_cause(self) -> bool:
+        if self.code < 0:
+            return self.code != -signal.SIGTERM
+        return not _CONSEQUENCE.search(self.error)
+
+    def __str__(self):
+        if self.error:
+            return f"rank {self.rank} failed with {self.error}"
+        if self.code < 0:
+            name = signal.Signals(-self.code).name
+            hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+            return f"rank {self.rank} was killed by {name}{hint}"
+        return f"rank {self.rank} exited with code {self.code}"
+
+
+def first_failure(folder: Path) -> RankFailure | None:
+    """The failure that ended the backend whose folder this is (backend.log, ranks/); None where nothing is recorded."""
+    found = {failure.rank: failure for failure in _recorded_errors(folder)}
+    for rank, code in _exit_codes(folder).items():
+        known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
+        found[rank] = RankFailure(rank, code, known.error, known.seconds)
+    causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
+    # a signal leaves no record of its time, yet it comes from outside: what the others recorded followed from it
+    return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
+
+
+def _exit_codes(folder: Path) -> dict[int, int]:
+    log = folder / "backend.log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(text)}
+
+
+def _recorded_errors(folder: Path):
+    for path in folder.glob("ranks/*/attempt_*/*/error.json"):
+        try:
+            record = json.loads(path.read_text())["message"]
+        except ValueError:  # the rank was killed while it wrote
+            continue
+        yield RankFailure(int(path.parent.name), 1, _one_line(record["message"]), float(record["extraInfo"]["timestamp"]))
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    """The last line of a rank's stderr, where it failed before it could record why (an import, say)."""
+    for path in folder.glob(f"ranks/*/attempt_*/{rank}/stderr.log"):
+        lines = path.read_text(errors="replace").split("\n")
+        return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
+    return ""
+
+
+def _one_line(text: str) -> str:
+    lines = [line for line in text.strip().split("\n") if line.strip()]
+    line = lines[0].strip() if lines else ""
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
