@@ -1,0 +1,40 @@
+"""One real ComfyUI for all tests of this folder, or a reason why there is none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny
+from comfy_server import CannotStart, ComfyServer
+
+PACK = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def start_comfy(tmp_path_factory):
+    """start_comfy() -> a new ComfyServer with the pack as ``parallel-dit`` and a tiny Flux as ``tiny-flux.safetensors``."""
+    servers = []
+    checkpoint = tiny.write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-flux.safetensors")
+
+    def start() -> ComfyServer:
+        folder = tmp_path_factory.mktemp("comfy")
+        (folder / "models/diffusion_models").mkdir(parents=True)
+        (folder / "models/diffusion_models/tiny-flux.safetensors").symlink_to(checkpoint)
+        try:
+            servers.append(ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"}))
+        except CannotStart as reason:
+            pytest.skip(str(reason))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def comfy(start_comfy):
+    """A ComfyServer that every test leaves as it found it."""
+    return start_comfy()

@@ -1,0 +1,161 @@
+"""Graphs in a real ComfyUI: parity, progress, cancel, what is refused, and what happens when processes die."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+import tiny
+
+TWO_RANKS = {"ulysses_degree": 2, "device": "cpu"}
+
+
+def graph(case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-flux.safetensors", **sampler) -> dict:
+    """An API graph that samples a golden case and compares."""
+    file = str(tiny.GOLDEN / f"flux-dev__{case}.safetensors")
+    inputs = {"seed": 42, "steps": 6, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0, **sampler}
+    return {
+        "1": {"class_type": "TestGoldenInputs", "inputs": {"file": file, "change": change}},
+        "2": {"class_type": "ParallelConfig", "inputs": config},
+        "3": {"class_type": "LoadParallelDiT", "inputs": {"config": ["2", 0], "model_name": model}},
+        "4": {"class_type": "ParallelSampler", "inputs": {
+            "dit": ["3", 0], "positive": ["1", 0], "negative": ["1", 1], "latent_image": ["1", 2], **inputs}},
+        "5": {"class_type": "TestGoldenError", "inputs": {"samples": ["4", 0], "file": file}},
+    }
+
+
+def error_of(run) -> float:
+    assert run.status == "success", run.message or run.node_errors
+    return json.loads(run.outputs["5"]["text"][0])["error"]
+
+
+def ranks_of(server) -> dict[int, str]:
+    """Process id of every rank of the server's backend."""
+    return {pid: line for pid, line in server.descendants("backend.worker").items() if "torch.distributed.run" not in line}
+
+
+@pytest.mark.parametrize("case, sampler", [
+    ("euler_simple", {}),
+    ("denoise06", {"denoise": 0.6}),
+    ("inpaint", {}),
+    ("batch2", {}),
+    ("size20x12", {}),
+    ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
+    ("ddim_ddim_uniform", {"sampler_name": "ddim", "scheduler": "ddim_uniform", "cfg": 1.0}),
+])
+def test_same_latent_as_ksampler(comfy, case, sampler):
+    run = comfy.run(graph(case, **sampler))
+    assert error_of(run) < 1e-4
+    assert run.steps[-1][0] == run.steps[-1][1] and run.previews > 0
+
+
+def test_denoise_zero_returns_the_latent(comfy):
+    run = comfy.run(graph("denoise06", denoise=0.0))
+    assert run.status == "success" and not run.steps
+
+
+def test_backend_is_reused(comfy):
+    before = ranks_of(comfy)
+    error_of(comfy.run(graph(seed=1)))
+    changed = {**TWO_RANKS, "attention": "sdpa"}  # travels with each request
+    error_of(comfy.run(graph(config=changed, seed=2)))
+    assert len(before) == 2 and ranks_of(comfy) == before
+
+
+def test_interrupt_half_way_and_again(comfy):
+    before = ranks_of(comfy)
+    pressed = []
+
+    def press(step):
+        if step >= 5 and not pressed:
+            pressed.append(time.monotonic())
+            comfy.post("/interrupt", {})
+
+    run = comfy.run(graph(steps=500, seed=3), press)
+    assert run.status == "interrupted" and time.monotonic() - pressed[0] < 10 and run.steps[-1][0] < 100
+    assert error_of(comfy.run(graph("size20x12"))) < 1e-4
+    assert ranks_of(comfy) == before
+
+
+@pytest.mark.parametrize("expected, arguments", [
+    ("latent_image has the shape", {"change": "channels"}),
+    ("NaN|not finite|finite", {"change": "nan"}),
+    ("'area'", {"change": "area"}),
+    ("'control'", {"change": "control"}),
+    ("2 prompts", {"change": "combine"}),
+    ("timestep range", {"change": "range"}),
+    ("skips the negative prompt", {"cfg": 1.0, "config": {"cfg_degree": 2, "device": "cpu"}}),
+    ("not run yet", {"config": {"tensor_parallel_degree": 2, "device": "cpu"}}),
+    ("at most 16", {"config": {"ulysses_degree": 32, "device": "cpu"}}),
+    ("no CUDA GPU|this machine has", {"config": {"ulysses_degree": 64, "device": "cuda"}}),
+    ("num_pipeline_patch", {"config": {"pipefusion_degree": 2, "num_pipeline_patch": 1000, "device": "cpu"}}),
+    ("not a list of device numbers", {"config": {"gpus": "a,b"}}),
+    ("No backend listens|PARALLEL_DIT_TOKEN", {"config": {"address": "tcp:127.0.0.1:1"}}),
+    ("not a backend's address|PARALLEL_DIT_TOKEN", {"config": {"address": "somewhere"}}),
+])
+def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arguments):
+    run = comfy.run(graph(**arguments))
+    assert run.status == "error"
+    message = run.message.strip()
+    assert re.search(expected, message) and "\n" not in message, message
+    assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
+
+
+@pytest.mark.parametrize("name, content", [("truncated.safetensors", "half"), ("text.safetensors", b"not a checkpoint"), ("other.safetensors", "other")])
+def test_bad_files(comfy, name, content):
+    models = comfy.folder / "models/diffusion_models"
+    whole = (models / "tiny-flux.safetensors").read_bytes()
+    if content == "half":
+        content = whole[: len(whole) // 2]
+    elif content == "other":
+        from safetensors.torch import save
+        from torch import zeros
+        content = save({"some.other.weight": zeros(4, 4)})
+    (models / name).write_bytes(content)
+    run = comfy.run(graph(model=name))
+    assert run.status == "error" and name in run.message and "\n" not in run.message.strip(), run.message
+    assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
+
+
+def test_steps_zero_and_a_missing_file_are_rejected_at_once(comfy):
+    for arguments in ({"steps": 0}, {"model": "nowhere.safetensors"}):
+        run = comfy.run(graph(**arguments))
+        assert run.status == "rejected" and run.node_errors
+
+
+def test_unload_models_button(comfy):
+    assert error_of(comfy.run(graph("euler_simple", seed=42))) < 1e-4
+    comfy.post("/free", {"unload_models": True})
+    assert error_of(comfy.run(graph("batch2"))) < 1e-4
+
+
+def test_killed_rank_is_named_and_the_next_queue_works(comfy):
+    error_of(comfy.run(graph("euler_simple")))
+    killed = {}
+
+    def kill_rank_1(step):
+        if step >= 3 and not killed:
+            rank_1 = max(ranks_of(comfy))
+            rank = [part for part in open(f"/proc/{rank_1}/environ").read().split("\0") if part.startswith("RANK=")][0][5:]
+            os.kill(rank_1, signal.SIGKILL)
+            killed.update(rank=rank, at=time.monotonic())
+
+    run = comfy.run(graph(steps=500, seed=4), kill_rank_1)
+    assert run.status == "error" and time.monotonic() - killed["at"] < 10
+    assert f"rank {killed['rank']} was killed by SIGKILL" in run.message and "\n" not in run.message.strip(), run.message
+    assert error_of(comfy.run(graph("size20x12"))) < 1e-4
+
+
+def test_nothing_is_left_when_comfyui_is_killed(start_comfy):
+    server = start_comfy()
+    error_of(server.run(graph("euler_simple")))
+    ours = server.descendants()
+    assert len(ranks_of(server)) == 2
+    server.process.kill()
+    server.process.wait()
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in ours if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, [ours[pid] for pid in left]
+        time.sleep(0.1)

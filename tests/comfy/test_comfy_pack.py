@@ -1,0 +1,49 @@
+"""The pack as a real ComfyUI lists it: nodes, tooltips, help, templates, import time."""
+
+import json
+import re
+
+import pytest
+from conftest import PACK
+
+NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelSampler", "ParallelDemoLoader"]
+WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
+
+
+def test_pack_loads_quickly(comfy):
+    log = comfy.log.read_text(errors="replace")
+    line = next(line for line in log.splitlines() if line.endswith("custom_nodes/parallel-dit"))
+    assert "IMPORT FAILED" not in log
+    assert float(re.search(r"([\d.]+) seconds", line)[1]) <= 0.5
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_node(comfy, name):
+    info = comfy.get(f"/object_info/{name}")[name]
+    assert info["category"] == "parallel" and info["description"]
+    inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    for key, (_, options) in inputs.items():
+        assert options.get("tooltip"), key
+    assert all(info["output_tooltips"])
+    assert comfy.fetch(f"/extensions/parallel-dit/docs/{name}.md")
+
+
+def test_config_inputs_all_have_defaults(comfy):
+    info = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]
+    assert not info.get("required") and len(info["optional"]) == 12
+    assert all("default" in options for _, options in info["optional"].values())
+
+
+def test_seed_can_change_after_each_queue(comfy):
+    seed = comfy.get("/object_info/ParallelSampler")["ParallelSampler"]["input"]["required"]["seed"][1]
+    assert seed["control_after_generate"] is True and seed["max"] == 2**64 - 1
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflow_is_a_template(comfy, name):
+    assert name in comfy.get("/workflow_templates")["parallel-dit"]
+    graph = json.loads(comfy.fetch(f"/api/workflow_templates/parallel-dit/{name}.json"))
+    assert comfy.fetch(f"/api/workflow_templates/parallel-dit/{name}.jpg")[:2] == b"\xff\xd8"
+    known = comfy.get("/object_info")
+    api = json.loads((PACK / "workflows" / f"{name}.api.json").read_text())
+    assert sorted(node["type"] for node in graph["nodes"] if node["type"] in known) == sorted(node["class_type"] for node in api.values())

@@ -1,0 +1,70 @@
+"""The rooms of the project and who may import whom, read from the source with ast."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKEND = sorted((ROOT / "backend").rglob("*.py"))
+NODES = sorted((ROOT / "nodes").rglob("*.py"))
+STDLIB_ONLY = ["config.py", "errors.py", "solver_names.py"]
+#: Imported by ComfyUI's process: these packages must not come with them.
+HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")
+#: Only these speak torch.distributed; the rest uses their verbs.
+COLLECTIVES = {"mesh.py", "dispatch.py", "denoise.py", "comm.py", "worker.py"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, relative ones as written (".config")."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found |= {module} | {f"{module.rstrip('.')}.{alias.name}" for alias in node.names if node.level == 0}
+    return found
+
+
+def under(module: str, packages) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+@pytest.mark.parametrize("path", BACKEND, ids=lambda p: str(p.relative_to(ROOT)))
+def test_backend_never_imports_comfy(path):
+    assert not [m for m in imports(path) if m.split(".")[0].startswith(("comfy", "nodes", "folder_paths"))]
+
+
+@pytest.mark.parametrize("path", NODES, ids=lambda p: p.name)
+def test_nodes_reach_the_backend_through_its_shared_files_only(path):
+    reached = {m for m in imports(path) if m.startswith("..backend")}
+    assert reached <= {"..backend", "..backend.config", "..backend.protocol", "..backend.solver_names", "..backend.errors"}
+    assert not [m for m in imports(path) if under(m, HEAVY)]
+
+
+@pytest.mark.parametrize("name", STDLIB_ONLY)
+def test_shared_files_need_nothing(name):
+    assert not [m for m in imports(ROOT / "backend" / name) if m.split(".")[0] in ("torch", "safetensors", "diffusers")]
+
+
+@pytest.mark.parametrize("name", ["client.py", "launcher.py", "backends.py", "verdict.py"])
+def test_scripts_can_use_the_client_without_comfyui(name):
+    assert not [m for m in imports(ROOT / "nodes" / name) if m.startswith(("comfy", "folder_paths"))]
+
+
+@pytest.mark.parametrize("path", BACKEND, ids=lambda p: str(p.relative_to(ROOT)))
+def test_collectives_live_in_their_rooms(path):
+    if path.name not in COLLECTIVES:
+        assert not [m for m in imports(path) if under(m, ["torch.distributed"])]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "backend" / "parallel").glob("*.py")), ids=lambda p: p.name)
+def test_parallel_methods_name_no_family(path):
+    families = [p.stem for p in (ROOT / "backend" / "models").glob("*.py") if p.stem not in ("__init__", "spec")]
+    code = "\n".join(ast.unparse(node) for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)).lower()
+    assert not [family for family in families if f"{family}." in code or f"'{family}'" in code]
+
+
+def test_root_package_needs_no_comfyui():
+    assert imports(ROOT / "__init__.py") <= {".nodes.extension"}

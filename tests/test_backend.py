@@ -1,0 +1,203 @@
+"""A real backend of two ranks behind the nodes' own client: requests, refusals, cancel, a killed rank, a killed parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_dit.backend import protocol
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.nodes import backends
+from tiny import error_in_std, golden_request, to_vae_units, write_checkpoint
+
+CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return str(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+@pytest.fixture
+def backend(checkpoint):
+    """The live backend: the same one for every test that leaves it alive, which is what these tests are about."""
+    return backends.backend_for(CONFIG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_at_the_end():
+    yield
+    backends.close_all()
+
+
+def request_for(backend, checkpoint, case="euler_simple", **changes):
+    sample, golden = golden_request(case, backend.load(checkpoint).model)
+    fields = {**vars(sample), "num_pipeline_patch": 1, **changes}
+    return protocol.Sample(**fields), golden
+
+
+def test_golden_latent_through_the_socket(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, preview_seconds=1e-9)
+    steps, shapes = [], set()
+
+    def on_progress(progress):
+        steps.append((progress.step, progress.total))
+        shapes.update(tuple(x.shape) for x in progress.tensors.values())
+
+    result = backend.sample(request, on_progress)
+    assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4
+    assert steps == [(i, 6) for i in range(1, 7)]
+    assert shapes == {(1, 16, 16, 16)}
+
+
+def test_stale_pipeline_through_the_socket(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=4)
+    error = error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden)
+    assert 1e-4 < error < 1
+
+
+def nan(x):
+    return torch.where(torch.arange(x.numel()).reshape(x.shape) == 3, float("nan"), x)
+
+
+REFUSED = {
+    "solver": (lambda r: replace(r, sampler="no_such"), "not supported; choose one of euler"),
+    "no steps": (lambda r: replace(r, tensors={**r.tensors, "sigmas": r.tensors["sigmas"][:1]}), "at least one step"),
+    "NaN": (lambda r: replace(r, tensors={**r.tensors, "noise": nan(r.tensors["noise"])}), "noise holds NaN"),
+    "NaN in the prompt": (lambda r: replace(r, tensors={**r.tensors, "positive.y": nan(r.tensors["positive.y"])}), "positive.y holds NaN"),
+    "channels": (lambda r: replace(r, tensors={**r.tensors, "noise": r.tensors["noise"][:, :4]}), "wants 16 channels"),
+    "conditioning key": (lambda r: replace(r, tensors={**r.tensors, "positive.control": torch.ones(1)}), "'control', which flux does not support"),
+    "missing pooled": (lambda r: replace(r, tensors={k: v for k, v in r.tensors.items() if k != "positive.y"}), "has no 'y'"),
+    "other text encoder": (lambda r: replace(r, tensors={**r.tensors, "positive.c_crossattn": torch.ones(1, 7, 40)}), "encoded for another model"),
+    "other batch": (lambda r: replace(r, tensors={**r.tensors, "positive.c_crossattn": torch.ones(3, 7, 64)}), "batch 3"),
+    "more patches than tokens": (lambda r: replace(r, num_pipeline_patch=65), "more than the 64 tokens"),
+    "no warm-up": (lambda r: replace(r, num_pipeline_patch=2, warmup_steps=0), "at least one synchronous step"),
+    "attention": (lambda r: replace(r, attention="flash-attn"), "CUDA GPUs only"),
+    "unknown model": (lambda r: replace(r, model="gone"), "not loaded"),
+}
+
+
+@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
+def test_bad_request_is_refused_in_one_sentence_and_the_backend_stays(backend, checkpoint, change, says):
+    request, _ = request_for(backend, checkpoint)
+    pids = backend.welcome.pids
+    with pytest.raises(protocol.RefusedError, match=says) as error:
+        backend.sample(change(request))
+    assert "\n" not in str(error.value)
+    assert backends.backend_for(CONFIG).welcome.pids == pids
+
+
+def bad_files(folder: Path, good: Path) -> dict[str, tuple[Path, str]]:
+    """File or folder -> what its refusal says."""
+    data = good.read_bytes()
+    (folder / "truncated.safetensors").write_bytes(data[: len(data) // 2])
+    (folder / "text.safetensors").write_text("not a model " * 100)
+    (folder / "pickle.ckpt").write_bytes(b"\x80\x04")
+    (folder / "empty-folder").mkdir()
+    write_checkpoint(folder / "incomplete.safetensors", drop=("single_blocks.3.linear1.weight", "txt_in.bias"))
+    return {
+        "missing": (folder / "nothing.safetensors", "there is no model"),
+        "truncated": (folder / "truncated.safetensors", "truncated"),
+        "text": (folder / "text.safetensors", "no safetensors file"),
+        "pickle": (folder / "pickle.ckpt", "not a .safetensors file"),
+        "other family": (Path(__file__).parent / "golden" / "flux-dev__euler_simple.safetensors", "no transformer of a supported family"),
+        "missing keys": (folder / "incomplete.safetensors", "lacks 5 of"),
+        "empty folder": (folder / "empty-folder", "no config.json"),
+    }
+
+
+def test_bad_files_are_refused_and_the_backend_stays(backend, checkpoint, folder):
+    for name, (path, says) in bad_files(folder, Path(checkpoint)).items():
+        with pytest.raises(protocol.RefusedError, match=says) as error:
+            backend.load(str(path))
+        assert "\n" not in str(error.value), name
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def test_more_stages_than_blocks_is_refused_at_load():
+    from backend import mesh
+    from backend.engine import Engine
+    from backend.errors import UnsupportedError
+
+    engine = Engine(replace_config(pipefusion_degree=16), mesh.single())
+    with pytest.raises(UnsupportedError, match="has 6 blocks"):
+        engine.check_load(str(Path(__file__).parents[1] / "demo" / "shapes-flux"), "default")
+
+
+def replace_config(**degrees):
+    from backend.config import ParallelConfig as Config
+
+    return Config(device="cpu", **degrees)
+
+
+@pytest.mark.parametrize("patches", [1, 4])
+def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patches):
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
+    long = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
+    seen = []
+    assert backend.sample(long, lambda p: seen.append(p.step), lambda: len(seen) >= 3) is None
+    assert max(seen) < 30
+    assert backend.client.request(protocol.Ping()).models == [request.model]
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, rank):
+    request, _ = request_for(backend, checkpoint)
+    request = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
+    killed = []
+
+    def kill_once(progress):
+        if not killed:
+            os.kill(backend.welcome.pids[rank], signal.SIGKILL)
+            killed.append(time.monotonic())
+
+    with pytest.raises(protocol.BackendError, match=f"rank {rank} was killed by SIGKILL"):
+        backend.sample(request, kill_once)
+    assert time.monotonic() - killed[0] < 10
+    fresh = backends.backend_for(CONFIG)
+    request, golden = request_for(fresh, checkpoint)
+    assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+PARENT = """
+import sys; sys.path.insert(0, {tests!r})
+import conftest, os, time
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.nodes import backends
+backend = backends.backend_for(ParallelConfig(ulysses_degree=2, device="cpu"))
+print(*backend.welcome.pids, backend.process._agent.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_no_process_outlives_a_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(tests=str(Path(__file__).parent))], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 3 and all(map(alive, pids))
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))

@@ -1,0 +1,291 @@
+"""The client against a server in a thread that speaks the protocol, well or badly."""
+
+import select
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+from parallel_dit.backend import protocol
+from parallel_dit.backend.config import ConfigError
+from parallel_dit.backend.protocol import (
+    BackendError, Cancel, Cancelled, Failure, Hello, Load, Loaded, Ping, Pong, Progress, RefusedError, Result, Sample, Welcome)
+from parallel_dit.nodes import client as client_module
+from parallel_dit.nodes.client import BackendClient
+
+TOKEN = "secret"
+WELCOME = Welcome(world_size=1, device="cpu", degrees={}, pids=[])
+
+
+def reply(connection, message):
+    connection.sendall(b"".join(protocol.encode(message)))
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(handler) -> address; ``handler(connection)`` runs once the token has been shown."""
+    sockets = []
+
+    def start(handler, kind="unix"):
+        if kind == "unix":
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(str(tmp_path / "s"))
+            address = f"unix:{tmp_path / 's'}"
+        else:
+            server = socket.socket()
+            server.bind(("127.0.0.1", 0))
+            address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        server.listen()
+        sockets.append(server)
+
+        def accept():
+            connection, _ = server.accept()
+            with connection:
+                try:
+                    hello = protocol.receive(connection, protocol.MAX_HELLO)
+                except protocol.ProtocolError:
+                    return
+                if hello != Hello(TOKEN):
+                    reply(connection, Failure("the token is wrong"))
+                    return
+                reply(connection, WELCOME)
+                handler(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        return address
+
+    yield start
+    for server in sockets:
+        server.close()
+
+
+def sample_message(**tensors):
+    return Sample(model="m", sampler="euler", cfg=1.0, seed=7, tensors=tensors or {"noise": torch.zeros(1, 4)})
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_request_and_reply(serve, kind):
+    def handler(connection):
+        assert protocol.receive(connection) == Load("/m.safetensors", "bf16")
+        reply(connection, Loaded("m", "flux", {"config": {"depth": 2}}))
+
+    client = BackendClient(serve(handler, kind), TOKEN)
+    assert client.welcome == WELCOME
+    assert client.request(Load("/m.safetensors", "bf16")) == Loaded("m", "flux", {"config": {"depth": 2}})
+
+
+def test_wrong_token(serve):
+    with pytest.raises(BackendError, match="did not let this client in.*the token is wrong.*PARALLEL_DIT_TOKEN"):
+        BackendClient(serve(lambda connection: None), "guess")
+
+
+def test_hung_up_handshake(serve):
+    address = serve(lambda connection: None)
+    with pytest.raises(BackendError, match="did not let this client in"):
+        BackendClient(address, "x" * (protocol.MAX_HELLO + 1))
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])
+def test_bad_address(address):
+    with pytest.raises(ConfigError, match="address is"):
+        BackendClient(address, TOKEN)
+
+
+def test_nobody_listens(tmp_path):
+    with pytest.raises(OSError):
+        BackendClient(f"unix:{tmp_path / 'none'}", TOKEN)
+
+
+def test_refusal_keeps_the_connection(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        reply(connection, Failure("no such file"))
+        protocol.receive(connection)
+        reply(connection, Pong(["m"]))
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(RefusedError, match="^no such file$"):
+        client.request(Load("/nowhere"))
+    assert client.request(Ping()) == Pong(["m"])
+
+
+def test_fatal_failure_closes(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        reply(connection, Failure("rank 1 ran out of memory", fatal=True, rank=1))
+        time.sleep(1)
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(BackendError, match="rank 1 ran out of memory"):
+        client.request(Load("/m"))
+    assert client.closed
+    with pytest.raises(BackendError, match="is closed"):
+        client.request(Ping())
+
+
+def test_dropped_connection(serve):
+    client = BackendClient(serve(lambda connection: protocol.receive(connection)), TOKEN)
+    with pytest.raises(BackendError, match="was lost"):
+        client.sample(sample_message())
+    assert client.closed
+
+
+def test_sample_reports_progress(serve):
+    def handler(connection):
+        request = protocol.receive(connection)
+        for step in (1, 2):
+            reply(connection, Progress(step, 2, {"x0": torch.full((1, 2), float(step))}))
+        reply(connection, Result({"seconds": 1.5}, {"samples": request.tensors["noise"] + 1}))
+
+    client = BackendClient(serve(handler), TOKEN)
+    seen = []
+    result = client.sample(sample_message(noise=torch.zeros(1, 2)), seen.append)
+    assert [(p.step, p.total, p.tensors["x0"].tolist()) for p in seen] == [(1, 2, [[1.0, 1.0]]), (2, 2, [[2.0, 2.0]])]
+    assert result.tensors["samples"].tolist() == [[1.0, 1.0]] and result.stats == {"seconds": 1.5}
+
+
+def cancellable(received: list):
+    """A server that steps for ever, until Cancel comes; then it answers a Ping."""
+    def handler(connection):
+        protocol.receive(connection)
+        step = 0
+        while not select.select([connection], [], [], 0.02)[0]:
+            step += 1
+            reply(connection, Progress(step, 1000))
+        received.append(protocol.receive(connection))
+        reply(connection, Progress(step + 1, 1000))  # the step that was running when Cancel came
+        reply(connection, Cancelled(step + 1))
+        received.append(protocol.receive(connection))
+        reply(connection, Pong())
+    return handler
+
+
+def test_cancel(serve):
+    received, seen = [], []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    assert client.sample(sample_message(), seen.append, lambda: len(seen) >= 3) is None
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()] and len(seen) == 3
+
+
+def test_interrupt_raised_by_the_progress_callback(serve):
+    class Interrupt(BaseException):
+        """As ComfyUI's own, no Exception."""
+
+    def interrupt(progress):
+        raise Interrupt
+
+    received = []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    with pytest.raises(Interrupt):
+        client.sample(sample_message(), interrupt)
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()]
+
+
+def test_cancel_while_nothing_arrives(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        assert protocol.receive(connection) == Cancel()
+        reply(connection, Cancelled(0))
+
+    client = BackendClient(serve(handler), TOKEN)
+    asked = []
+    began = time.monotonic()
+    assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
+    assert time.monotonic() - began < 2
+
+
+def test_result_that_crosses_cancel(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        reply(connection, Result({}, {"samples": torch.zeros(1)}))
+        assert protocol.receive(connection) == Cancel()
+        assert protocol.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    assert client.request(Ping()) == Pong()
+
+
+def test_backend_that_ignores_cancel(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.3)
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    with pytest.raises(BackendError, match="did not stop"):
+        client.sample(sample_message(), should_cancel=lambda: True)
+    release.set()
+    assert client.closed
+
+
+def test_check_that_raises_closes(serve):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        raise Stop
+
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    with pytest.raises(Stop):
+        client.request(Load("/m"), stop)
+    release.set()
+    assert client.closed  # its reply could come later, in place of another's
+
+
+def test_frame_in_pieces(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        for byte in b"".join(protocol.encode(Result({"n": 1}, {"samples": torch.arange(3.0)}))):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.002)  # longer in all than POLL_SECONDS
+
+    result = BackendClient(serve(handler), TOKEN).sample(sample_message())
+    assert result.tensors["samples"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("frame", [
+    b"GET / HTTP/1.1\r\n\r\n",
+    protocol.PREFIX.pack(protocol.MAGIC, protocol.MAX_HEADER + 1, 0),
+    protocol.PREFIX.pack(protocol.MAGIC, 2, protocol.MAX_BODY + 1),
+    protocol.PREFIX.pack(protocol.MAGIC, 2, 0) + b"{}",
+    protocol.PREFIX.pack(protocol.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
+    struct.pack("!4sIQ", b"PDT9", 2, 0) + b"{}",
+], ids=["http", "long header", "long body", "no type", "unknown type", "another version"])
+def test_frames_of_others_close(serve, frame):
+    def handler(connection):
+        protocol.receive(connection)
+        connection.sendall(frame)
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(BackendError, match="was lost"):
+        client.request(Ping())
+    assert client.closed
+
+
+def test_request_over_the_limit_is_refused(serve, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_BODY", 1000)
+
+    def handler(connection):
+        assert protocol.receive(connection, 1 << 20) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(RefusedError, match="too large"):
+        client.sample(sample_message(noise=torch.zeros(1000)))
+    assert client.request(Ping()) == Pong()
+
+
+def test_same_tensor_twice_in_a_request(serve):
+    """A graph may link one CONDITIONING to both inputs."""
+    def handler(connection):
+        names = sorted(protocol.receive(connection).tensors)
+        reply(connection, Result({"names": names}, {"samples": torch.zeros(1)}))
+
+    both = torch.zeros(1, 3)
+    result = BackendClient(serve(handler), TOKEN).sample(sample_message(**{"positive.y": both, "negative.y": both}))
+    assert result.stats["names"] == ["negative.y", "positive.y"]

@@ -1,0 +1,23 @@
+"""One process against latents of a real ComfyUI: at most 1e-4 of their standard deviation away."""
+
+import pytest
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from tiny import FLUX_CASES, error_in_std, golden_request, to_vae_units, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default")
+    return engine
+
+
+@pytest.mark.parametrize("case", FLUX_CASES)
+def test_flux_case(engine, case):
+    sample, golden = golden_request(case)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(to_vae_units(samples), golden) <= 1e-4

@@ -1,0 +1,42 @@
+"""Every combination of degrees against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
+
+import pytest
+from launch import run_ranks
+from tiny import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
+
+
+@pytest.fixture(scope="session", params=[2, 3, 4], ids="{} ranks".format)
+def rows(request, checkpoint, tmp_path_factory):
+    found = run_ranks("matrix.py", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoint))
+    assert found
+    return found
+
+
+def test_exact_methods_equal_the_single_process(rows):
+    """CFG, Ulysses, ring, their hybrids, and pipelines of one patch or in warm-up: 1e-5 relative in float32."""
+    wrong = [row for row in rows if not row["variant"].startswith("stale") and row["relative"] > 1e-5]
+    assert not wrong
+
+
+def test_exact_methods_match_comfyui(rows):
+    """The golden latents, on several ranks too."""
+    wrong = [row for row in rows if not row["variant"].startswith("stale") and row["golden"] > 1e-4]
+    assert not wrong
+
+
+def test_pipefusion_drifts_a_little(rows):
+    """Stale keys and values change the result, by less than a tenth on random weights in 6 steps; no drift would mean that nothing was stale."""
+    stale = [row["relative"] for row in rows if row["variant"].startswith("stale")]
+    assert stale and all(1e-6 < drift < 0.15 for drift in stale)
+
+
+def test_stages_read_their_part(rows):
+    """The first stage reads its own blocks and the shared layers, not the whole file."""
+    whole = {row["bytes_read"] for row in rows if "pipefusion_degree" not in row["config"]}
+    parts = {row["bytes_read"] for row in rows if "pipefusion_degree" in row["config"]}
+    assert len(whole) == 1 and max(parts) < 0.75 * whole.pop()

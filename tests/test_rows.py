@@ -1,0 +1,32 @@
+"""Patches and shards cover every row once, at any size."""
+
+import pytest
+import torch
+from backend.parallel.rows import Sequence, everything, patches
+
+
+@pytest.mark.parametrize("text, image, count, sp", [(12, 64, 4, 1), (12, 64, 5, 3), (40, 64, 4, 2), (3, 7, 7, 1), (0, 50, 3, 2), (1, 9, 2, 4)])
+@pytest.mark.parametrize("position", ["first", "last", None])
+def test_patches_cover_the_sequence(text, image, count, sp, position):
+    sequence = Sequence(text if position else 0, image, position)
+    rows = torch.cat([p.positions("joint") for p in patches(sequence, count, 0, sp)])
+    assert rows.sort().values.equal(torch.arange(sequence.joint))
+
+
+@pytest.mark.parametrize("text, image, count", [(512, 4096, 8), (12, 64, 4), (512, 600, 2)])
+def test_patches_are_balanced_over_the_joint_sequence(text, image, count):
+    sizes = [len(p.text) + len(p.image) for p in patches(Sequence(text, image, "first"), count)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_text_longer_than_a_patch_leaves_the_rest_balanced():
+    sizes = [(len(p.text), len(p.image)) for p in patches(Sequence(100, 61, "first"), 4)]
+    assert sizes == [(100, 1), (0, 20), (0, 20), (0, 20)]
+
+
+def test_positions_put_text_where_the_family_has_it():
+    first = everything(Sequence(2, 3, "first"), 1, 2)
+    last = everything(Sequence(2, 3, "last"), 1, 2)
+    assert first.local_positions("joint").tolist() == [1, 3, 4]
+    assert last.local_positions("joint").tolist() == [1, 2, 4]
+    assert first.local_positions("image").tolist() == [1, 2]

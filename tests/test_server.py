@@ -1,0 +1,144 @@
+"""Rank 0's socket under attack, without ranks behind it."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+from backend import protocol
+from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
+from backend.server import MAX_CLIENTS, Previews, Server, _listen
+
+TOKEN = "correct horse"
+
+
+@pytest.fixture
+def server(tmp_path):
+    tmp_path.chmod(0o700)
+    server = Server(f"unix:{tmp_path}/s", TOKEN, Welcome(1, "cpu", {}, [1]), models=lambda: ["m"])
+    server.path = str(tmp_path / "s")
+    yield server
+    server.listener.close()
+
+
+def connect(server) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    client.connect(server.path)
+    return client
+
+
+def greeted(server) -> socket.socket:
+    client = connect(server)
+    protocol.send(client, Hello(TOKEN))
+    assert isinstance(protocol.receive(client), Welcome)
+    return client
+
+
+def closed(client) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_wrong_token_is_told_and_closed(server):
+    client = connect(server)
+    protocol.send(client, Hello("wrong"))
+    assert "token" in protocol.receive(client).message
+    assert closed(client)
+
+
+@pytest.mark.parametrize("first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__)
+def test_nothing_works_before_the_token(server, first):
+    client = connect(server)
+    protocol.send(client, first)
+    assert isinstance(protocol.receive(client), Failure)
+    assert server.next_job(0.05) is None
+
+
+def test_large_frame_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, 100, 1 << 30))
+    assert "limit" in protocol.receive(client).message
+
+
+def test_garbage_closes_one_connection_only(server):
+    good, bad = greeted(server), greeted(server)
+    bad.sendall(os.urandom(4096))
+    assert isinstance(protocol.receive(bad), Failure)
+    protocol.send(good, Ping())
+    assert protocol.receive(good) == Pong(["m"])
+
+
+def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
+    clients = [greeted(server), greeted(server)]
+    for index, client in enumerate(clients):
+        protocol.send(client, Load(f"/{index}"))
+    for _ in clients:
+        job = server.next_job(5)
+        job.reply(protocol.Loaded(job.message.path, "flux"))
+        server.finish(job)
+    assert [protocol.receive(client).model for client in clients] == ["/0", "/1"]
+
+
+def test_a_client_that_leaves_cancels_its_request(server):
+    client = greeted(server)
+    protocol.send(client, Load("/a"))
+    job = server.next_job(5)
+    client.close()
+    assert job.cancelled.wait(5)
+
+
+def test_cancel_after_the_end_does_not_touch_the_next_request(server):
+    client = greeted(server)
+    protocol.send(client, Load("/a"))
+    server.finish(server.next_job(5))
+    protocol.send(client, protocol.Cancel())
+    protocol.send(client, Load("/b"))
+    job = server.next_job(5)
+    time.sleep(0.1)
+    assert not job.cancelled.is_set()
+
+
+def test_too_many_connections_are_closed_and_places_come_back(server):
+    crowd = [greeted(server) for _ in range(MAX_CLIENTS)]
+    assert closed(connect(server))
+    crowd.pop().close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        client = connect(server)
+        try:
+            protocol.send(client, Hello(TOKEN))
+            assert isinstance(protocol.receive(client), Welcome)
+            return
+        except ConnectionError:
+            time.sleep(0.05)
+    pytest.fail("a place was not given back")
+
+
+def test_a_slow_reader_does_not_hold_up_replies(server):
+    """Replies wait in the connection's own outbox: the thread that runs the ranks never blocks on a client."""
+    client = greeted(server)
+    protocol.send(client, Load("/a"))
+    job = server.next_job(5)
+    done = threading.Event()
+    threading.Thread(target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()), daemon=True).start()
+    assert done.wait(5)
+    assert not job.client_keeps_up
+
+
+def test_shared_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        _listen(f"unix:{tmp_path}/s")
+
+
+def test_previews_are_bounded():
+    now = [0.0]
+    previews = Previews(0.2, lambda: now[0])
+    assert previews.due() and not previews.due()
+    now[0] = 0.25
+    assert previews.due()
+    assert not Previews(0, lambda: 0.0).due()

@@ -1,0 +1,76 @@
+"""Tiny checkpoints and the golden cases as requests; used by the tests' own process and by the rank programs."""
+
+import importlib.util
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from backend.protocol import Sample
+
+GOLDEN = Path(__file__).parent / "golden"
+#: ComfyUI's latent format of Flux: model = (vae - shift) * scale.
+SCALE, SHIFT = 0.3611, 0.1159
+FLUX_CASES = sorted(path.stem.split("__")[1] for path in GOLDEN.glob("flux-dev__*.safetensors"))
+
+
+@lru_cache
+def weights_module():
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def facts(family: str) -> dict:
+    """FAMILY.json: comfy_class, unet_config, shapes."""
+    return json.loads((GOLDEN / f"{family}.json").read_text())
+
+
+def write_checkpoint(path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()) -> Path:
+    """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written once, whole or not at all."""
+    if not path.exists():
+        state = weights_module().state_dict(facts(family)["shapes"])
+        part = path.with_suffix(f".{os.getpid()}")
+        save_file({prefix + key: value for key, value in state.items() if key not in drop}, part)
+        part.rename(path)
+    return path
+
+
+def to_model_space(latent: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's process_in does for Flux; an empty latent stays empty."""
+    return (latent - SHIFT) * SCALE if latent.any() else latent
+
+
+def to_vae_units(samples: torch.Tensor) -> torch.Tensor:
+    return samples / SCALE + SHIFT
+
+
+def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> tuple[Sample, torch.Tensor]:
+    """The request of a golden case, and the LATENT that ComfyUI returned for it (VAE units)."""
+    path = GOLDEN / f"{family}__{case}.safetensors"
+    stored = load_file(path)
+    with safe_open(path, "pt") as file:
+        args = json.loads(file.metadata()["args"])
+    last = len(stored["sigmas"]) - 1 if args["last_step"] is None else args["last_step"]
+    tensors = {"noise": stored["noise"], "latent": to_model_space(stored["latent"]), "sigmas": stored["sigmas"][args["start_step"] or 0: last + 1]}
+    if "noise_mask" in stored:
+        tensors["denoise_mask"] = stored["noise_mask"]
+    for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:
+        tensors[f"{branch}.c_crossattn"] = stored[f"{branch}.cross_attn"]
+        tensors[f"{branch}.y"] = stored[f"{branch}.pooled_output"]
+        tensors[f"{branch}.guidance"] = stored[f"{branch}.guidance"].reshape(1)
+    return Sample(model, args["sampler"], args["cfg"], args["seed"], tensors=tensors), stored["samples"]
+
+
+def error_in_std(samples: torch.Tensor, golden: torch.Tensor) -> float:
+    """Largest difference in units of the golden latent's standard deviation."""
+    return ((samples - golden) / golden.std()).abs().max().item()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
