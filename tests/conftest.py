@@ -1,12 +1,7 @@
-"""Makes the pack importable as ``parallel_dit`` (as ComfyUI imports it: by its folder), with no ComfyUI around."""
+"""Makes the pack importable as ``parallel_dit``, with no ComfyUI around."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
-if "parallel_dit" not in sys.modules:
-    spec = importlib.util.spec_from_file_location("parallel_dit", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    sys.modules["parallel_dit"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["parallel_dit"])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import pack  # noqa: E402, F401

@@ -1,0 +1,32 @@
+# Sourced by the scripts: makes .venv in the project's folder, or brings it up to date, and sets $VENV_PYTHON.
+# PYTHON chooses the interpreter it is made with; nothing outside the project's folder is written.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$ROOT/.venv"
+VENV_PYTHON="$VENV/bin/python"
+
+find_python() {
+    for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Python 3.10 or newer with its venv module is needed (on Debian and Ubuntu: apt install python3 python3-venv); set PYTHON to one." >&2
+    return 1
+}
+
+make_environment() {
+    local wanted python
+    wanted=$(cat "$ROOT/requirements.txt" "$ROOT/scripts/constraints.txt")
+    if [ -x "$VENV_PYTHON" ] && [ "$(cat "$VENV/installed" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    python=$(find_python)
+    echo "Making the environment in .venv (once; a few minutes) ..."
+    [ -x "$VENV_PYTHON" ] || "$python" -m venv "$VENV"
+    # torch first and alone: packages that depend on it then find it there
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt" -c "$ROOT/scripts/constraints.txt" pytest pytest-timeout
+    printf '%s\n' "$wanted" > "$VENV/installed"
+}
