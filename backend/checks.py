@@ -2,13 +2,14 @@
 
 import torch
 
-from .config import ParallelConfig
+from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
 from .models.spec import Family
 from .parallel import kernels
 from .protocol import Sample
 from .request import BRANCHES, has_branch, request_config
-from .samplers import SOLVER_FUNCTIONS
+from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
+from .solver_names import NEEDS_NEGATIVE, PERCENTS
 from .tokens import TokenGrid
 
 
@@ -16,6 +17,7 @@ def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_c
     """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
     _check_settings(sample, config, dtype, device)
     _check_tensors(sample, family, model_config)
+    _check_solver(sample, family)
     for branch in BRANCHES:
         if branch == "positive" or has_branch(sample, branch):
             _check_conditioning(sample, branch, family, model_config)
@@ -50,6 +52,16 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step.")
 
 
+def _check_solver(sample, family):
+    if sample.sampler in NEEDS_NEGATIVE and not has_branch(sample, "negative"):
+        raise UnsupportedError(f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the request has none; send negative.* too.")
+    percents = sample.tensors.get("percent_sigmas")
+    if percents is None and needs_percent_sigmas(sample.sampler, family.prediction == "flow", sample.tensors["sigmas"][0].item()):
+        raise UnsupportedError(f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; send them as the tensor percent_sigmas.")
+    if percents is not None and percents.shape != (len(PERCENTS),):
+        raise UnsupportedError(f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of {PERCENTS}.")
+
+
 def _check_conditioning(sample, branch, family, model_config):
     batch, prefix = sample.tensors["noise"].shape[0], branch + "."
     given = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
@@ -64,6 +76,26 @@ def _check_conditioning(sample, branch, family, model_config):
             raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):
             raise UnsupportedError(f"the {branch} conditioning's {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
+
+
+def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
+    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises UnsupportedError."""
+    stages, counts, tp = config.pipefusion_degree, config.stage_counts, config.tensor_parallel_degree
+    if stages > blocks:
+        raise UnsupportedError(f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set pipefusion_degree to {blocks} or less.")
+    if counts and sum(counts) != blocks:
+        raise UnsupportedError(f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but {name} has {blocks}; make the numbers add up to {blocks}.")
+    if tp > 1 and config.split_scheme == "megatron" and heads % tp:
+        raise UnsupportedError(f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; use a divisor of {heads}, or split_scheme row, column or 2d.")
+    local = heads // tp if config.split_scheme == "megatron" else heads
+    if config.ulysses_degree > local:
+        raise UnsupportedError(f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has {local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or less and use ring_degree for the rest.")
+
+
+def check_batch(batch: int, config: ParallelConfig):
+    """Refuse a batch that leaves a data-parallel replica without work. Raises ConfigError."""
+    if batch < config.data_parallel_degree:
+        raise ConfigError(f"data_parallel_degree is {config.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree.")
 
 
 def _check_rows(sample, config, grid):

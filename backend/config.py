@@ -17,13 +17,12 @@ AXES = {
 }
 ATTENTIONS = ("auto", "sdpa", "flash-attn", "sage")
 DEVICES = ("auto", "cuda", "cpu")
+STALE_KV = ("reuse", "extrapolate")
+SPLIT_SCHEMES = ("megatron", "row", "column", "2d")
+#: Known from the literature, and why they are refused.
+OTHER_SCHEMES = {"2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs does not need", "3d": "its cube of ranks needs at least 8 of them for one matrix"}
 #: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
 MAX_CPU_RANKS = 16
-#: Axes whose degree must still be 1, and what to use instead.
-NOT_YET = {
-    "data_parallel_degree": "use a larger batch on one replica",
-    "tensor_parallel_degree": "use pipefusion_degree to spread the weights or ulysses_degree to spread the work",
-}
 
 
 class ConfigError(ValueError):
@@ -34,7 +33,9 @@ class ConfigError(ValueError):
 class ParallelConfig:
     """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
 
-    ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
+    ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py); ``attn_layer_num_for_pp`` lists the blocks of
+    each stage ("12,15,15,15"; empty: balanced); ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights``
+    shards the weights over the ranks that would hold the same ones (FSDP2). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
     (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first ones.
     ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
     """
@@ -47,6 +48,10 @@ class ParallelConfig:
     tensor_parallel_degree: int = 1
     num_pipeline_patch: int = 0
     warmup_steps: int = 1
+    stale_kv: str = "reuse"
+    attn_layer_num_for_pp: str = ""
+    split_scheme: str = "megatron"
+    shard_weights: bool = False
     attention: str = "auto"
     device: str = "auto"
     gpus: str = ""
@@ -78,6 +83,20 @@ class ParallelConfig:
         return f"{terms or 'every degree 1'} = {self.world_size} ranks"
 
     @property
+    def stage_counts(self) -> list[int]:
+        """``attn_layer_num_for_pp`` as numbers, empty where the split is ours; ConfigError where it does not fit ``pipefusion_degree``."""
+        text = self.attn_layer_num_for_pp.strip()
+        if not text:
+            return []
+        try:
+            counts = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ConfigError(f"attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like \"12,15,15,15\" or leave it empty.") from None
+        if len(counts) != self.pipefusion_degree or min(counts) < 1:
+            raise ConfigError(f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: name that many stages, each with at least one block.")
+        return counts
+
+    @property
     def gpu_indices(self) -> list[int]:
         """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has the wrong length."""
         if not self.gpus.strip():
@@ -94,7 +113,7 @@ class ParallelConfig:
 
     def topology(self) -> tuple:
         """What a running backend cannot change: everything but the settings that travel with each request."""
-        per_request = {"num_pipeline_patch", "warmup_steps", "attention"}
+        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention"}
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def resolve_device(self, gpus_here: int) -> str:
@@ -117,19 +136,27 @@ class ParallelConfig:
         for name in AXES.values():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a degree is at least 1 (1 switches the method off).")
-        for name, remedy in NOT_YET.items():
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, which this version does not run yet; set it to 1 and {remedy}.")
         if self.cfg_degree > 2:
             raise ConfigError(f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); set it to 1 or 2.")
         self._validate_pipeline()
-        for name, allowed in (("attention", ATTENTIONS), ("device", DEVICES)):
+        self._validate_weights()
+        for name, allowed in (("attention", ATTENTIONS), ("device", DEVICES), ("stale_kv", STALE_KV), ("split_scheme", SPLIT_SCHEMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
         if self.gpus.strip() and self.device == "cpu":
             raise ConfigError(f"gpus is {self.gpus!r} while device is cpu; clear gpus or set device to cuda.")
         self.gpu_indices
         return self
+
+    def _validate_weights(self):
+        if self.split_scheme in OTHER_SCHEMES:
+            raise ConfigError(f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; choose one of {', '.join(SPLIT_SCHEMES)}.")
+        for name in ("pipefusion_degree", "tensor_parallel_degree"):
+            if self.shard_weights and getattr(self, name) > 1:
+                raise ConfigError(f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights already; switch shard_weights off or set {name} to 1.")
+        if self.shard_weights and self.sp_degree * self.data_parallel_degree == 1:
+            raise ConfigError("shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; raise one of them or switch shard_weights off.")
+        self.stage_counts
 
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:

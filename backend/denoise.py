@@ -18,7 +18,7 @@ from .parallel.rows import Sequence, Span, patches
 from .parallel.stage import Forward
 from .request import FreshNoise, Inpaint, Request, problem
 from .runner import Runner
-from .samplers import SOLVER_FUNCTIONS, Evaluation, evaluations
+from .samplers import SOLVER_FUNCTIONS, Evaluation, answer, evaluations
 
 
 class Cancelled(Exception):
@@ -78,7 +78,7 @@ class Denoiser:
         self.votes: list = []
         self.x = torch.zeros_like(request.noise)
         self.x0 = torch.zeros_like(request.noise)
-        self.noise = FreshNoise(request.seed, self.x.shape[0], request.grid, self.x.device)
+        self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
         self._plan_parts()
 
     def _plan_parts(self):
@@ -152,7 +152,8 @@ class Denoiser:
         denoised = self.inpaint.denoised(denoised, span)
         self.x0[:, span.lo: span.hi] = denoised
         for track in pending.part.tracks:
-            self._step(track, denoised[:, track.span.lo - span.lo: track.span.hi - span.lo])
+            rows = slice(track.span.lo - span.lo, track.span.hi - span.lo)
+            self._step(track, answer(self.request.solver, denoised[:, rows], predictions[-1][:, rows]))
         if pending.closes_step:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 
@@ -162,11 +163,11 @@ class Denoiser:
         outputs = torch.cat(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)
         return torch.cat(gather(outputs, [outputs.shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"))
 
-    def _step(self, track: Track, denoised: Tensor | None):
+    def _step(self, track: Track, prediction: Tensor | tuple[Tensor, Tensor] | None):
         """Send a prediction to a solver (None: start it) and place what it asks for, or returns, into x."""
         rows = slice(track.span.lo, track.span.hi)
         try:
-            x, sigma, _ = track.solver.send(denoised)
+            x, sigma, _ = track.solver.send(prediction)
             self.x[:, rows] = self.inpaint.model_input(x, sigma, track.span)
         except StopIteration as end:
             self.x[:, rows] = end.value

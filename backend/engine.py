@@ -5,17 +5,17 @@ import time
 import torch
 from torch import Tensor
 
-from .checks import check_sample
+from .checks import check_model, check_sample
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .mesh import Mesh
-from .parallel import comm
-from .parallel.split import stage_blocks
+from .parallel import comm, sharding, split, tensor
+from .parallel.rows import Span
 from .parallel.stage import Stage
 from .protocol import Sample
-from .request import build
+from .request import Request, build
 from .runner import LoadedModel, running
 
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,22 +34,31 @@ class Engine:
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
         checkpoint = open_checkpoint(path)
-        blocks, heads = checkpoint.block_count, checkpoint.config[checkpoint.family.heads]
-        if self.config.pipefusion_degree > blocks:
-            raise UnsupportedError(f"pipefusion_degree is {self.config.pipefusion_degree} but {checkpoint.name} has {blocks} blocks; every stage needs one, so set pipefusion_degree to {blocks} or less.")
-        if self.config.ulysses_degree > heads:
-            raise UnsupportedError(f"ulysses_degree is {self.config.ulysses_degree} but {checkpoint.name} has {heads} attention heads; every Ulysses rank needs one, so set ulysses_degree to {heads} or less and use ring_degree for the rest.")
+        check_model(checkpoint.name, checkpoint.block_count, checkpoint.config[checkpoint.family.heads], self.config)
         return checkpoint
 
     def load(self, key: str, path: str, weight_dtype: str):
-        """Load the transformer at ``path`` under the name ``key``: this rank's blocks and the shared layers."""
+        """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages, cut matrices (tensor
+        parallel), read what is left for this rank, shard it (FSDP), wrap the blocks."""
         checkpoint = self.check_load(path, weight_dtype)
-        dtype = self.weight_dtype(checkpoint, weight_dtype)
-        blocks = stage_blocks(checkpoint.block_count, self.mesh.pp.size)[self.mesh.pp.rank]
-        transformer, bytes_read = checkpoint.load(blocks, dtype, self.mesh.device)
+        family, transformer, dtype = checkpoint.family, checkpoint.empty, self.weight_dtype(checkpoint, weight_dtype)
+        blocks = self.stage_blocks(checkpoint)[self.mesh.pp.rank]
+        cuts = {}
+        if self.mesh.tp.size > 1:
+            cuts = tensor.shards(transformer, family.block_lists, family.tp_plan or transformer._tp_plan, self.config.split_scheme, self.mesh)
+            tensor.apply(transformer, cuts, self.config.split_scheme, self.mesh.tp)
+        sharded = self.config.shard_weights
+        bytes_read = checkpoint.load(blocks, dtype, torch.device("cpu") if sharded else self.mesh.device, cuts)
+        if sharded:
+            sharding.shard(transformer, family.block_lists, self.mesh)
         cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1
-        stage = Stage(transformer, checkpoint.family, self.mesh, blocks) if cut else None
-        self.models[key] = LoadedModel(transformer, checkpoint.family, checkpoint.config, dtype, stage, bytes_read, checkpoint.latent_format)
+        stage = Stage(transformer, family, self.mesh, blocks) if cut else None
+        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, checkpoint.latent_format)
+
+    def stage_blocks(self, checkpoint: Checkpoint) -> list[range]:
+        """The blocks of every pipeline stage: those that the configuration lists, or a split by the blocks' work."""
+        counts = self.config.stage_counts
+        return split.explicit_blocks(counts) if counts else split.stage_blocks(checkpoint.block_costs, self.mesh.pp.size)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is slow."""
@@ -91,10 +100,15 @@ class Engine:
         """
         comm.SENT.clear()
         model = self.models[sample.model]
-        request = build(sample, self.config, model.family, model.config, model.dtype, self.mesh.device)
+        request = build(sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank)
         started = time.perf_counter()
         on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).cpu())
         with running(model, request) as runner:
-            tokens = Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop)).run()
+            tokens = self._all_replicas(Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop)).run(), request)
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
         return samples.cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
+
+    def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
+        """The whole batch (B, N, F) on rank 0 from the heads of the data-parallel replicas."""
+        shapes = [(len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:]) for i in range(self.mesh.dp.size)]
+        return torch.cat(comm.gather(tokens, shapes, self.mesh.dp, "outputs"))

@@ -45,7 +45,7 @@ class Mesh:
 
     ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first: two groups, since on NCCL
     one communicator runs its operations in order and the two directions would wait for each other.
-    ``control`` is gloo over all ranks: dispatch, cancel votes, failures.
+    ``weights`` flattens the axes whose ranks hold the same weights, for sharding them. ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is gloo over all ranks: dispatch, cancel votes, failures.
     """
 
     device: torch.device
@@ -58,6 +58,9 @@ class Mesh:
     ulysses: Axis
     tp: Axis
     sp: Axis
+    tp_inputs: Axis
+    tp_outputs: Axis
+    weights: DeviceMesh | None
     pp_return: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
 
@@ -65,7 +68,7 @@ class Mesh:
 def single(device: str = "cpu") -> Mesh:
     """The mesh of one process, without torch.distributed."""
     alone = Axis(None, 0, 1, (0,))
-    return Mesh(torch.device(device), 0, 1, *[alone] * 7, pp_return=None, control=None)
+    return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, pp_return=None, control=None)
 
 
 def layout(config: ParallelConfig) -> torch.Tensor:
@@ -82,10 +85,11 @@ def build(config: ParallelConfig, device: str) -> Mesh:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
     axes = {name: _axis(mesh, name) for name in config.degrees}
+    weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
     control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
     pp_return, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT) if config.pipefusion_degree > 1 else (None, None)
-    return Mesh(local, dist.get_rank(), dist.get_world_size(), **axes, sp=_sp_axis(config, mesh), pp_return=pp_return, control=control)
+    return Mesh(local, dist.get_rank(), dist.get_world_size(), **axes, sp=_sp_axis(config, mesh), **_tp_grid(config), weights=weights, pp_return=pp_return, control=control)
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
@@ -100,3 +104,21 @@ def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
         mesh["ring", "ulysses"]._flatten("sp")
         return _axis(mesh, "sp")
     return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses")
+
+
+def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
+    """tp as r x c ranks, r the largest divisor up to the square root: inputs are divided over r, outputs over c."""
+    tp = config.tensor_parallel_degree
+    if tp == 1 or config.split_scheme != "2d":
+        return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
+    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    grid = layout(config).reshape(-1, rows, tp // rows)
+    return {"tp_inputs": _enumerated(grid.movedim(1, -1)), "tp_outputs": _enumerated(grid)}
+
+
+def _enumerated(groups: torch.Tensor) -> Axis:
+    """This rank's group among those in the last dimension of ``groups``."""
+    lists = groups.reshape(-1, groups.shape[-1]).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)
+    ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks))

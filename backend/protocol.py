@@ -74,7 +74,8 @@ class Sample:
     """Denoise one latent.
 
     tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, ``sigmas`` (steps + 1,), ``denoise_mask``
-    (broadcast to the latent's shape) where there is one, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
+    (broadcast to the latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of sampling
+    solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
     model arguments (``c_crossattn``, ``y``, ``guidance``, ...).
     ``preview_seconds`` is the least time between two x0 previews; 0 sends none.
     """
@@ -84,6 +85,7 @@ class Sample:
     seed: int
     num_pipeline_patch: int = 0
     warmup_steps: int = 1
+    stale_kv: str = "reuse"
     attention: str = "auto"
     preview_seconds: float = 0.0
     tensors: dict = field(default_factory=dict)

@@ -7,23 +7,25 @@ from torch import Tensor
 
 from .config import ParallelConfig
 from .models.spec import Family
+from .noise import FreshNoise
 from .parallel.rows import Span
 from .prediction import PREDICTIONS, Prediction
 from .protocol import Sample
 from .samplers import Problem
+from .solver_names import PERCENTS
 from .tokens import TokenGrid
 
 #: Guidance branches in the order of the cfg axis.
 BRANCHES = ("positive", "negative")
-#: Draws of noise that are kept: patches of one step are at most one model call apart, and a call consumes at most two draws.
-KEPT_DRAWS = 4
 
 
 @dataclass(frozen=True)
 class Request:
     """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; conditioning: branch -> model arguments.
 
+    percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used.
+    batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
     """
 
     solver: str
@@ -38,8 +40,12 @@ class Request:
     conditioning: dict[str, dict[str, Tensor]]
     patches: int
     warmup_steps: int
+    stale_kv: str
     kernel: str
     from_pure_noise: bool
+    percent_sigmas: dict[float, float]
+    batch: int
+    items: slice
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -57,50 +63,33 @@ def has_branch(sample: Sample, branch: str) -> bool:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """The backend's configuration with the settings that travel with the request."""
-    return replace(config, num_pipeline_patch=sample.num_pipeline_patch, warmup_steps=sample.warmup_steps, attention=sample.attention)
+    return replace(config, num_pipeline_patch=sample.num_pipeline_patch, warmup_steps=sample.warmup_steps, stale_kv=sample.stale_kv, attention=sample.attention)
 
 
-def build(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device) -> Request:
-    """The request of a checked message on ``device``; conditioning in the model's ``dtype``."""
+def build(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device, replica: int = 0) -> Request:
+    """The request of a checked message on ``device``, for one data-parallel ``replica``; conditioning in the model's ``dtype``."""
     config = request_config(sample, config)
     shape = sample.tensors["noise"].shape
+    mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
+    items = slice(mine.lo, mine.hi)
     grid = TokenGrid(tuple(shape[1:]), family.patch(model_config))
     tensor = lambda name: sample.tensors[name].to(device, torch.float32)
-    mask = grid.to_tokens(tensor("denoise_mask").expand(shape)) if "denoise_mask" in sample.tensors else None
+    tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
+    mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
     return Request(
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
-        noise=grid.to_tokens(tensor("noise")), latent=grid.to_tokens(tensor("latent")), mask=mask, grid=grid,
-        conditioning={branch: _conditioning(sample, branch, shape[0], device, dtype) for branch in BRANCHES if has_branch(sample, branch)},
-        patches=config.patches, warmup_steps=config.warmup_steps, kernel=sample.attention, from_pure_noise=True)
+        noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
+        conditioning={branch: _conditioning(sample, branch, shape[0], items, device, dtype) for branch in BRANCHES if has_branch(sample, branch)},
+        patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention, from_pure_noise=True,
+        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {})
 
 
-def _conditioning(sample, branch, batch, device, dtype):
+def _conditioning(sample, branch, batch, items, device, dtype):
     prefix = branch + "."
     found = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
     cast = {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in found.items()}
-    return {name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value for name, value in cast.items()}
-
-
-class FreshNoise:
-    """Gaussian draws for stochastic solvers, each for the whole latent, so that patches and ranks get slices of the same numbers.
-
-    Generator and seed are ComfyUI's (k_diffusion default_noise_sampler): on the CPU the seed is one more than the request's.
-    """
-
-    def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device):
-        self.generator = torch.Generator(device).manual_seed(seed + 1 if device.type == "cpu" else seed)
-        self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
-        self.draws: dict[int, Tensor] = {}
-        self.count = 0
-
-    def draw(self, index: int) -> Tensor:
-        """The ``index``-th draw as tokens (B, N, F)."""
-        while self.count <= index:
-            noise = torch.randn(self.shape, generator=self.generator, device=self.device)
-            self.draws[self.count] = self.grid.to_tokens(noise)
-            self.draws.pop(self.count - KEPT_DRAWS, None)
-            self.count += 1
-        return self.draws[index]
+    whole = {name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value for name, value in cast.items()}
+    return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in whole.items()}
 
 
 class Inpaint:
@@ -112,8 +101,8 @@ class Inpaint:
         if request.mask is not None and request.solver == "ddim":
             # ComfyUI's ddim masks with noise of its own
             generator = torch.Generator("cpu").manual_seed(request.seed + 1)
-            noise = torch.randn(request.noise.shape[0], *request.grid.shape, generator=generator)
-            self.noise = request.grid.to_tokens(noise).to(request.noise)
+            noise = torch.randn(request.batch, *request.grid.shape, generator=generator)
+            self.noise = request.grid.to_tokens(noise)[request.items].to(request.noise)
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
         """x with the kept part at noise level ``sigma``; x is the rows of ``span``."""
@@ -135,4 +124,8 @@ class Inpaint:
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """The solver's problem for the rows of ``span``."""
-    return Problem(request.sigmas, request.prediction, lambda index: noise.draw(index)[:, span.lo: span.hi])
+    rows = slice(span.lo, span.hi)
+    return Problem(
+        request.sigmas.cpu(), request.prediction, lambda index: noise.draw(index)[request.items, rows],
+        lambda a, b: noise.brownian(a, b)[request.items, rows],
+        request.percent_sigmas.__getitem__)

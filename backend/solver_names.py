@@ -1,3 +1,16 @@
 """Names of the solvers that samplers.py has, for the nodes' drop-down; standard library only."""
 
-SOLVERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m", "ddim", "lcm")
+#: In ComfyUI's order.
+SOLVERS = (
+    "euler", "euler_cfg_pp", "euler_ancestral", "heun", "dpm_2", "dpm_2_ancestral", "lms", "dpmpp_2s_ancestral", "dpmpp_sde", "dpmpp_2m",
+    "dpmpp_2m_sde", "dpmpp_3m_sde", "ddpm", "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "gradient_estimation", "er_sde", "seeds_2",
+    "seeds_3", "sa_solver", "ddim", "uni_pc", "uni_pc_bh2",
+)
+#: Solvers that use the negative prompt's prediction by itself, so that it is evaluated at cfg 1.0 too.
+NEEDS_NEGATIVE = frozenset({"euler_cfg_pp"})
+#: Solvers that step in the half log SNR, which has no value at a flow model's first sigma of 1.
+HALF_LOG_SNR = frozenset({"dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde", "er_sde", "seeds_2", "seeds_3", "sa_solver"})
+#: Those solvers lower such a sigma to the model's noise level after this part of sampling, and sa_solver is stochastic between two parts.
+FIRST_PERCENT, STOCHASTIC_PERCENTS = 1e-4, (0.2, 0.8)
+#: A request's percent_sigmas: the model's noise levels after these parts of sampling (ComfyUI's model_sampling.percent_to_sigma).
+PERCENTS = (FIRST_PERCENT, *STOCHASTIC_PERCENTS)

@@ -80,7 +80,7 @@ class _RemoteSolver:
             tensors["denoise_mask"] = denoise_mask
         config = self.dit.config
         request = Sample(
-            self.loaded.model, self.sampler_name, float(guider.cfg), extra_args["seed"], config.num_pipeline_patch, config.warmup_steps,
+            self.loaded.model, self.sampler_name, float(guider.cfg), extra_args["seed"], config.num_pipeline_patch, config.warmup_steps, config.stale_kv,
             config.attention, 0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS, tensors)
         management = comfy.model_management
         result = self.backend.sample(request, _Reporter(callback, noise), management.processing_interrupted)

@@ -1,6 +1,7 @@
 """A transformer on disk: which family, which configuration, and how a rank reads its part."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..models import FAMILIES, family_of_class
 from ..models.spec import Family
+from ..parallel.tensor import Shard
 from .files import TensorFiles, folder_files
 from .layout import Source, prefix_of, sources
 
@@ -48,6 +50,12 @@ class Checkpoint:
     def block_count(self) -> int:
         return len(self.block_names)
 
+    @property
+    def block_costs(self) -> list[float]:
+        """Relative work of every block, from the family."""
+        costs = self.family.block_costs
+        return [costs.get(name.rpartition(".")[0], 1.0) for name in self.block_names]
+
     @cached_property
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
@@ -76,21 +84,28 @@ class Checkpoint:
         common = max(set(dtypes), key=dtypes.count)
         return torch.bfloat16 if common.itemsize == 1 else common
 
-    def load(self, blocks: range, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, int]:
-        """The transformer with the weights of ``blocks`` and of the shared layers, and the bytes read. Other blocks stay without weights."""
+    def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {}) -> int:
+        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
+
+        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read.
+        """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
         wanted = {name: source for name, source in self.sources.items() if not name.startswith(absent or ("\0",))}
         self.files.bytes_read = 0
-        weights = {name: self._read(source).to(device, dtype) for name, source in wanted.items()}
-        model = self.empty
-        model.load_state_dict(weights, strict=False, assign=True)
-        for buffer in model.buffers():
+        weights = {name: self._read(source, shards.get(name.rpartition(".")[0])).to(device, dtype) for name, source in wanted.items()}
+        self.empty.load_state_dict(weights, strict=False, assign=True)
+        for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)
-        return model, self.files.bytes_read
+        return self.files.bytes_read
 
-    def _read(self, source: Source) -> torch.Tensor:
-        tensor = self.files.read(self._key(source), source.lo, source.hi)
-        return torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
+    def _read(self, source: Source, shard: Shard | None) -> torch.Tensor:
+        key = self._key(source)
+        if shard is None:
+            tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None))
+            return torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
+        rows = [slice(source.lo + span.lo, source.lo + span.hi) for span in shard.outputs]
+        columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
+        return torch.cat([torch.cat([self.files.read(key, r, c) for c in columns], dim=-1) for r in rows])
 
 
 def open_checkpoint(path: str) -> Checkpoint:

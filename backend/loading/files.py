@@ -28,10 +28,15 @@ class TensorFiles:
             raise UnsupportedError(f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32 or plain fp8 file.")
         return DTYPES[name]
 
-    def read(self, key: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
-        """Rows lo..hi of a tensor (all of it by default), from disk."""
+    def read(self, key: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        """Rows and columns of a tensor (all of it by default), from disk."""
         handle = self._where[key]
-        tensor = handle.get_tensor(key) if hi is None else handle.get_slice(key)[lo:hi]
+        if columns != slice(None):
+            tensor = handle.get_slice(key)[rows, columns]
+        elif rows != slice(None):
+            tensor = handle.get_slice(key)[rows]
+        else:
+            tensor = handle.get_tensor(key)
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 

@@ -1,6 +1,6 @@
 """What a model family is: data. The engine reads it and never names a family."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping
 
 from torch import Tensor
@@ -27,6 +27,8 @@ class Family:
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
     output: the transformer's output -> tokens (B, N, F).
     layout: the key layout of single files.
+    tp_plan: module pattern -> "colwise" | "rowwise" for tensor parallelism, where the diffusers class has no _tp_plan.
+    block_costs: block list -> relative work of one of its blocks (1.0 where not named), for balanced pipeline stages.
     """
 
     name: str
@@ -48,3 +50,5 @@ class Family:
     per_token: Mapping[str, tuple[Kind, int]] = None
     attention: tuple[str, ...] = ("joint",)
     heads: str = "num_attention_heads"
+    tp_plan: Mapping[str, Any] | None = None
+    block_costs: Mapping[str, float] = field(default_factory=dict)

@@ -46,6 +46,13 @@ def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[T
     return parts
 
 
+def reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """The sum of every rank's ``x`` over ``axis``, in place."""
+    dist.all_reduce(x, group=axis.group)
+    count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
+    return x
+
+
 class Pipe:
     """A one-way stream of tensors between two ranks of a group: receives may be posted ahead, sends are kept until they are done.
 

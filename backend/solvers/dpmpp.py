@@ -1,0 +1,132 @@
+"""DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction, and their stochastic forms."""
+
+from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
+
+
+def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver++(2M), the second-order multistep solver."""
+    old_denoised = h_last = None
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        t, t_next = sigma.log().neg(), sigma_next.log().neg()
+        h = t_next - t
+        direction = denoised
+        if old_denoised is not None and sigma_next != 0:
+            r = h_last / h
+            direction = (1 + 1 / (2 * r)) * denoised - (1 / (2 * r)) * old_denoised
+        x = (t_next.neg().exp() / t.neg().exp()) * x - (-h).expm1() * direction
+        old_denoised, h_last = denoised, h
+    return x
+
+
+def dpmpp_2s_ancestral(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the rectified-flow form of it."""
+    fresh = problem.draws()
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        down, keep, level = ancestral(problem, sigma, sigma_next)
+        if down == 0:
+            x = euler_step(x, denoised, sigma, down)
+        else:
+            middle = _middle(problem, sigma, down)
+            denoised = yield blend(x, denoised, middle / sigma), middle, i
+            x = blend(x, denoised, down / sigma)
+        if sigma_next > 0:
+            x = keep * x + level * fresh()
+    return x
+
+
+def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
+    if problem.flow and sigma == 1:
+        return sigma.new_tensor(0.9999)  # half_log_snr is infinite at 1
+    if problem.flow:
+        t, t_down = ((1 - sigma) / sigma).log(), ((1 - down) / down).log()
+        return ((t + 0.5 * (t_down - t)).exp() + 1) ** -1
+    t, t_down = sigma.log().neg(), down.log().neg()
+    return (t + 0.5 * (t_down - t)).neg().exp()
+
+
+def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver++ of the SDE: a half step to the middle of the half log SNR, whose prediction then takes the whole step."""
+    problem = problem.with_finite_snr()
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        if sigma_next == 0:
+            x = denoised
+            continue
+        start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
+        half = start + 0.5 * (end - start)
+        middle = problem.sigma_at(half)
+        denoised = yield _sde_step(x, denoised, (sigma, start), (middle, half), problem.brownian(sigma, middle)), middle, i
+        x = _sde_step(x, denoised, (sigma, start), (sigma_next, end), problem.brownian(sigma, sigma_next))
+    return x
+
+
+def _sde_step(x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor) -> Tensor:
+    """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a flow model too."""
+    (sigma, start), (target, end) = here, there
+    alpha, alpha_target = sigma * start.exp(), target * end.exp()
+    down, up = ancestral_split(start.neg().exp(), end.neg().exp())
+    h = down.log().neg() - start
+    x = (alpha_target / alpha) * (-h).exp() * x - alpha_target * (-h).expm1() * denoised
+    return x + alpha_target * noise * up
+
+
+def _sde_first_order(problem: Problem, x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+    return sigma_next / sigma * (-h).exp() * x + problem.alpha(sigma_next) * (-2 * h).expm1().neg() * denoised
+
+
+def _sde_noise(problem: Problem, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+    return problem.brownian(sigma, sigma_next) * sigma_next * (-2 * h).expm1().neg().sqrt()
+
+
+def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver++(2M) of the SDE, with the midpoint rule."""
+    problem = problem.with_finite_snr()
+    old_denoised = h_last = None
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        if sigma_next == 0:
+            x = denoised
+            continue
+        h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
+        x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
+        if old_denoised is not None:
+            x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (denoised - old_denoised)
+        x = x + _sde_noise(problem, sigma, sigma_next, h)
+        old_denoised, h_last = denoised, h
+    return x
+
+
+def dpmpp_3m_sde(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver++(3M) of the SDE (k-diffusion)."""
+    problem = problem.with_finite_snr()
+    history: list[tuple[Tensor, Tensor]] = []  # (denoised, h) of the last steps, newest first
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        if sigma_next == 0:
+            x = denoised
+            continue
+        h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
+        x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
+        if history:
+            x = _higher_orders(x, problem.alpha(sigma_next), denoised, h, history)
+        x = x + _sde_noise(problem, sigma, sigma_next, h)
+        history = [(denoised, h), *history[:1]]
+    return x
+
+
+def _higher_orders(x: Tensor, alpha: Tensor, denoised: Tensor, h: Tensor, history: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """x with the terms of the first derivative and, with two steps of history, the second one."""
+    denoised_1, h_1 = history[0]
+    h_eta = 2 * h
+    phi_2 = h_eta.neg().expm1() / h_eta + 1
+    d1_0 = (denoised - denoised_1) / (h_1 / h)
+    if len(history) == 1:
+        return x + (alpha * phi_2) * d1_0
+    denoised_2, h_2 = history[1]
+    r0, r1 = h_1 / h, h_2 / h
+    d1_1 = (denoised_1 - denoised_2) / r1
+    d1 = d1_0 + (d1_0 - d1_1) * r0 / (r0 + r1)
+    d2 = (d1_0 - d1_1) / (r0 + r1)
+    return x + (alpha * phi_2) * d1 - (alpha * (phi_2 / h_eta - 0.5)) * d2

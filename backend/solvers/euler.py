@@ -1,0 +1,112 @@
+"""Euler, Heun and DPM-Solver-2 steps, their ancestral forms, and the solvers that renoise a prediction."""
+
+import torch
+
+from .problem import Problem, Steps, Tensor, ancestral, blend, euler_step
+
+
+def euler(x: Tensor, problem: Problem) -> Steps:
+    """Euler steps (Karras et al. 2022, arXiv 2206.00364, algorithm 2 without churn)."""
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        x = euler_step(x, denoised, sigma, sigma_next)
+    return x
+
+
+def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
+    """Euler steps with fresh noise (k-diffusion); for flow models the rectified-flow form of it."""
+    fresh = problem.draws()
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        down, keep, level = ancestral(problem, sigma, sigma_next)
+        if down == 0:
+            x = denoised
+            continue
+        x = blend(x, denoised, down / sigma) if problem.flow else euler_step(x, denoised, sigma, down)
+        x = keep * x + level * fresh()
+    return x
+
+
+def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
+    """CFG++ (Chung et al. 2024, arXiv 2406.08070): guided data, renoised by the noise that the negative prompt predicts."""
+    for i, sigma, sigma_next in problem.steps:
+        denoised, negative = yield x, sigma, i
+        if sigma_next == 0:
+            x = denoised
+            continue
+        alpha_next = problem.alpha(sigma_next)
+        noise = (x - problem.alpha(sigma) * negative) / sigma
+        x = alpha_next * denoised + alpha_next * (sigma_next / alpha_next) * noise
+    return x
+
+
+def heun(x: Tensor, problem: Problem) -> Steps:
+    """Heun's second-order steps (Karras et al. 2022, algorithm 2 without churn); Euler into sigma 0."""
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        slope, dt = (x - denoised) / sigma, sigma_next - sigma
+        x_next = x + slope * dt
+        if sigma_next != 0:
+            denoised = yield x_next, sigma_next, i
+            x_next = x + (slope + (x_next - denoised) / sigma_next) / 2 * dt
+        x = x_next
+    return x
+
+
+def _log_midpoint(sigma: Tensor, target: Tensor) -> Tensor:
+    return sigma.log().lerp(target.log(), 0.5).exp()
+
+
+def dpm_2(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver-2 (Lu et al. 2022, arXiv 2206.00927) in the form of k-diffusion: the slope at the logarithmic midpoint."""
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        if sigma_next == 0:
+            x = euler_step(x, denoised, sigma, sigma_next)
+            continue
+        middle = _log_midpoint(sigma, sigma_next)
+        x_middle = euler_step(x, denoised, sigma, middle)
+        denoised = yield x_middle, middle, i
+        x = x + (x_middle - denoised) / middle * (sigma_next - sigma)
+    return x
+
+
+def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
+    """DPM-Solver-2 steps with fresh noise (k-diffusion); for flow models the rectified-flow form of it."""
+    fresh = problem.draws()
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        down, keep, level = ancestral(problem, sigma, sigma_next)
+        if down == 0:
+            x = euler_step(x, denoised, sigma, down)
+            continue
+        middle = _log_midpoint(sigma, down)
+        x_middle = euler_step(x, denoised, sigma, middle)
+        denoised = yield x_middle, middle, i
+        x = keep * (x + (x_middle - denoised) / middle * (down - sigma)) + level * fresh()
+    return x
+
+
+def lcm(x: Tensor, problem: Problem) -> Steps:
+    """Latent consistency sampling (Luo et al. 2023, arXiv 2310.04378): jump to the prediction, add noise of the next level."""
+    fresh = problem.draws()
+    for i, sigma, sigma_next in problem.steps:
+        x = yield x, sigma, i
+        if sigma_next > 0:
+            x = problem.prediction.add_noise(sigma_next, fresh(), x, False)
+    return x
+
+
+def ddpm(x: Tensor, problem: Problem) -> Steps:
+    """The posterior mean and variance of DDPM (Ho et al. 2020, arXiv 2006.11239), in its variance-preserving scale."""
+    fresh = problem.draws()
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        noise = (x - denoised) / sigma
+        signal, signal_next = 1 / (sigma * sigma + 1), 1 / (sigma_next * sigma_next + 1)
+        alpha = signal / signal_next
+        x = (1.0 / alpha).sqrt() * (x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt())
+        if sigma_next > 0:
+            x = x + ((1 - alpha) * (1.0 - signal_next) / (1.0 - signal)).sqrt() * fresh()
+            x = x * torch.sqrt(1.0 + sigma_next**2.0)
+    return x
