@@ -55,6 +55,7 @@ class Pending:
     evaluation: Evaluation
     closes_step: bool
     outputs: list[Tensor] = field(default_factory=list)
+    expected: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class Denoiser:
     def run(self) -> Tensor:
         """The denoised latent as tokens (B, N, F), valid on the head; raises Cancelled."""
         plan = evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
+        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.branches)
         if self.head:
             self._start_solvers()
         for index, evaluation in enumerate(plan):
             self._vote(evaluation)
+            self.runner.begin_evaluation(_ratio(plan, index))
             closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
             stale = len(self.patches) > 1 and evaluation.step >= self.request.warmup_steps
             self._evaluate(self.patches if stale else [self.whole], evaluation, closes)
@@ -111,17 +114,26 @@ class Denoiser:
             self._step(track, None)
 
     def _evaluate(self, parts: list[Part], evaluation: Evaluation, closes_step: bool):
-        calls = [(part, branch) for part in parts for branch in self.branches]
-        forwards = [Forward(branch, None if part is self.whole else part.span, part.with_text) for part, branch in calls]
-        for i, (part, branch) in enumerate(calls):
-            if branch == self.branches[0] and self.head:
+        calls = [(part, self._micro_batches(part)) for part in parts]
+        forwards = [forward for _, micro_batches in calls for forward in micro_batches]
+        done = 0
+        for part, micro_batches in calls:
+            if self.head:
                 self._collect_until(part)
                 self.pending.append(Pending(part, evaluation, closes_step and part is parts[-1]))
-            for ahead in forwards[(i + 1 if i else 0): i + 2]:          # posted in the order in which they come
-                self.runner.expect(ahead)
-            self._hand_over(part, self.runner.run(self.x, evaluation.sigma, forwards[i]))
+            for forward in micro_batches:
+                for ahead in forwards[(done + 1 if done else 0): done + 2]:          # posted in the order in which they come
+                    self.runner.expect(ahead)
+                self._hand_over(part, forward, self.runner.run(self.x, evaluation.sigma, forward))
+                done += 1
 
-    def _hand_over(self, part: Part, output: Tensor | None):
+    def _micro_batches(self, part: Part) -> list[Forward]:
+        """What fills the pipeline while one part is evaluated: the guidance branches, and in a synchronous step the batch's items too."""
+        batch, span = self.x.shape[0], None if part is self.whole else part.span
+        items = [Span(i, i + 1) for i in range(batch)] if part is self.whole and self.returns else [Span(0, batch)]
+        return [Forward(branch, item, span, part.with_text) for branch in self.branches for item in items]
+
+    def _hand_over(self, part: Part, forward: Forward, output: Tensor | None):
         """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited there."""
         if self.returns is None:
             self.pending[-1].outputs.append(output)
@@ -129,7 +141,8 @@ class Denoiser:
             self.returns.send(output.float(), self.mesh.pp.ranks[0])
         elif self.head:
             rows = len(part.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
-            self.returns.post((self.x.shape[0], rows, self.x.shape[2]), torch.float32, self.x.device, self.mesh.pp.ranks[-1])
+            self.pending[-1].expected += 1
+            self.returns.post((len(forward.items), rows, self.x.shape[2]), torch.float32, self.x.device, self.mesh.pp.ranks[-1])
 
     # ------------------------------------------------------------------ the head: outputs -> denoised -> solvers -> next x
     def _collect_until(self, part: Part | None):
@@ -141,9 +154,10 @@ class Denoiser:
         return a.span.lo < b.span.hi and b.span.lo < a.span.hi
 
     def _collect(self, pending: Pending):
-        outputs = pending.outputs or [self.returns.take() for _ in self.branches]
+        outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
         span, sigma = pending.part.span, pending.evaluation.sigma
-        outputs = self._gather(torch.stack(outputs).float(), span)
+        outputs = torch.cat(outputs).float().unflatten(0, (len(self.branches), -1))
+        outputs = self._gather(outputs, span)
         x = self.x[:, span.lo: span.hi]
         predictions = [self.request.prediction.denoised(x, sigma, output) for output in outputs]
         denoised = predictions[0]
@@ -194,3 +208,11 @@ class Denoiser:
             self.returns.drain()
         for work, _ in self.votes:
             work.wait()
+
+
+def _ratio(plan: list[Evaluation], index: int) -> float:
+    """The step in sigma to evaluation ``index`` over the step before it; 0 where there are no two steps."""
+    if index < 2:
+        return 0.0
+    step, before = (float(plan[i].sigma - plan[i - 1].sigma) for i in (index, index - 1))
+    return step / before if before else 0.0

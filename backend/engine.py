@@ -10,6 +10,7 @@ from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint, open_checkpoint
+from .memo import remember
 from .mesh import Mesh
 from .parallel import comm, sharding, split, tensor
 from .parallel.rows import Span
@@ -49,11 +50,13 @@ class Engine:
             tensor.apply(transformer, cuts, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         bytes_read = checkpoint.load(blocks, dtype, torch.device("cpu") if sharded else self.mesh.device, cuts)
+        memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks}, family)
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
-        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1
+        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
+        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
-        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, checkpoint.latent_format)
+        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos)
 
     def stage_blocks(self, checkpoint: Checkpoint) -> list[range]:
         """The blocks of every pipeline stage: those that the configuration lists, or a split by the blocks' work."""

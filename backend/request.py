@@ -51,6 +51,11 @@ class Request:
     def branches(self) -> tuple[str, ...]:
         return BRANCHES[: len(self.conditioning)]
 
+    def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
+        """The model arguments of a branch for some items of this replica's batch."""
+        batch = self.noise.shape[0]
+        return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in self.conditioning[branch].items()}
+
     def start(self) -> Tensor:
         """The solver's first x, (B, N, F)."""
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)

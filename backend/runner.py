@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .memo import Memos, first_block_argument
 from .models.spec import Family
+from .parallel.kv import KVBuffers
+from .parallel.rows import Span
 from .parallel.stage import Forward, Stage
 from .request import Request
 
@@ -22,22 +25,39 @@ class LoadedModel:
     dtype: torch.dtype
     stage: Stage | None
     bytes_read: int
+    sharded: bool
     latent_format: str | None
+    memos: Memos
 
 
 class Runner:
     """Calls the model for one request."""
 
-    def __init__(self, model: LoadedModel, request: Request):
-        self.model, self.request, self.calls = model, request, 0
+    def __init__(self, model: LoadedModel, request: Request, buffers: KVBuffers | None = None):
+        self.model, self.request, self.buffers, self.calls = model, request, buffers, 0
+        self.evaluation = -1
+
+    def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
+        """Compute the modulation of every model call now, where the family has such layers: ``sigmas`` are the calls' noise levels."""
+        model, everything = self.model, Span(0, self.request.noise.shape[0])
+        if not model.family.modulation or model.sharded:       # sharded weights are whole only inside their block's forward
+            return
+        latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
+        for branch in branches:
+            arguments = [model.family.forward_args(model.config, self.request.grid, latent, sigma.to(latent.device), self.request.arguments(branch, slice(None))) for sigma in sigmas]
+            embeddings = [first_block_argument(model.transformer, model.family, a, model.family.modulation_input) for a in arguments]
+            model.memos.modulate_ahead(branch, embeddings)
 
     def run(self, x: Tensor, sigma: Tensor, forward: Forward) -> Tensor | None:
-        """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows of ``forward`` (B, rows, F); None on all but the last stage."""
+        """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows and items of ``forward`` (b, rows, F); None on all but the last stage."""
         self.calls += 1
         model, grid = self.model, self.request.grid
         sigma = sigma.to(x.device)
-        latent = grid.to_latent(self.request.prediction.model_input(x, sigma)).to(model.dtype)
-        arguments = model.family.forward_args(model.config, grid, latent, sigma, self.request.conditioning[forward.branch])
+        items = slice(forward.items.lo, forward.items.hi)
+        latent = grid.to_latent(self.request.prediction.model_input(x[items], sigma)).to(model.dtype)
+        arguments = model.family.forward_args(model.config, grid, latent, sigma, self.request.arguments(forward.branch, items))
+        moment = model.memos.moment
+        moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
             return model.family.output(model.transformer(**arguments, return_dict=False)[0], grid)
         output = model.stage.forward(arguments, forward)
@@ -45,6 +65,12 @@ class Runner:
             return None
         rows = forward.rows.local[1]
         return model.family.output(output, grid)[:, rows.lo: rows.hi]
+
+    def begin_evaluation(self, ratio: float):
+        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the one before (0: unknown)."""
+        self.evaluation += 1
+        if self.buffers is not None:
+            self.buffers.begin_evaluation(ratio)
 
     def expect(self, forward: Forward):
         """Make ready to receive the activations of a forward that follows."""
@@ -59,14 +85,25 @@ class Runner:
 
 @contextmanager
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
-    """The runner of ``request``, with the attention hook in place meanwhile."""
+    """The runner of ``request``, with the attention hook in place and the memos awake meanwhile."""
+    model.memos.begin_request()
+    try:
+        with _attention(model, request) as buffers:
+            yield Runner(model, request, buffers)
+    finally:
+        model.memos.end_request()
+
+
+@contextmanager
+def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | None]:
     if model.stage is None:
-        yield Runner(model, request)
+        yield None
         return
-    model.stage.begin_request(request.kernel, buffered=model.stage.pipe is not None and request.patches > 1)
+    buffers = KVBuffers(request.noise.shape[0], request.stale_kv == "extrapolate") if request.patches > 1 else None
+    model.stage.begin_request(request.kernel, buffers)
     model.stage.attention.install()
     try:
-        yield Runner(model, request)
+        yield buffers
     finally:
         model.stage.attention.uninstall()
-        model.stage.attention.begin_request(request.kernel, False)       # keys and values do not outlive the request
+        model.stage.attention.begin_request(request.kernel, None)       # keys and values do not outlive the request

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> 
         tensors[f"{branch}.y"] = stored[f"{branch}.pooled_output"]
         tensors[f"{branch}.guidance"] = stored[f"{branch}.guidance"].reshape(1)
     return Sample(model, args["sampler"], args["cfg"], args["seed"], tensors=tensors), stored["samples"]
+
+
+def batch_request(batch: int, case: str = "euler_simple") -> Sample:
+    """A golden case's prompts over a batch of other noises, with a stochastic solver."""
+    sample, _ = golden_request(case)
+    noise = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
+    return replace(sample, sampler="euler_ancestral", tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
 
 
 def error_in_std(samples: torch.Tensor, golden: torch.Tensor) -> float:

@@ -28,6 +28,8 @@ class Family:
     output: the transformer's output -> tokens (B, N, F).
     layout: the key layout of single files.
     tp_plan: module pattern -> "colwise" | "rowwise" for tensor parallelism, where the diffusers class has no _tp_plan.
+    modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
+    prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
     block_costs: block list -> relative work of one of its blocks (1.0 where not named), for balanced pipeline stages.
     """
 
@@ -52,3 +54,6 @@ class Family:
     heads: str = "num_attention_heads"
     tp_plan: Mapping[str, Any] | None = None
     block_costs: Mapping[str, float] = field(default_factory=dict)
+    modulation: tuple[str, ...] = ()
+    modulation_input: str = "temb"
+    prompt_only: tuple[str, ...] = ()

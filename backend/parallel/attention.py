@@ -13,17 +13,19 @@ from torch import Tensor
 
 from ..mesh import Mesh
 from . import comm, kernels, usp
+from .kv import KVBuffers
 from .rows import Rows
 
 
 @dataclass
 class LayerCall:
-    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows."""
+    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows of which batch items."""
 
     layer: int
     branch: str
     rows: Rows
     kinds: tuple[str, ...]
+    items: slice
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
@@ -34,13 +36,12 @@ class LayerCall:
 
 @dataclass
 class Attention:
-    """The hook and its state. ``buffered`` keeps keys and values of earlier steps (more than one stage and patch)."""
+    """The hook and its state."""
 
     mesh: Mesh
     kernel: str = "auto"
-    buffered: bool = False
+    buffers: KVBuffers | None = None
     call: LayerCall | None = None
-    buffers: dict[tuple, Tensor] = field(default_factory=dict)
     _positions: dict[tuple, Tensor] = field(default_factory=dict)
 
     def install(self):
@@ -51,10 +52,9 @@ class Attention:
         """Give torch's function its place back."""
         F.scaled_dot_product_attention = kernels.SDPA
 
-    def begin_request(self, kernel: str, buffered: bool):
-        """Forget every key and value of the request before."""
-        self.kernel, self.buffered = kernel, buffered
-        self.buffers.clear()
+    def begin_request(self, kernel: str, buffers: KVBuffers | None):
+        """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
+        self.kernel, self.buffers = kernel, buffers
         self._positions.clear()
 
     def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -74,7 +74,7 @@ class Attention:
             if k.shape[1] != heads:                              # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
             q, k, v = usp.scatter_heads(torch.stack([q, k, v]), [lengths[i] for i in mine], u)
-        if self.buffered:
+        if self.buffers is not None:
             k, v = self._refresh(torch.stack([k, v]), kind, where)
             out = kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
         elif self.mesh.ring.size > 1:
@@ -97,23 +97,16 @@ class Attention:
         turns = [sum(lengths[i * u: (i + 1) * u]) for i in range(ring.size)]
         kv = torch.cat(comm.gather(kv, [(*kv.shape[:3], n, kv.shape[4]) for n in turns], ring, "ring"), dim=3)
         total = rows.sequence.joint if kind == "joint" else rows.sequence.image
-        if where not in self.buffers:
-            self.buffers[where] = kv.new_empty((*kv.shape[:3], total, kv.shape[4]))
-        buffer, positions = self.buffers[where], self._rows(kind, None, kv.device)
-        start = int(positions.lo) if isinstance(positions, _Run) else None
-        if start is not None:
-            buffer[:, :, :, start: start + kv.shape[3]] = kv
-        else:
-            buffer.index_copy_(3, positions, kv)
-        return buffer[0], buffer[1]
+        return self.buffers.refresh(where, kv, self._rows(kind, kv.device), total, self.call.items)
 
-    def _rows(self, kind, ranks, device):
-        """Positions of the rows of ``ranks``, as a run where they are consecutive."""
-        key = (id(self.call.rows), kind, ranks)
+    def _rows(self, kind, device):
+        """Positions of this forward's rows on all SP ranks: a slice where they are consecutive, else a tensor."""
+        key = (id(self.call.rows), kind)
         if key not in self._positions:
-            positions = self.call.rows.positions(kind, ranks)
-            run = len(positions) > 0 and bool((positions.diff() == 1).all())
-            self._positions[key] = (self.call.rows, _Run(int(positions[0])) if run else positions.to(device))
+            positions = self.call.rows.positions(kind)
+            run = bool((positions.diff() == 1).all())
+            where = slice(int(positions[0]), int(positions[-1]) + 1) if run else positions.to(device)
+            self._positions[key] = (self.call.rows, where)       # the rows too: their id must stay theirs
         return self._positions[key][1]
 
     def _cut(self, mask, kind, query_ranks, key_ranks):
@@ -127,9 +120,3 @@ class Attention:
             mask = mask.index_select(-2, rows.positions(kind, query_ranks).to(mask.device))
         return mask
 
-
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive rows from ``lo`` on."""
-
-    lo: int

@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..models.spec import Family
 from .attention import Attention, LayerCall
 from .comm import Pipe
+from .kv import KVBuffers
 from .rows import Rows, Sequence, Span
 
 
@@ -24,9 +25,10 @@ class StageDone(Exception):
 
 @dataclass
 class Forward:
-    """One forward under way: which rows of which guidance branch. ``image`` None: every row."""
+    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row."""
 
     branch: str
+    items: Span
     image: Span | None = None
     with_text: bool = True
     rows: Rows | None = None
@@ -51,9 +53,9 @@ class Stage:
                 modules[i] = StagedBlock(self, self.total, block)
                 self.total += 1
 
-    def begin_request(self, kernel: str, buffered: bool):
-        """Forget the request before."""
-        self.attention.begin_request(kernel, buffered)
+    def begin_request(self, kernel: str, buffers: KVBuffers | None):
+        """Forget the request before; ``buffers`` where stale keys and values will be read."""
+        self.attention.begin_request(kernel, buffers)
         self.sequences.clear()
         self.like = None
 
@@ -71,7 +73,7 @@ class Stage:
         """Post the receive of a forward; ``like`` is an activation (B, rows, D) of this request."""
         if self.pipe and not self.mesh.pp.first:
             text, image = self._rows(forward, self.sequences[forward.branch]).local
-            self.pipe.post((like.shape[0], len(text) + len(image), like.shape[2]), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post((len(forward.items), len(text) + len(image), like.shape[2]), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -123,7 +125,7 @@ class Stage:
             for name, (kind, dim) in self.family.per_token.items():
                 if name in call:
                     call[name] = self._cut(call[name], kind, dim)
-        self.attention.call = LayerCall(index, forward.branch, forward.rows, self.family.attention)
+        self.attention.call = LayerCall(index, forward.branch, forward.rows, self.family.attention, slice(forward.items.lo, forward.items.hi))
         out = block(**call)
         self.attention.call = None
         out = out if isinstance(out, tuple) else (out,)
@@ -165,13 +167,18 @@ class Stage:
         return {"image": full, "text": streams["text"]}
 
 
+def positional_names(block: nn.Module) -> list[str]:
+    """Names of the parameters that a block may be given by position."""
+    parameters = inspect.signature(block.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
 class StagedBlock(nn.Module):
     """A block of the transformer, or the place of one that lives on another stage."""
 
     def __init__(self, stage: Stage, index: int, block: nn.Module):
         super().__init__()
-        parameters = inspect.signature(block.forward).parameters.values()
-        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.names = positional_names(block)
         self.index = index
         self.block = block if index in stage.blocks else None
         self.stage = [stage]                # in a list: the stage is no submodule of its own blocks

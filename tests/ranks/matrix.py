@@ -15,20 +15,30 @@ import torch
 import torch.distributed as dist
 
 from backend import mesh
-from backend.config import NOT_YET, ParallelConfig
+from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
-from tiny import FLUX_CASES, error_in_std, golden_request, relative, to_vae_units
+from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
 STEPS = 6
 
 
+#: A batch that no number of replicas here divides.
+UNEVEN_BATCH = "batch of 5"
+
+
 def configurations(world: int) -> list[ParallelConfig]:
-    """Every combination of degrees that fills ``world`` ranks and that this version runs."""
-    sizes = [[1] if axis in NOT_YET else [d for d in range(1, world + 1) if world % d == 0 and (axis != "cfg_degree" or d <= 2)] for axis in AXES]
-    products = [dict(zip(AXES, degrees)) for degrees in itertools.product(*sizes)]
-    return [config for config in (ParallelConfig(**p) for p in products) if config.world_size == world]
+    """Every combination of degrees that fills ``world`` ranks (a chosen dozen of 8), and the other ways to hold weights."""
+    sizes = [[d for d in range(1, world + 1) if world % d == 0 and (axis != "cfg_degree" or d <= 2) and (axis != "tensor_parallel_degree" or 8 % d == 0)] for axis in AXES]
+    products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
+    found = [config for config in products if config.world_size == world]
+    if world == 8:
+        return [config for config in found if sum(degree > 1 for degree in config.degrees.values()) == 3][::2][:12]
+    schemes = [ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme) for scheme in ("row", "column", "2d")]
+    sharded = [replace(config, shard_weights=True) for config in found
+               if config.pipefusion_degree == config.tensor_parallel_degree == 1 and config.sp_degree * config.data_parallel_degree > 1]
+    return found + schemes + sharded
 
 
 def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
@@ -38,46 +48,61 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
     return [("one patch", replace(config, num_pipeline_patch=1)),
             ("all warm-up", replace(config, warmup_steps=STEPS)),
             ("stale", config),
-            ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1))]
+            ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1, stale_kv="extrapolate", warmup_steps=2))]
 
 
-def cases(world: int) -> list[str]:
-    """Golden cases to run: all on two ranks; a few that differ in kind on more, which share the same code."""
-    chosen = ["size20x12", "euler_ancestral_simple", "heun_simple"]
-    return chosen + [case for case in FLUX_CASES if case not in chosen] if world == 2 else chosen
+def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
+    """Golden cases to run: all on two ranks; one or two of them on more, which share the same code."""
+    if config.data_parallel_degree > 1:
+        return [UNEVEN_BATCH]
+    if world == 2 and variant == "exact" and config.split_scheme == "megatron":
+        return FLUX_CASES
+    return ["size20x12"] if config.cfg_degree == 2 or variant != "exact" else ["size20x12", "euler_ancestral_simple"]
 
 
-def single_process(checkpoint: str, names: list[str]) -> dict[str, torch.Tensor]:
-    """What one rank computes: the reference of all others."""
-    engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", checkpoint, "default")
-    return {case: run(engine, engine.config, case)[0][0] for case in names}
+def request_of(case: str):
+    return (batch_request(5), None) if case == UNEVEN_BATCH else golden_request(case)
 
 
 def run(engine: Engine, config: ParallelConfig, case: str):
-    sample, golden = golden_request(case)
-    sample = replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps)
+    sample, golden = request_of(case)
+    sample = replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
     engine.check_sample(sample)
     return engine.sample(sample, Callbacks()), golden
+
+
+class SingleProcess:
+    """What one rank computes, once a case: the reference of all configurations."""
+
+    def __init__(self, checkpoint: str):
+        self.engine = Engine(ParallelConfig(), mesh.single())
+        self.engine.load("tiny", checkpoint, "default")
+        self.results = {}
+
+    def __call__(self, case: str) -> torch.Tensor:
+        if case not in self.results:
+            self.results[case] = run(self.engine, self.engine.config, case)[0][0]
+        return self.results[case]
 
 
 def main(checkpoint: str, out: str):
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    references = single_process(checkpoint, cases(world)) if rank == 0 else None
+    reference = SingleProcess(checkpoint) if rank == 0 else None
     rows = []
     for config in configurations(world):
         engine = Engine(config, mesh.build(config, "cpu"))
         engine.load("tiny", checkpoint, "default")
         for name, variant in variants(config):
-            for case in cases(world) if name == "exact" else cases(world)[:2]:
-                if config.cfg_degree == 2 and "negative.y" not in golden_request(case)[0].tensors:
+            for case in cases(world, config, name):
+                if config.cfg_degree == 2 and "negative.y" not in request_of(case)[0].tensors:
                     continue
                 (samples, stats), golden = run(engine, variant, case)
                 if rank == 0:
                     rows.append({
-                        "config": config.product, "variant": name, "case": case, "relative": relative(samples, references[case]),
-                        "golden": error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"], "bytes_read": engine.models["tiny"].bytes_read})
+                        "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
+                        "variant": name, "case": case, "relative": relative(samples, reference(case)),
+                        "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"], "bytes_read": engine.models["tiny"].bytes_read})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
