@@ -12,7 +12,7 @@ STDLIB_ONLY = ["config.py", "errors.py", "solver_names.py"]
 #: Imported by ComfyUI's process: these packages must not come with them.
 HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")
 #: Only these speak torch.distributed; the rest uses their verbs.
-COLLECTIVES = {"mesh.py", "dispatch.py", "denoise.py", "comm.py", "worker.py"}
+COLLECTIVES = {"mesh.py", "dispatch.py", "denoise.py", "comm.py", "sharding.py", "worker.py"}
 
 
 def imports(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from backend.protocol import Sample
+from backend.solver_names import PERCENTS
 
 GOLDEN = Path(__file__).parent / "golden"
 #: ComfyUI's latent format of Flux: model = (vae - shift) * scale.
@@ -51,6 +53,12 @@ def to_vae_units(samples: torch.Tensor) -> torch.Tensor:
     return samples / SCALE + SHIFT
 
 
+def flux_percent_sigmas(shift: float = 1.15) -> torch.Tensor:
+    """ComfyUI's ModelSamplingFlux.percent_to_sigma at solver_names.PERCENTS."""
+    a = math.exp(shift)
+    return torch.tensor([a / (a + 1 / (1 - percent) - 1) for percent in PERCENTS], dtype=torch.float64)
+
+
 def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> tuple[Sample, torch.Tensor]:
     """The request of a golden case, and the LATENT that ComfyUI returned for it (VAE units)."""
     path = GOLDEN / f"{family}__{case}.safetensors"
@@ -59,6 +67,7 @@ def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> 
         args = json.loads(file.metadata()["args"])
     last = len(stored["sigmas"]) - 1 if args["last_step"] is None else args["last_step"]
     tensors = {"noise": stored["noise"], "latent": to_model_space(stored["latent"]), "sigmas": stored["sigmas"][args["start_step"] or 0: last + 1]}
+    tensors["percent_sigmas"] = flux_percent_sigmas()
     if "noise_mask" in stored:
         tensors["denoise_mask"] = stored["noise_mask"]
     for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:

@@ -1,0 +1,133 @@
+"""Every solver against ComfyUI's own function of that name, on a model that is a formula: the same latent for the same seed."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from backend.prediction import EPS, FLOW, V
+from backend.request import Inpaint
+from backend.solver_names import SOLVERS
+from toy import BATCH, GRID, Toy, fresh_noise, solve
+
+ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
+if not (ROOT / "comfy").is_dir():
+    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
+try:
+    sys.path.append(str(ROOT))
+    from comfy.cli_args import args
+    args.cpu = args.cpu or not torch.cuda.is_available()
+    import comfy.model_sampling as model_sampling
+    import comfy.samplers
+except ImportError as error:
+    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
+
+SEED = 7
+
+
+class Flow(model_sampling.ModelSamplingFlux, model_sampling.CONST):
+    """As Flux."""
+
+
+class ShiftedFlow(model_sampling.ModelSamplingDiscreteFlow, model_sampling.CONST):
+    """As SD3 and Wan."""
+
+
+class Eps(model_sampling.ModelSamplingDiscrete, model_sampling.EPS):
+    """As PixArt."""
+
+
+class Velocity(model_sampling.ModelSamplingDiscrete, model_sampling.V_PREDICTION):
+    """As HunyuanDiT."""
+
+
+def _pull(centre):
+    """A model output whose prediction stays near ``centre``, not linear in x."""
+    return {
+        FLOW: lambda x, sigma: (x - centre - 0.2 * torch.sin(2 * x) * (1 - sigma)) / (0.1 + 0.9 * sigma),
+        EPS: lambda x, sigma: (x - (centre + 0.2 * torch.sin(2 * x)) / (1 + sigma**2) ** 0.5) * (1 - 0.1 / (1 + sigma)),
+        V: lambda x, sigma: (x - centre + 0.2 * torch.sin(2 * x)) / (1 + 1 / (1 + sigma**2)) ** 0.5,
+    }
+
+
+POSITIVE, NEGATIVE = _pull(0.4), _pull(-0.3)
+MODELS = {"flow": (FLOW, Flow), "shifted flow": (FLOW, ShiftedFlow), "eps": (EPS, Eps), "v": (V, Velocity)}
+
+
+class Guided:
+    """What ComfyUI's samplers call: stands for CFGGuider, BaseModel and ModelPatcher at once."""
+
+    def __init__(self, toy: Toy, sampling):
+        self.toy, self.model_sampling = toy, sampling
+        self.inner_model = self.model_patcher = self.model = self
+        self.cfg = toy.cfg
+
+    def get_model_object(self, name):
+        return getattr(self, name)
+
+    def scale_latent_inpaint(self, sigma, noise, latent_image, **kwargs):
+        return self.model_sampling.noise_scaling(sigma.reshape(-1, 1, 1, 1), noise, latent_image)
+
+    def __call__(self, x, sigma, model_options={}, seed=None):
+        outputs = (model(self.model_sampling.calculate_input(sigma, x), sigma[0]) for model in (self.toy.positive, self.toy.negative))
+        positive, negative = (self.model_sampling.calculate_denoised(sigma, output, x) for output in outputs)
+        guided = negative + (positive - negative) * self.toy.cfg
+        for function in model_options.get("sampler_post_cfg_function", []):
+            guided = function({"denoised": guided, "uncond_denoised": negative})
+        return guided
+
+
+def _schedule(sampling, steps: int, to_zero: bool):
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple" if steps < 5 else "karras", steps if to_zero else steps + 1)
+    return sigmas if to_zero else sigmas[:-1]
+
+
+def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = False) -> float:
+    """Largest difference of our latent from ComfyUI's, in standard deviations of it."""
+    prediction, sampling = MODELS[kind][0], MODELS[kind][1]()
+    toy = Toy(prediction, POSITIVE[prediction], NEGATIVE[prediction], sampling.percent_to_sigma)
+    sigmas = _schedule(sampling, steps, to_zero)
+    generator = torch.Generator().manual_seed(SEED)
+    noise, latent = (torch.randn(BATCH, *GRID.shape, generator=generator) for _ in range(2))
+    mask = torch.rand(noise.shape, generator=generator).round() if masked else None
+    if not masked:
+        latent = torch.zeros_like(latent)
+
+    request = SimpleNamespace(
+        noise=GRID.to_tokens(noise), latent=GRID.to_tokens(latent), mask=GRID.to_tokens(mask) if masked else None, solver=solver, seed=SEED,
+        grid=GRID, prediction=prediction, batch=BATCH, items=slice(None))
+    start = prediction.add_noise(sigmas[0], request.noise, request.latent, True)
+    x = solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas), Inpaint(request))
+    ours = prediction.finish(GRID.to_latent(x), sigmas[-1])
+
+    sampler = comfy.samplers.sampler_object(solver)
+    theirs = sampler.sample(
+        Guided(toy, sampling), sigmas.clone(), {"seed": SEED, "model_options": {}}, None, noise.clone(), latent.clone(), mask, True)
+    assert torch.isfinite(theirs).all()
+    return ((ours - theirs).abs().max() / theirs.std()).item()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("to_zero", (True, False), ids=("to zero", "ends early"))
+@pytest.mark.parametrize("steps", (2, 3, 7))
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_same_latent_as_comfyui(solver, kind, steps, to_zero, record_property):
+    error = _error(solver, kind, steps, to_zero)
+    record_property("error", error)
+    assert error <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_same_latent_where_a_mask_keeps_a_part(solver, kind):
+    assert _error(solver, kind, 5, True, masked=True) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_same_latent_in_one_step(solver):
+    assert _error(solver, "flow", 1, True) <= 1e-5
