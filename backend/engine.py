@@ -8,6 +8,7 @@ from torch import Tensor
 from .checks import check_model, check_sample
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
+from .describe import describe as describe
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .memo import remember

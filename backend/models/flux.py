@@ -72,6 +72,7 @@ FAMILY = Family(
     text_position="first",
     returns=("text", "image"),
     per_token={"image_rotary_emb": ("joint", 0)},
+    text_layers=("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*"),
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: config["in_channels"] // 4,

@@ -1,6 +1,7 @@
 """What a model family is: data. The engine reads it and never names a family."""
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Callable, Mapping
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class Family:
     tp_plan: module pattern -> "colwise" | "rowwise" for tensor parallelism, where the diffusers class has no _tp_plan.
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
+    text_layers: layers of a block (patterns) that text rows alone pass through.
     block_costs: block list -> relative work of one of its blocks (1.0 where not named), for balanced pipeline stages.
     """
 
@@ -57,3 +59,8 @@ class Family:
     modulation: tuple[str, ...] = ()
     modulation_input: str = "temb"
     prompt_only: tuple[str, ...] = ()
+    text_layers: tuple[str, ...] = ()
+
+    def is_text_layer(self, name: str) -> bool:
+        """Does the layer ``name`` of a block see text rows alone?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.text_layers)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
-from backend.engine import Engine
+from backend.engine import Engine, describe
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
@@ -73,6 +73,12 @@ def run(engine: Engine, config: ParallelConfig, case: str):
     return engine.sample(sample, Callbacks()), golden
 
 
+def described(engine: Engine, config: ParallelConfig, checkpoint: str) -> dict[str, int]:
+    """What describe() says that rank 0 sends in the six model calls of the case size20x12 (60 image rows, 12 text rows)."""
+    plan = describe(config, engine.check_load(checkpoint, "default"), 60, 12)[0]
+    return {mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}
+
+
 class SingleProcess:
     """What one rank computes, once a case: the reference of all configurations."""
 
@@ -104,7 +110,8 @@ def main(checkpoint: str, out: str):
                     rows.append({
                         "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
                         "variant": name, "case": case, "relative": relative(samples, reference(case)),
-                        "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"], "bytes_read": engine.models["tiny"].bytes_read})
+                        "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"],
+                        "described": described(engine, variant, checkpoint) if case == "size20x12" and name != "all warm-up" else None, "bytes_read": engine.models["tiny"].bytes_read})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()

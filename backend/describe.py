@@ -1,0 +1,188 @@
+"""What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone: nothing is loaded, no rank is started."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from .config import ParallelConfig
+from .loading.checkpoint import Checkpoint, open_checkpoint
+from .mesh import Axis, layout, single
+from .parallel import split, tensor
+from .parallel.rows import Rows, Sequence, everything, patches
+from .parallel.usp import head_shards
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank, ``bytes_per_step`` in a steady step by mechanism."""
+
+    rank: int
+    place: dict[str, int]
+    stage: int
+    blocks: tuple[int, int]
+    heads: int
+    patches: list[tuple[int, int]]
+    weight_bytes: int
+    kv_bytes: int
+    bytes_per_step: dict[str, int]
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.bytes_per_step.items()) or "nothing"
+        return (f"rank {self.rank}: stage {self.stage}, blocks {self.blocks[0]}-{self.blocks[1] - 1}, {self.heads} heads, {len(self.patches)} patches, "
+                f"weights {self.weight_bytes / 1e6:.1f} MB, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
+
+
+def describe(config: ParallelConfig, model: str | Checkpoint, image_rows: int = 4096, text_rows: int = 512, batch: int = 1, branches: int = 2,
+             dtype: torch.dtype | None = None) -> list[RankPlan]:
+    """A RankPlan for every rank of ``config`` with the transformer at ``model``.
+
+    image_rows, text_rows: tokens of a request (4096 + 512: Flux at 1024 x 1024); branches: 2 with a negative prompt; dtype: of the weights (the
+    file's by default). Raises ConfigError and UnsupportedError as loading does.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    work = _Workload(config.validate(), checkpoint, image_rows, text_rows, max(1, batch // config.data_parallel_degree), branches // config.cfg_degree, dtype or checkpoint.dtype)
+    ranks = layout(config)
+    return [work.plan(rank, dict(zip(config.degrees, (ranks == rank).nonzero()[0].tolist()))) for rank in range(config.world_size)]
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """The request and model that the plans are for."""
+
+    config: ParallelConfig
+    checkpoint: Checkpoint
+    image_rows: int
+    text_rows: int
+    batch: int
+    branches: int
+    dtype: torch.dtype
+
+    def plan(self, rank: int, place: dict[str, int]) -> RankPlan:
+        config, family = self.config, self.checkpoint.family
+        counts = config.stage_counts
+        stages = split.explicit_blocks(counts) if counts else split.stage_blocks(self.checkpoint.block_costs, config.pipefusion_degree)
+        blocks = stages[place["pp"]]
+        sp_rank = place["ring"] * config.ulysses_degree + place["ulysses"]
+        parts = self._parts(Sequence(self.text_rows if family.text_position else 0, self.image_rows, family.text_position), sp_rank)
+        heads = self._heads(place)
+        return RankPlan(
+            rank, place, place["pp"], (blocks.start, blocks.stop), heads,
+            [(len(part.local[0]), len(part.local[1])) for part in parts],
+            self._weight_bytes(place, blocks), self._kv_bytes(len(blocks), heads, parts[0].sequence),
+            {name: size for name, size in self._sent(place, blocks, heads, parts, sp_rank).items() if size})
+
+    def _parts(self, sequence: Sequence, sp_rank: int) -> list[Rows]:
+        if self.config.pipefusion_degree == 1 or self.config.patches == 1:
+            return [everything(sequence, sp_rank, self.config.sp_degree)]
+        return patches(sequence, self.config.patches, sp_rank, self.config.sp_degree)
+
+    @property
+    def _all_heads(self) -> int:
+        """Attention heads before Ulysses divides them."""
+        heads = self.checkpoint.config[self.checkpoint.family.heads]
+        return heads // self.config.tensor_parallel_degree if self.config.split_scheme == "megatron" else heads
+
+    @property
+    def _width(self) -> int:
+        """Features of a token inside the blocks."""
+        config = self.checkpoint.config
+        return config[self.checkpoint.family.heads] * config["attention_head_dim"]
+
+    def _heads(self, place) -> int:
+        axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
+        return head_shards(self._all_heads, axis)[axis.rank]
+
+    def _weight_bytes(self, place, blocks: range) -> int:
+        transformer, names = self.checkpoint.empty, self.checkpoint.block_names
+        absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)
+        cuts = self._cuts(place)
+        count = 0
+        for name, parameter in transformer.named_parameters():
+            if absent and name.startswith(absent):
+                continue
+            cut = cuts.get(name.rpartition(".")[0])
+            rows, columns = (sum(map(len, cut.outputs)), sum(map(len, cut.inputs))) if cut else (parameter.shape[0], parameter[0].numel() if parameter.ndim else 1)
+            count += rows * (columns if parameter.ndim > 1 else 1)
+        shares = self.config.sp_degree * self.config.data_parallel_degree if self.config.shard_weights else 1
+        return -(-count * self.dtype.itemsize // shares)
+
+    def _cuts(self, place) -> dict[str, tensor.Shard]:
+        tp = self.config.tensor_parallel_degree
+        if tp == 1:
+            return {}
+        rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+        row, column = divmod(place["tp"], tp // rows)
+        mesh = replace(single(), tp=Axis(None, place["tp"], tp, ()), tp_inputs=Axis(None, row, rows, ()), tp_outputs=Axis(None, column, tp // rows, ()))
+        family, transformer = self.checkpoint.family, self.checkpoint.empty
+        return tensor.shards(transformer, family.block_lists, family.tp_plan or transformer._tp_plan, self.config.split_scheme, mesh)
+
+    def _kv_bytes(self, blocks: int, heads: int, sequence: Sequence) -> int:
+        if self.config.pipefusion_degree == 1 or self.config.patches == 1:
+            return 0
+        kept = 2 if self.config.stale_kv == "extrapolate" else 1
+        head_size = self.checkpoint.config["attention_head_dim"]
+        return kept * 2 * self.batch * heads * sequence.joint * head_size * self.dtype.itemsize * blocks * self.branches
+
+    def _sent(self, place, blocks, heads, parts, sp_rank) -> Counter:
+        """Bytes of one step by mechanism; formulas: see the modules that send them."""
+        config, size = self.config, self.batch * self.branches * self.dtype.itemsize
+        sent = Counter()
+        u, r, width = config.ulysses_degree, config.ring_degree, self._width
+        head = size * self.checkpoint.config["attention_head_dim"]
+        for part in parts:
+            lengths, own = part.lengths("joint"), len(part.local[0]) + len(part.local[1])
+            ring = [sum(lengths[i * u: (i + 1) * u]) for i in range(r)]
+            gathered = ring[place["ring"]]
+            sent["ulysses"] += len(blocks) * head * (3 * (self._all_heads - heads) * own + heads * (gathered - own))
+            buffered = config.pipefusion_degree > 1 and config.patches > 1
+            passed = gathered * (r - 1) if buffered else sum(ring[(place["ring"] - hop) % r] for hop in range(r - 1))
+            sent["ring"] += len(blocks) * head * 2 * heads * passed
+            if place["pp"] < config.pipefusion_degree - 1:
+                sent["pipeline"] += size * own * width
+            sent += self._outputs(place, len(part.local[1]), len(part.image))
+        sent["tensor"] = self._reduced(place, blocks, parts) * size
+        return sent
+
+    def _outputs(self, place, own: int, rows: int) -> Counter:
+        """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged between the guidance branches."""
+        config = self.config
+        features = 4 * self.batch * self.branches * self.checkpoint.config["in_channels"]
+        sent = Counter()
+        if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
+            sent["outputs"] += own * features
+        if place["pp"] == 0:
+            sent["outputs"] += own * features * (config.sp_degree - 1)
+            sent["cfg"] += rows * features * (config.cfg_degree - 1)
+        return sent
+
+    def _reduced(self, place, blocks: range, parts: list[Rows]) -> int:
+        """Elements that all-reduce and all-gather of tensor parallelism send for one sample and branch."""
+        text, image = (sum(len(part.local[i]) for part in parts) for i in (0, 1))
+        names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
+        total = 0
+        for module, cut in self._cuts(place).items():
+            block = ".".join(module.split(".")[:2])
+            if names[block] not in blocks:
+                continue
+            rows = self._rows_of(block, module, text, image)
+            if cut.reduce:
+                total += 2 * (cut.reduce.size - 1) * rows * sum(map(len, cut.outputs)) // cut.reduce.size
+            if cut.collect:
+                total += (cut.collect.size - 1) * rows * sum(map(len, cut.outputs))
+        return total
+
+    def _rows_of(self, block: str, module: str, text: int, image: int) -> int:
+        """Rows through a linear layer: of one stream in blocks that keep text apart, of both elsewhere; modulation has one."""
+        family, transformer = self.checkpoint.family, self.checkpoint.empty
+        inner = module.removeprefix(block + ".")
+        if inner in family.modulation:
+            return 1
+        apart = any(family.is_text_layer(name) for name, _ in transformer.get_submodule(block).named_modules())
+        if not apart:
+            return text + image
+        return text if family.is_text_layer(inner) else image

@@ -1,0 +1,74 @@
+"""describe() against what the ranks counted and against the published formulas."""
+
+import pytest
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.engine import Engine, describe
+from tiny import write_checkpoint
+
+#: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one activation.
+TEXT, IMAGE, WIDTH, DOUBLE, SINGLE = 12, 60, 256, 4, 8
+LAYERS = DOUBLE + SINGLE
+A = (TEXT + IMAGE) * WIDTH * 4
+#: Bytes sent per rank and forward (perf formulas of the methods' papers), N ranks.
+FORMULAS = {
+    "ulysses": lambda n: 4 * A * LAYERS * (n - 1) / n**2,
+    "ring": lambda n: 2 * A * LAYERS * (n - 1) / n,
+    "tensor": lambda n: 2 * (n - 1) / n * A * (2 * DOUBLE + SINGLE),
+    "pipeline": lambda n: A,
+}
+DEGREES = {"ulysses": "ulysses_degree", "ring": "ring_degree", "tensor": "tensor_parallel_degree", "pipeline": "pipefusion_degree"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
+    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default")
+
+
+def plans(checkpoint, **fields):
+    return describe(ParallelConfig(**fields), checkpoint, IMAGE, TEXT, branches=1)
+
+
+@pytest.mark.parametrize("mechanism", FORMULAS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_formulas(checkpoint, mechanism, ranks):
+    sent = [plan.bytes_per_step.get(mechanism, 0) for plan in plans(checkpoint, **{DEGREES[mechanism]: ranks})]
+    formula = FORMULAS[mechanism](ranks)
+    assert max(sent) <= 1.02 * formula
+    assert sum(sent) / len(sent) >= 0.7 * formula or mechanism == "pipeline"
+
+
+def test_traffic_of_a_hybrid_does_not_grow_with_patches(checkpoint):
+    """PP x SP sends only fresh rows: the same bytes at 2 and at 8 patches."""
+    hybrid = (ParallelConfig(pipefusion_degree=2, ring_degree=2, num_pipeline_patch=m) for m in (2, 8))
+    few, many = (describe(config, checkpoint, 2048, 128)[0].bytes_per_step for config in hybrid)
+    assert few["ring"] == pytest.approx(many["ring"], rel=0.02)
+
+
+def test_weights_divide_over_stages(checkpoint):
+    """Each stage holds its blocks and the shared layers; together they hold every block once."""
+    whole = plans(checkpoint)[0].weight_bytes
+    parts = plans(checkpoint, pipefusion_degree=3)
+    shared = (sum(plan.weight_bytes for plan in parts) - whole) / 2
+    assert 0 < shared < 0.2 * whole
+    blocks = [plan.blocks for plan in parts]
+    assert blocks[0][0] == 0 and blocks[-1][1] == LAYERS and all(a[1] == b[0] for a, b in zip(blocks, blocks[1:]))
+
+
+def test_explicit_stages_and_stale_buffers(checkpoint):
+    reuse = plans(checkpoint, pipefusion_degree=2, attn_layer_num_for_pp="3,9")
+    extrapolate = plans(checkpoint, pipefusion_degree=2, attn_layer_num_for_pp="3,9", stale_kv="extrapolate")
+    assert [plan.blocks for plan in reuse] == [(0, 3), (3, 12)]
+    assert [plan.kv_bytes for plan in reuse] == [2 * A * 3, 2 * A * 9]
+    assert [plan.kv_bytes for plan in extrapolate] == [2 * plan.kv_bytes for plan in reuse]
+
+
+def test_sharded_weights_divide_over_the_ranks_that_hold_the_same(checkpoint):
+    whole = plans(checkpoint)[0].weight_bytes
+    assert plans(checkpoint, ulysses_degree=2, shard_weights=True)[0].weight_bytes == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_text_says_it_in_one_line(checkpoint):
+    line = str(plans(checkpoint, pipefusion_degree=2, ulysses_degree=2)[1])
+    assert line.startswith("rank 1: stage 0, blocks 0-5, 4 heads, 2 patches") and "ulysses" in line and "\n" not in line
