@@ -1,0 +1,46 @@
+"""What each rank of a configuration would hold and send: python scripts/describe.py MODEL --pipefusion-degree 2 --ulysses-degree 2
+
+MODEL is a safetensors file or a diffusers folder; only its headers are read. Options are those of ParallelConfig.
+"""
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from backend.config import ConfigError, ParallelConfig
+from backend.describe import describe
+from backend.errors import UnsupportedError
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--image-rows", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)")
+    parser.add_argument("--text-rows", type=int, default=512, help="text tokens of a request")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
+    for field in fields(ParallelConfig):
+        name = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            parser.add_argument(name, action="store_true")
+        else:
+            parser.add_argument(name, type=type(field.default), default=field.default)
+    return parser.parse_args()
+
+
+def main():
+    chosen = options()
+    config = ParallelConfig(**{field.name: getattr(chosen, field.name) for field in fields(ParallelConfig)})
+    try:
+        plans = describe(config, chosen.model, chosen.image_rows, chosen.text_rows, chosen.batch, chosen.branches)
+    except (ConfigError, UnsupportedError) as error:
+        sys.exit(str(error))
+    print(config.product)
+    for plan in plans:
+        print(plan)
+
+
+if __name__ == "__main__":
+    main()
