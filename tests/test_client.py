@@ -1,65 +1,26 @@
 """The client against a server in a thread that speaks the protocol, well or badly."""
 
 import select
-import socket
-import struct
 import threading
 import time
 
 import pytest
 import torch
+from fake_backend import TOKEN, WELCOME, FakeBackend, reply
 
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ConfigError
 from parallel_dit.backend.protocol import (
-    BackendError, Cancel, Cancelled, Failure, Hello, Load, Loaded, Ping, Pong, Progress, RefusedError, Result, Sample, Welcome)
+    BackendError, Cancel, Cancelled, Failure, Load, Loaded, Ping, Pong, Progress, RefusedError, Result, Sample)
 from parallel_dit.nodes import client as client_module
 from parallel_dit.nodes.client import BackendClient
 
-TOKEN = "secret"
-WELCOME = Welcome(world_size=1, device="cpu", degrees={}, pids=[])
-
-
-def reply(connection, message):
-    connection.sendall(b"".join(protocol.encode(message)))
-
-
 @pytest.fixture
 def serve(tmp_path):
-    """serve(handler) -> address; ``handler(connection)`` runs once the token has been shown."""
-    sockets = []
-
-    def start(handler, kind="unix"):
-        if kind == "unix":
-            server = socket.socket(socket.AF_UNIX)
-            server.bind(str(tmp_path / "s"))
-            address = f"unix:{tmp_path / 's'}"
-        else:
-            server = socket.socket()
-            server.bind(("127.0.0.1", 0))
-            address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
-        server.listen()
-        sockets.append(server)
-
-        def accept():
-            connection, _ = server.accept()
-            with connection:
-                try:
-                    hello = protocol.receive(connection, protocol.MAX_HELLO)
-                except protocol.ProtocolError:
-                    return
-                if hello != Hello(TOKEN):
-                    reply(connection, Failure("the token is wrong"))
-                    return
-                reply(connection, WELCOME)
-                handler(connection)
-
-        threading.Thread(target=accept, daemon=True).start()
-        return address
-
-    yield start
-    for server in sockets:
-        server.close()
+    """serve(handler, kind="unix") -> address, see FakeBackend.start."""
+    fake = FakeBackend(tmp_path)
+    yield fake.start
+    fake.close()
 
 
 def sample_message(**tensors):
@@ -95,7 +56,7 @@ def test_bad_address(address):
 
 
 def test_nobody_listens(tmp_path):
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError):
         BackendClient(f"unix:{tmp_path / 'none'}", TOKEN)
 
 
@@ -244,8 +205,7 @@ def test_frame_in_pieces(serve):
             connection.sendall(bytes([byte]))
             time.sleep(0.002)  # longer in all than POLL_SECONDS
 
-    result = BackendClient(serve(handler), TOKEN).sample(sample_message())
-    assert result.tensors["samples"].tolist() == [0.0, 1.0, 2.0]
+    assert BackendClient(serve(handler), TOKEN).sample(sample_message()).tensors["samples"].tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("frame", [
@@ -254,7 +214,7 @@ def test_frame_in_pieces(serve):
     protocol.PREFIX.pack(protocol.MAGIC, 2, protocol.MAX_BODY + 1),
     protocol.PREFIX.pack(protocol.MAGIC, 2, 0) + b"{}",
     protocol.PREFIX.pack(protocol.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
-    struct.pack("!4sIQ", b"PDT9", 2, 0) + b"{}",
+    protocol.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
 ], ids=["http", "long header", "long body", "no type", "unknown type", "another version"])
 def test_frames_of_others_close(serve, frame):
     def handler(connection):
@@ -268,12 +228,11 @@ def test_frames_of_others_close(serve, frame):
 
 
 def test_request_over_the_limit_is_refused(serve, monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_BODY", 1000)
-
     def handler(connection):
         assert protocol.receive(connection, 1 << 20) == Ping()
         reply(connection, Pong())
 
+    monkeypatch.setattr(protocol, "MAX_BODY", 1000)
     client = BackendClient(serve(handler), TOKEN)
     with pytest.raises(RefusedError, match="too large"):
         client.sample(sample_message(noise=torch.zeros(1000)))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from comfy_websocket import WebSocket
 
+PACK = Path(__file__).resolve().parents[2]
 START_SECONDS = 180
 
 
@@ -63,8 +64,10 @@ class ComfyServer:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                last = self.log.read_text(errors="replace").strip().split("\n")[-1]
-                raise CannotStart(f"ComfyUI does not start with this Python (set COMFYUI_PYTHON): {last}")
+                output = self.log.read_text(errors="replace").strip()
+                if "ModuleNotFoundError" in (last := output.split("\n")[-1]):
+                    raise CannotStart(f"this Python lacks what ComfyUI imports (set COMFYUI_PYTHON): {last}")
+                raise AssertionError(f"ComfyUI does not start: {output[-3000:]}")
             try:
                 self.get("/system_stats")
                 return

@@ -8,9 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
-from comfy_server import CannotStart, ComfyServer
-
-PACK = Path(__file__).resolve().parents[2]
+from comfy_server import PACK, CannotStart, ComfyServer
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_interrupt_half_way_and_again(comfy):
     ("2 prompts", {"change": "combine"}),
     ("timestep range", {"change": "range"}),
     ("skips the negative prompt", {"cfg": 1.0, "config": {"cfg_degree": 2, "device": "cpu"}}),
-    ("not run yet", {"config": {"tensor_parallel_degree": 2, "device": "cpu"}}),
+    ("two branches", {"config": {"cfg_degree": 3, "device": "cpu"}}),
     ("at most 16", {"config": {"ulysses_degree": 32, "device": "cpu"}}),
     ("no CUDA GPU|this machine has", {"config": {"ulysses_degree": 64, "device": "cuda"}}),
     ("num_pipeline_patch", {"config": {"pipefusion_degree": 2, "num_pipeline_patch": 1000, "device": "cpu"}}),
@@ -101,6 +101,14 @@ def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arg
     message = run.message.strip()
     assert re.search(expected, message) and "\n" not in message, message
     assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
+
+
+def test_cfg_degree_without_guidance_is_refused_before_anything_is_launched(comfy):
+    error_of(comfy.run(graph("euler_simple")))
+    before = ranks_of(comfy)
+    run = comfy.run(graph(cfg=1.0, config={"cfg_degree": 2, "ulysses_degree": 2, "device": "cpu"}))
+    assert run.status == "error" and "skips the negative prompt" in run.message
+    assert ranks_of(comfy) == before  # the four ranks would have taken their place
 
 
 @pytest.mark.parametrize("name, content", [("truncated.safetensors", "half"), ("text.safetensors", b"not a checkpoint"), ("other.safetensors", "other")])

@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
-from conftest import PACK
+from backend.config import ParallelConfig
+from comfy_server import PACK
 
 NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelSampler", "ParallelDemoLoader"]
 WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
@@ -30,8 +32,8 @@ def test_node(comfy, name):
 
 def test_config_inputs_all_have_defaults(comfy):
     info = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]
-    assert not info.get("required") and len(info["optional"]) == 12
-    assert all("default" in options for _, options in info["optional"].values())
+    assert not info.get("required")
+    assert {name: options["default"] for name, (_, options) in info["optional"].items()} == asdict(ParallelConfig())
 
 
 def test_seed_can_change_after_each_queue(comfy):

@@ -1,0 +1,103 @@
+"""PipeFusion's patches and the memos, in one process that computes patches in a pipeline's order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backend import memo, mesh, request, runner
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from backend.parallel.attention import Attention
+from backend.parallel.rows import Sequence, Span, patches
+from backend.parallel.stage import Forward
+from tiny import golden_request, relative, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default")
+    return engine
+
+
+def simulate(engine, case="euler_simple", **changes):
+    sample, _ = golden_request(case)
+    return engine.sample(replace(sample, **changes), Callbacks())[0]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_patch_steps_after_a_synchronous_step_on_the_same_latent_are_bit_identical(engine, count):
+    """With buffers that hold every row of this very latent, each patch must give the synchronous result, bit for bit in float32."""
+    model = engine.models["tiny"]
+    sample = replace(golden_request("euler_simple")[0], num_pipeline_patch=count)
+    built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    x, sigma, items = built.start(), built.sigmas[0], Span(0, 1)
+    with torch.inference_mode(), runner.running(model, built) as calls:
+        calls.begin_evaluation(0.0)
+        whole = calls.run(x, sigma, Forward("positive", items))
+        calls.begin_evaluation(0.0)
+        for index, rows in enumerate(patches(Sequence(12, 64, "first"), count)):
+            part = calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0))
+            assert part.equal(whole[:, rows.image.lo: rows.image.hi])
+
+
+def test_stale_keys_and_values_are_used(engine):
+    exact, stale = simulate(engine, num_pipeline_patch=1), simulate(engine, num_pipeline_patch=4)
+    assert 1e-4 < relative(stale, exact) < 0.2
+
+
+def test_all_warm_up_is_exact(engine):
+    assert simulate(engine, num_pipeline_patch=4, warmup_steps=6).equal(simulate(engine, num_pipeline_patch=1))
+
+
+def test_extrapolation_needs_two_points(engine):
+    """After one synchronous step there is no line to follow: the first stale step reuses, later ones differ."""
+    reuse, extrapolate = (simulate(engine, num_pipeline_patch=2, warmup_steps=5, stale_kv=kind) for kind in ("reuse", "extrapolate"))
+    assert not reuse.equal(extrapolate)
+    reuse, extrapolate = (simulate(engine, num_pipeline_patch=2, warmup_steps=1, stale_kv=kind, tensors=two_steps()) for kind in ("reuse", "extrapolate"))
+    assert reuse.equal(extrapolate)
+
+
+def two_steps() -> dict:
+    tensors = golden_request("euler_simple")[0].tensors
+    return {**tensors, "sigmas": tensors["sigmas"][:3]}
+
+
+def test_nothing_survives_a_request(engine):
+    simulate(engine, num_pipeline_patch=4)
+    model = engine.models["tiny"]
+    assert model.stage.attention.buffers is None
+    assert not any(layer.known for layer in model.memos.layers)
+    assert simulate(engine, num_pipeline_patch=4).equal(simulate(engine, num_pipeline_patch=4))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
+    """Text rides with patch 0 only: a step costs image + text rows, however many patches there are."""
+    seen = []
+    attend = Attention._within_sequence
+
+    def spy(self, q, *rest):
+        if self.call.layer == 0:
+            seen.append(q.shape[2])
+        return attend(self, q, *rest)
+
+    monkeypatch.setattr(Attention, "_within_sequence", spy)
+    simulate(engine, num_pipeline_patch=count, tensors={k: v for k, v in golden_request("euler_simple")[0].tensors.items() if not k.startswith("negative")}, cfg=1.0)
+    assert sum(seen) == 6 * (64 + 12)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_modulation_is_one_gemm_a_layer_and_branch(engine, count):
+    """4 double blocks with two modulations and 8 single ones with one, two guidance branches: 32 GEMMs for all steps and patches."""
+    simulate(engine, num_pipeline_patch=count)
+    assert memo.COMPUTED == {"modulation": 2 * (4 * 2 + 8)}
+
+
+def test_modulation_ahead_changes_nothing(engine, monkeypatch):
+    ahead = simulate(engine, num_pipeline_patch=1)
+    monkeypatch.setattr(runner.Runner, "modulate_ahead", lambda self, *rest: None)
+    each = simulate(engine, num_pipeline_patch=1)
+    assert memo.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
+    assert relative(ahead, each) < 1e-6
