@@ -35,7 +35,8 @@ class ParallelConfig:
 
     ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py); ``attn_layer_num_for_pp`` lists the blocks of
     each stage ("12,15,15,15"; empty: balanced); ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights``
-    shards the weights over the ranks that would hold the same ones (FSDP2). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
+    shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN weights in host memory, since
+    all steps' modulation is computed at the start of a request (memo.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
     (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first ones.
     ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
     """
@@ -52,6 +53,7 @@ class ParallelConfig:
     attn_layer_num_for_pp: str = ""
     split_scheme: str = "megatron"
     shard_weights: bool = False
+    offload_modulation: bool = False
     attention: str = "auto"
     device: str = "auto"
     gpus: str = ""
@@ -156,6 +158,8 @@ class ParallelConfig:
                 raise ConfigError(f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights already; switch shard_weights off or set {name} to 1.")
         if self.shard_weights and self.sp_degree * self.data_parallel_degree == 1:
             raise ConfigError("shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; raise one of them or switch shard_weights off.")
+        if self.shard_weights and self.offload_modulation:
+            raise ConfigError("offload_modulation and shard_weights are both on, but sharded weights stay on the device; switch one of them off.")
         self.stage_counts
 
     def _validate_pipeline(self):

@@ -51,7 +51,9 @@ class Engine:
             tensor.apply(transformer, cuts, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         bytes_read = checkpoint.load(blocks, dtype, torch.device("cpu") if sharded else self.mesh.device, cuts)
-        memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks}, family)
+        memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},
+                         family, torch.device("cpu") if self.config.offload_modulation else self.mesh.device)
+        memos.go_home()
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that

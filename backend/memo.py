@@ -51,19 +51,30 @@ class Memo(nn.Module):
             self.known[key] = self.layer(x)
         return self.known[key]
 
-    def compute_ahead(self, branch: str, inputs: Tensor):
-        """Fill the answers of every model call of a branch; ``inputs`` (calls, B, D)."""
+    def compute_ahead(self, branch: str, inputs: Tensor, home: torch.device):
+        """Fill the answers of every model call of a branch; ``inputs`` (calls, B, D). The weights are back at ``home`` afterwards."""
         COMPUTED[self.kind] += 1
-        for call, answer in enumerate(self.layer(inputs)):
+        for call, answer in enumerate(self.layer.to(inputs.device)(inputs)):
             self.known[branch, call, None] = answer
+        self.layer.to(home)
 
 
 @dataclass
 class Memos:
-    """The memos of one model on this rank."""
+    """The memos of one model on this rank. ``home``: where modulation weights wait between requests."""
 
+    home: torch.device
     moment: Moment = field(default_factory=Moment)
     layers: list[Memo] = field(default_factory=list)
+
+    @property
+    def modulations(self) -> list[Memo]:
+        return [layer for layer in self.layers if layer.kind == "modulation"]
+
+    def go_home(self):
+        """Move the modulation weights off the device, where that is asked for."""
+        for layer in self.modulations:
+            layer.layer.to(self.home)
 
     def begin_request(self):
         """Forget the request before."""
@@ -79,14 +90,13 @@ class Memos:
     def modulate_ahead(self, branch: str, embeddings: list[Tensor]):
         """One GEMM a layer for all model calls of a branch; ``embeddings[i]`` (B, D) is what blocks get at call i."""
         inputs = F.silu(torch.stack(embeddings))
-        for layer in self.layers:
-            if layer.kind == "modulation":
-                layer.compute_ahead(branch, inputs)
+        for layer in self.modulations:
+            layer.compute_ahead(branch, inputs, self.home)
 
 
-def remember(blocks: dict[str, nn.Module], family: Family) -> Memos:
+def remember(blocks: dict[str, nn.Module], family: Family, home: torch.device) -> Memos:
     """Put a Memo in front of every layer of ``blocks`` (name -> block) that the family names."""
-    memos = Memos()
+    memos = Memos(home)
     for block in blocks.values():
         for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only)):
             names = [name for name, _ in block.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -101,3 +101,14 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     each = simulate(engine, num_pipeline_patch=1)
     assert memo.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
     assert relative(ahead, each) < 1e-6
+
+
+def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path):
+    """The weights are at home before and after, on the device only while a request begins; the result is the same."""
+    offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
+    offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
+    moves = []
+    for layer in offloading.models["tiny"].memos.modulations:
+        layer.layer.register_forward_pre_hook(lambda *_: moves.append("used"))
+    assert simulate(offloading, num_pipeline_patch=0).equal(simulate(engine, num_pipeline_patch=1))
+    assert len(moves) == memo.COMPUTED["modulation"]

@@ -47,10 +47,11 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
     """The ways to run a configuration: exactly, and with stale keys and values where it has a pipeline."""
     if config.pipefusion_degree == 1:
         return [("exact", config)]
-    return [("one patch", replace(config, num_pipeline_patch=1)),
-            ("all warm-up", replace(config, warmup_steps=STEPS)),
-            ("stale", config),
-            ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1, stale_kv="extrapolate", warmup_steps=2))]
+    found = [("one patch", replace(config, num_pipeline_patch=1)),
+             ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1, stale_kv="extrapolate", warmup_steps=2))]
+    if config.world_size == 2 or config.sp_degree > 1:
+        found += [("all warm-up", replace(config, warmup_steps=STEPS)), ("stale", config)]
+    return found
 
 
 def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
