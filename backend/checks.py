@@ -2,7 +2,7 @@
 
 import torch
 
-from .config import ConfigError, ParallelConfig
+from .config import ParallelConfig
 from .errors import UnsupportedError
 from .models.spec import Family
 from .parallel import kernels
@@ -90,12 +90,6 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
     local = heads // tp if config.split_scheme == "megatron" else heads
     if config.ulysses_degree > local:
         raise UnsupportedError(f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has {local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or less and use ring_degree for the rest.")
-
-
-def check_batch(batch: int, config: ParallelConfig):
-    """Refuse a batch that leaves a data-parallel replica without work. Raises ConfigError."""
-    if batch < config.data_parallel_degree:
-        raise ConfigError(f"data_parallel_degree is {config.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree.")
 
 
 def _check_rows(sample, config, grid):

@@ -118,6 +118,11 @@ class ParallelConfig:
         per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention"}
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
+    def check_batch(self, batch: int):
+        """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
+        if batch < self.data_parallel_degree:
+            raise ConfigError(f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree.")
+
     def resolve_device(self, gpus_here: int) -> str:
         """"cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not fit on it."""
         device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")

@@ -27,7 +27,12 @@ _SAG = {"circle": 0.0, "square": 0.0, "triangle": 0.2}
 class Verdict:
     """What is wrong with a picture, in words; true when nothing is."""
 
-    problems: tuple[str, ...]
+    misplaced: tuple[str, ...]  # wrong colours, places or background
+    misshapen: tuple[str, ...]  # right colour and place, wrong shape
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.misplaced + self.misshapen
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -42,29 +47,39 @@ def check_picture(prompt: str, image: torch.Tensor) -> Verdict:
     scene = scenes.parse_prompt(prompt)
     named = _colour_map(image)
     stray = _any_colour(named)
-    problems = []
+    misplaced, misshapen = [], []
     for item in scene.items:
         found = (named == _NAMES.index(item.colour)) & _half(item.place)
         stray &= ~found
-        problems += _item_problems(item, found)
+        if problem := _place_problem(item, found):
+            misplaced.append(problem)
+        elif (shape := _likest_shape(found)) != item.shape:
+            misshapen.append(f"{_label(item)}: looks like a {shape}")
     if _share(stray) > MOST_STRAY_COLOUR:
-        problems.append("colour where the prompt has none")
+        misplaced.append("colour where the prompt has none")
     if _share(named == _NAMES.index(scene.background)) < LEAST_BACKGROUND:
-        problems.append(f"background not {scene.background}")
-    return Verdict(tuple(problems))
+        misplaced.append(f"background not {scene.background}")
+    return Verdict(tuple(misplaced), tuple(misshapen))
 
 
-def _item_problems(item: Item, found: torch.Tensor) -> list[str]:
+def _label(item: Item) -> str:
+    return f"{item.colour} {item.shape} on the {item.place}"
+
+
+def _place_problem(item: Item, found: torch.Tensor) -> str | None:
     """`found` (64, 64) marks the pixels of the item's colour in the item's half."""
-    label = f"{item.colour} {item.shape} on the {item.place}"
     if not SMALLEST_OBJECT <= _share(found) <= LARGEST_OBJECT:
-        return [f"{label}: covers {_share(found):.1%}"]
+        return f"{_label(item)}: covers {_share(found):.1%}"
     x, y = _centroid(found)
     place_x, place_y = PLACES[item.place]
     if max(abs(x - place_x), abs(y - place_y)) > PLACE_RADIUS:
-        return [f"{label}: centred at x {x:.2f}, y {y:.2f}"]
-    shape = max(SHAPES, key=lambda candidate: _overlap(found, candidate))
-    return [] if shape == item.shape else [f"{label}: looks like a {shape}"]
+        return f"{_label(item)}: centred at x {x:.2f}, y {y:.2f}"
+    return None
+
+
+def _likest_shape(found: torch.Tensor) -> str:
+    """The shape that a mask (64, 64) overlaps most."""
+    return max(SHAPES, key=lambda shape: _overlap(found, shape))
 
 
 def _colour_map(image: torch.Tensor) -> torch.Tensor:

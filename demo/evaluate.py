@@ -43,6 +43,12 @@ def contact_sheet(pictures, prompts: list[str], verdicts: list[shapes.Verdict]) 
     return sheet
 
 
+def share(outcomes: list) -> str:
+    """How many of the outcomes are true, as a text."""
+    right = sum(map(bool, outcomes))
+    return f"{right} of {len(outcomes)} ({right / len(outcomes):.1%})"
+
+
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -70,8 +76,8 @@ def main() -> None:
     for prompt, verdict in zip(prompts, verdicts):
         if not verdict:
             print(f"{prompt}: {'; '.join(verdict.problems)}")
-    right = sum(map(bool, verdicts))
-    print(f"{right} of {len(prompts)} right ({right / len(prompts):.1%}), {seconds:.2f} s per picture")
+    print(f"{share(verdicts)} right, {seconds:.2f} s per picture")
+    print(f"{share([not verdict.misplaced for verdict in verdicts])} right if shapes do not count")
     if options.sheet:
         contact_sheet(pictures, prompts, verdicts).save(options.sheet)
 

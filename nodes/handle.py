@@ -51,7 +51,8 @@ def ensure_loaded(handle: ParallelDiT) -> tuple[Backend, Loaded]:
 
 def _load(config: ParallelConfig, path: str, weight_dtype: str) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
-    if backend_at_hand(config) is None and config.device != "cpu":
+    at_hand = backend_at_hand(config)
+    if (at_hand is None or not at_hand.alive(check)) and config.device != "cpu":
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.protocol import RefusedError
+from ..backend.solver_names import NEEDS_NEGATIVE
 from . import handle
 from .dependencies import require_dependencies
 from .parallel_config import ParallelConfigType
@@ -27,9 +28,14 @@ def model_paths() -> dict[str, str]:
     return paths
 
 
-def check_guidance(cfg: float, config: ParallelConfig):
-    """ConfigError where ``cfg`` leaves half of the ranks without work; as in ComfyUI, 1.0 skips the negative prompt."""
-    if config.cfg_degree == 2 and math.isclose(cfg, 1.0):
+def skips_negative(cfg: float, sampler_name: str) -> bool:
+    """Whether the negative prompt is never computed, as in ComfyUI."""
+    return math.isclose(cfg, 1.0) and sampler_name not in NEEDS_NEGATIVE
+
+
+def check_guidance(cfg: float, sampler_name: str, config: ParallelConfig):
+    """ConfigError where ``cfg`` leaves half of the ranks without work."""
+    if config.cfg_degree == 2 and skips_negative(cfg, sampler_name):
         raise ConfigError("cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg.")
 
 
@@ -54,8 +60,8 @@ class LoadParallelDiT(io.ComfyNode):
 
     @classmethod
     def execute(cls, config, model_name, weight_dtype="default") -> io.NodeOutput:
-        for cfg in _sampler_guidance(cls.hidden.prompt or {}, cls.hidden.unique_id):
-            check_guidance(cfg, config)
+        for cfg, sampler_name in _guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id):
+            check_guidance(cfg, sampler_name, config)
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
             raise RefusedError(f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page.")
@@ -64,9 +70,11 @@ class LoadParallelDiT(io.ComfyNode):
         return io.NodeOutput(handle.load(config, os.path.abspath(path), weight_dtype))
 
 
-def _sampler_guidance(prompt: dict, loader_id: str):
-    """The ``cfg`` of every ParallelSampler that this loader feeds, so that it is refused before minutes of loading."""
+def _guidance_of_samplers(prompt: dict, loader_id: str):
+    """cfg and sampler_name of every ParallelSampler that this loader feeds, so that a refusal comes before minutes of loading."""
     for node in prompt.values():
-        inputs = node.get("inputs", {})
-        if node.get("class_type") == "ParallelSampler" and inputs.get("dit") == [loader_id, 0] and isinstance(inputs.get("cfg"), (int, float)):
-            yield inputs["cfg"]
+        inputs = node["inputs"]
+        if node["class_type"] == "ParallelSampler" and inputs.get("dit") == [loader_id, 0]:
+            cfg, sampler_name = inputs.get("cfg"), inputs.get("sampler_name")
+            if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):  # a linked one is not known yet
+                yield cfg, sampler_name

@@ -4,8 +4,6 @@ common_ksampler computes noise, schedule, masks, conditioning, latent scaling, p
 wrapper around its innermost call, the solver's loop over steps, hands that loop's inputs to the ranks instead.
 """
 
-import math
-
 import comfy.model_management
 import comfy.patcher_extension
 import comfy.samplers
@@ -14,11 +12,11 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 
 from ..backend.protocol import Progress, RefusedError, Sample
-from ..backend.solver_names import SOLVERS
+from ..backend.solver_names import HALF_LOG_SNR, PERCENTS, SOLVERS
 from .conditioning import check_conditioning, fill_zeros, model_arguments
 from .families import FAMILIES
 from .handle import ParallelDiT, ensure_loaded
-from .load import ParallelDiTType, check_guidance
+from .load import ParallelDiTType, check_guidance, skips_negative
 
 #: Least seconds between two previews; each costs a gather of the latent to rank 0.
 PREVIEW_SECONDS = 0.2
@@ -53,13 +51,14 @@ class ParallelSampler(io.ComfyNode):
     def execute(cls, dit, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise) -> io.NodeOutput:
         from nodes import common_ksampler  # ComfyUI's own module, whole only once every pack is imported
 
-        check_guidance(cfg, dit.config)
+        check_guidance(cfg, sampler_name, dit.config)
         family = FAMILIES[dit.loaded.family]
         check_conditioning("positive", positive, dit.loaded.family, family)
-        if math.isclose(cfg, 1.0):
+        if skips_negative(cfg, sampler_name):
             negative = positive  # never computed; whatever it holds cannot matter
         check_conditioning("negative", negative, dit.loaded.family, family)
         _check_latent(latent_image, dit.patcher.model.latent_format)
+        dit.config.check_batch(latent_image["samples"].shape[0])
         model = dit.patcher.clone()
         model.add_wrapper(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, _RemoteSolver(dit, sampler_name))
         return io.NodeOutput(*common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise))
@@ -78,10 +77,14 @@ class _RemoteSolver:
         tensors = {"noise": noise, "latent": latent_image, "sigmas": sigmas, **self._conditioning(guider, noise.shape[0])}
         if denoise_mask is not None:
             tensors["denoise_mask"] = denoise_mask
+        if self.sampler_name in HALF_LOG_SNR:
+            percent_to_sigma = guider.inner_model.model_sampling.percent_to_sigma
+            tensors["percent_sigmas"] = torch.tensor([percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64)
         config = self.dit.config
         request = Sample(
-            self.loaded.model, self.sampler_name, float(guider.cfg), extra_args["seed"], config.num_pipeline_patch, config.warmup_steps, config.stale_kv,
-            config.attention, 0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS, tensors)
+            model=self.loaded.model, sampler=self.sampler_name, cfg=float(guider.cfg), seed=extra_args["seed"],
+            num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, attention=config.attention,
+            preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS, tensors=tensors)
         management = comfy.model_management
         result = self.backend.sample(request, _Reporter(callback, noise), management.processing_interrupted)
         if result is None:
@@ -92,7 +95,7 @@ class _RemoteSolver:
     def _conditioning(self, guider, batch: int) -> dict[str, torch.Tensor]:
         family, unet_config = FAMILIES[self.loaded.family], guider.inner_model.model_config.unet_config
         tensors = {}
-        for name in ["positive"] if math.isclose(guider.cfg, 1.0) else ["positive", "negative"]:
+        for name in ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]:
             arguments = model_arguments(name, guider.conds[name], batch, self.loaded.info["conditioning"])
             for key, value in fill_zeros(arguments, batch, family, unet_config).items():
                 tensors[f"{name}.{key}"] = value

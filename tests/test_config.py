@@ -45,3 +45,9 @@ def test_auto_takes_gpus_where_there_are_any():
 def test_settings_of_a_request_keep_the_backend():
     one, other = ParallelConfig(pipefusion_degree=2), ParallelConfig(pipefusion_degree=2, warmup_steps=3, num_pipeline_patch=8, attention="sdpa")
     assert one.topology() == other.topology() != ParallelConfig(ulysses_degree=2).topology()
+
+
+def test_batch_smaller_than_the_replicas():
+    with pytest.raises(ConfigError, match="batch is 1"):
+        ParallelConfig(data_parallel_degree=2).check_batch(1)
+    ParallelConfig(data_parallel_degree=2).check_batch(3)
