@@ -92,6 +92,16 @@ def build(config: ParallelConfig, device: str) -> Mesh:
     return Mesh(local, dist.get_rank(), dist.get_world_size(), **axes, sp=_sp_axis(config, mesh), **_tp_grid(config), weights=weights, pp_return=pp_return, control=control)
 
 
+def close(mesh: Mesh):
+    """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays for the next mesh."""
+    axes = (mesh.dp, mesh.cfg, mesh.pp, mesh.ring, mesh.ulysses, mesh.tp, mesh.sp, mesh.tp_inputs, mesh.tp_outputs)
+    groups = [axis.group for axis in axes] + [mesh.pp_return, mesh.weights and mesh.weights.get_group()]
+    dist.barrier(group=mesh.control)
+    for group in {id(group): group for group in (*groups, mesh.control) if group is not None}.values():
+        if group is not dist.group.WORLD:           # an axis of all ranks may have been given the default group
+            dist.destroy_process_group(group)
+
+
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
     ranks = tuple(dist.get_process_group_ranks(group))

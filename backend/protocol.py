@@ -151,13 +151,24 @@ def encode(message) -> list[bytes]:
     for f in fields(message):
         value = getattr(message, f.name)
         if f.name == "tensors":
-            body = safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in value.items()}) if value else b""
+            body = safetensors.torch.save(_own_memory(value)) if value else b""
         else:
             header[f.name] = value
     text = json.dumps(header).encode()
     if len(text) > MAX_HEADER or len(body) > MAX_BODY:
         raise ProtocolError(f"a {header['type']} of {len(text)} + {len(body)} bytes is over the limits of {MAX_HEADER} + {MAX_BODY}.")
     return [PREFIX.pack(MAGIC, len(text), len(body)), text, body]
+
+
+def _own_memory(tensors: dict) -> dict:
+    """The tensors on the CPU, each in memory of its own: safetensors refuses to write what two names share (one prompt in two places)."""
+    found, seen = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def decode(header: bytes, body: bytes):
@@ -182,7 +193,7 @@ def _wire_types(kind):
 
 def send(sock, message):
     """Write one message to a connected socket."""
-    for part in encode(message):
+    for part in filter(None, encode(message)):
         sock.sendall(part)
 
 

@@ -80,3 +80,9 @@ def test_a_length_alone_allocates_nothing():
 def test_a_message_over_the_limit_is_not_sent():
     with pytest.raises(ProtocolError, match="over the limits"):
         protocol.encode(protocol.Load("p" * (protocol.MAX_HEADER + 1)))
+
+
+def test_one_tensor_under_two_names():
+    one = torch.randn(4)
+    got = through_socket(b"".join(protocol.encode(Sample("m", "euler", 1.0, 0, tensors={"a": one, "b": one, "c": one[1:3]}))))
+    assert got.tensors["b"].equal(one) and got.tensors["c"].equal(one[1:3])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from comfy_websocket import WebSocket
 
-PACK = Path(__file__).resolve().parents[2]
+PACK = Path(__file__).resolve().parents[1]
 START_SECONDS = 180
 
 

@@ -3,7 +3,6 @@
 import base64
 import os
 import socket
-import struct
 
 
 class WebSocket:
@@ -24,25 +23,23 @@ class WebSocket:
     def receive(self, seconds: float):
         self._socket.settimeout(seconds)
         try:
-            first, second = self._take(2)
-            size = second & 127
-            if size == 126:
-                size, = struct.unpack("!H", self._take(2))
-            elif size == 127:
-                size, = struct.unpack("!Q", self._take(8))
-            payload = self._take(size)
+            self._fill(2)
+            start, size = 2, self._buffer[1] & 127
+            if size >= 126:
+                start += 2 if size == 126 else 8
+                self._fill(start)
+                size = int.from_bytes(self._buffer[2:start], "big")
+            self._fill(start + size)
         except TimeoutError:
-            return None
-        return first & 15 == 1, payload
+            return None  # what has arrived of the frame stays in the buffer
+        frame, self._buffer = self._buffer[: start + size], self._buffer[start + size:]
+        return frame[0] & 15 == 1, frame[start:]
 
     def close(self):
         self._socket.close()
 
-    def _take(self, count: int) -> bytes:
-        # nothing leaves the buffer before all of it is there, so that a timeout between two frames loses nothing
+    def _fill(self, count: int):
         while len(self._buffer) < count:
             data = self._socket.recv(1 << 16)
             assert data, "the server hung up"
             self._buffer += data
-        taken, self._buffer = self._buffer[:count], self._buffer[count:]
-        return taken

@@ -1,0 +1,240 @@
+"""What the benchmarks share: a Flux-like model with random weights, ranks, clocks, rounds and statistics. Reports are in report.py.
+
+Method: one thread a rank on the CPU, float32 there; all scenarios of a benchmark run in one call, interleaved in rounds and in another order each
+round; before a round we wait until other processes are quiet; speed-ups are taken within a round, then their median and range over rounds are told.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+os.environ["OMP_NUM_THREADS"] = "1"             # before torch is loaded, and for every rank
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import pack                                     # noqa: F401, it makes parallel_dit importable
+import psutil
+import torch
+import torch.distributed as dist
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.backend.denoise import Callbacks
+from parallel_dit.backend.engine import Engine
+from parallel_dit.backend.mesh import Mesh, build, single
+from parallel_dit.backend.protocol import Sample
+
+#: Flux's shape at 177M parameters: 14 blocks of equal work at 1024 image and 128 text tokens.
+FLUX = dict(
+    in_channels=64, num_layers=4, num_single_layers=10, attention_head_dim=64, num_attention_heads=12,
+    joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=False, axes_dims_rope=(8, 28, 28))
+#: Where spawned ranks find the checkpoint.
+MODEL_VARIABLE = "PARALLEL_DIT_BENCHMARK_MODEL"
+#: Other processes are quiet where they use at most this part of all cores (percent).
+QUIET_PERCENT = 5.0
+
+
+def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--quick", action="store_true", help="one round of few steps: shows that it runs, measures little")
+    result.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
+    result.add_argument("--patience", type=float, default=60.0, help="longest wait in seconds for other processes to be quiet, before each round")
+    result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants one GPU for each rank")
+    return result
+
+
+def model_options(result: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Options of the benchmarks that sample."""
+    result.add_argument("--model", help="a diffusers folder of a Flux transformer (default: 177M random parameters)")
+    result.add_argument("--side", type=int, default=64, help="side of the square latent (64: 1024 image tokens)")
+    result.add_argument("--text", type=int, default=128, help="text tokens")
+    return result
+
+
+def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
+    chosen = options.parse_args()
+    if chosen.quick:
+        chosen.rounds, chosen.patience = 1, min(chosen.patience, 5.0)
+    return chosen
+
+
+# ---------------------------------------------------------------------- model and request
+def save_model(folder: str | Path, device: str = "cpu", **config):
+    """Write a FluxTransformer2DModel with random weights (seed 0) as a diffusers folder: float32 for the CPU, bf16 for CUDA."""
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(**{**FLUX, **config})
+    (model.to(torch.bfloat16) if device == "cuda" else model).save_pretrained(folder)
+
+
+def request(model: str, steps: int, guided: bool = False, side: int = 64, text: int = 128, **settings) -> Sample:
+    """A text-to-image request of ``steps`` Euler steps for the model at ``model``; ``guided`` evaluates a negative prompt too."""
+    config = json.loads(Path(model, "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, config["in_channels"] // 4, side, side, generator=generator)
+    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": torch.linspace(1, 0, steps + 1)}
+    for branch in ("positive", "negative")[: 2 if guided else 1]:
+        tensors[f"{branch}.c_crossattn"] = torch.randn(1, text, config["joint_attention_dim"], generator=generator)
+        tensors[f"{branch}.y"] = torch.randn(1, config["pooled_projection_dim"], generator=generator)
+        if config["guidance_embeds"]:
+            tensors[f"{branch}.guidance"] = torch.full((1,), 3.5)
+    return Sample("model", "euler", 4.0 if guided else 1.0, 0, tensors=tensors, **settings)
+
+
+# ---------------------------------------------------------------------- ranks
+def spawned() -> bool:
+    """Is this process a rank?"""
+    return "RANK" in os.environ
+
+
+def spawn(script: str, ranks: int, device: str, model: str | None = None):
+    """Run this command once more as ``ranks`` ranks of one group, and end with their exit status."""
+    with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
+        if not model:
+            save_model(folder, device)
+        env = {**os.environ, MODEL_VARIABLE: model or folder}
+        if sys.platform == "linux":
+            env["GLOO_SOCKET_IFNAME"] = "lo"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+        sys.exit(subprocess.run([*command, script, *sys.argv[1:]], env=env).returncode)
+
+
+def engine(config: ParallelConfig, device: str, model: str, mesh: Mesh | None = None) -> Engine:
+    """An engine with the model loaded, on a mesh of all ranks unless ``mesh`` is given."""
+    result = Engine(config, mesh or build(config, device))
+    result.load("model", model, "default")
+    return result
+
+
+def alone(device: str, model: str) -> Engine:
+    """An engine of this process, without the other ranks."""
+    return engine(ParallelConfig(), device, model, single(device))
+
+
+def meet():
+    """Wait for all ranks, asleep."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def leave():
+    """Leave the group, all ranks at once."""
+    meet()
+    dist.destroy_process_group()
+
+
+def of_all_ranks(*values: float) -> list[list[float]]:
+    """``values`` of every rank."""
+    rows = [torch.zeros(len(values), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, torch.tensor(values, dtype=torch.float64))
+    return [row.tolist() for row in rows]
+
+
+# ---------------------------------------------------------------------- clocks
+class Marks:
+    """Points in time: of the clock on the CPU, of the device's stream on CUDA (no synchronisation between them)."""
+
+    def __init__(self, device: str):
+        self.cuda, self.marks = device == "cuda", []
+
+    def __call__(self, *_):
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each mark since the first."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [self.marks[0].elapsed_time(mark) / 1000 for mark in self.marks]
+        return [mark - self.marks[0] for mark in self.marks]
+
+
+def clocked(engine: Engine, sample: Sample, device: str) -> list[float]:
+    """Run a request: seconds at its start (0), after each step, and at its end."""
+    marks = Marks(device)
+    marks()
+    engine.sample(sample, Callbacks(on_step=marks))
+    marks()
+    return marks.seconds
+
+
+def timed(action: Callable, device: str) -> tuple[float, float]:
+    """Seconds and this process's CPU seconds of ``action()``."""
+    marks, cpu = Marks(device), time.process_time()
+    marks()
+    action()
+    marks()
+    return marks.seconds[-1], time.process_time() - cpu
+
+
+# ---------------------------------------------------------------------- rounds
+def busy_percent() -> float:
+    """How much of all cores other processes use, while ours sleep."""
+    return psutil.cpu_percent(interval=1.0)
+
+
+def wait_until_quiet(patience: float) -> float:
+    """Wait for other processes, at most ``patience`` seconds; what they still use (percent of all cores), with a warning if that is much."""
+    deadline = time.monotonic() + patience
+    while (busy := busy_percent()) > QUIET_PERCENT and time.monotonic() < deadline:
+        pass
+    if busy > QUIET_PERCENT:
+        print(f"warning: other processes use {busy:.0f}% of the cores; this round's numbers are noisy", file=sys.stderr, flush=True)
+    return busy
+
+
+def interleave(scenarios: dict[str, Callable], rounds: int, patience: float) -> tuple[dict[str, list], list[float]]:
+    """Results of each scenario by round, and how busy other processes were (percent) before each. Every rank calls this with the same scenarios."""
+    found, busy, names = {name: [] for name in scenarios}, [], list(scenarios)
+    leader = not dist.is_initialized() or dist.get_rank() == 0
+    for round in range(rounds):
+        if leader:
+            busy.append(wait_until_quiet(patience))
+        for name in names[round % len(names):] + names[: round % len(names)]:
+            meet()
+            found[name].append(scenarios[name]())
+            if leader:
+                print(f"round {round + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+    return found, busy
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def ratios(over: list[float], under: list[float]) -> dict[str, float]:
+    """Spread of over/under, round by round."""
+    return spread([a / b for a, b in zip(over, under)])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what other processes take; difference: of the
+    latents, relative; busy: see interleave."""
+
+    seconds: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+    difference: float
+    busy: list[float]
+
+
+def contest(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
+    """Let two functions take turns, after each has run once (which touches every weight)."""
+    results = {name: action() for name, action in contenders.items()}
+    clocked = {name: lambda action=action: timed(action, options.device) for name, action in contenders.items()}
+    found, busy = interleave(clocked, options.rounds, options.patience)
+    seconds, cpu = ({name: [times[i] for times in rounds] for name, rounds in found.items()} for i in (0, 1))
+    a, b = results.values()
+    return Contest(seconds, cpu, ((a - b).norm() / b.norm()).item(), busy)

@@ -1,0 +1,55 @@
+"""Our Ulysses against diffusers' native context parallelism (Ulysses): same weights, tokens, ranks and rounds.
+
+    python benchmarks/peers.py [--quick]
+
+"by CPU" compares rank 0's CPU seconds: work alone, without waiting, and without what other processes take.
+
+raylight and xDiT are not compared here: they need CUDA and NCCL, so on the CPU there is nothing to compare.
+diffusers' ring attention does not run on the CPU either, and it has no PipeFusion and no CFG parallelism.
+"""
+
+import os
+
+import common
+import loops
+import report
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.backend.denoise import Callbacks
+
+#: diffusers' time over ours.
+GOAL = 1.0
+
+
+def contest(options, model: str) -> common.Contest:
+    sample = common.request(model, options.steps, side=options.side, text=options.text)
+    ours = common.engine(ParallelConfig(ulysses_degree=options.ranks), options.device, model)
+    theirs = loops.PlainLoop(model, options.device, options.ranks)
+    return common.contest({"ours": lambda: ours.sample(sample, Callbacks())[0], "diffusers": lambda: theirs(sample)}, options)
+
+
+def show(found: common.Contest, options):
+    ratio = common.ratios(found.seconds["diffusers"], found.seconds["ours"])
+    by_cpu = common.ratios(found.cpu["diffusers"], found.cpu["ours"])
+    report.table([f"Ulysses, {options.ranks} ranks", "seconds", "x diffusers", "by CPU", "goal", ""],
+                 [["diffusers", report.shown(common.spread(found.seconds["diffusers"]), 3), "1", "1", "", ""],
+                  ["ours", report.shown(common.spread(found.seconds["ours"]), 3), report.shown(ratio, 3), report.shown(by_cpu, 3), f">= {GOAL:g}", report.verdict(ratio["median"] >= GOAL)]])
+    print(f"relative difference of the latents: {found.difference:.1e}")
+    report.write("peers", "Speed of our Ulysses over diffusers' own", "times", [report.Bar("ours", **ratio, goal=GOAL)],
+                 ratio=ratio, by_cpu=by_cpu, difference=found.difference, rounds=found.seconds, busy_percent=found.busy, options=vars(options))
+
+
+def main():
+    parser = common.model_options(common.parser(__doc__, rounds=9))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    options = common.parse(parser)
+    if not common.spawned():
+        common.spawn(__file__, options.ranks, options.device, options.model)
+    found = contest(options, os.environ[common.MODEL_VARIABLE])
+    if os.environ["RANK"] == "0":
+        show(found, options)
+    common.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A benchmark's numbers as a table on the terminal, JSON, and a bar chart, in output/benchmarks/."""
+
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import diffusers
+import psutil
+import torch
+from PIL import Image, ImageDraw
+
+OUT = Path(__file__).resolve().parents[1] / "output" / "benchmarks"
+ROW, LEFT, WIDTH = 26, 300, 900
+INK, BAR, GOAL = "#222222", "#4477aa", "#cc3311"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of the chart; low..high is the range over rounds, goal a mark to reach or None."""
+
+    label: str
+    median: float
+    low: float
+    high: float
+    goal: float | None = None
+
+
+def shown(spread: dict, digits: int = 2) -> str:
+    """A spread as "median (low..high)"."""
+    return "{:.{d}f} ({:.{d}f}..{:.{d}f})".format(spread["median"], spread["low"], spread["high"], d=digits)
+
+
+def verdict(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: ""}[met]
+
+
+def table(header: list[str], rows: list[list[str]]):
+    """Print rows in aligned columns."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
+    """Write NAME.json with ``facts`` and the versions, and NAME.png with the bars; say where."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__, "cores": psutil.cpu_count()}
+    (OUT / f"{name}.json").write_text(json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1))
+    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(OUT / f"{name}.png", f"{title} ({unit})", bars)
+    print(f"wrote {OUT / name}.json and .png")
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401  (is it there?)
+        return True
+    except ImportError:
+        print("matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better one.", file=sys.stderr)
+        return False
+
+
+def _matplotlib_chart(path: Path, title: str, bars: list[Bar]):
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(bars)), layout="constrained")
+    errors = [[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]]
+    axes.barh([bar.label for bar in bars], [bar.median for bar in bars], xerr=errors, color=BAR, ecolor=INK)
+    for row, bar in enumerate(bars):
+        if bar.goal is not None:
+            axes.plot([bar.goal] * 2, [row - 0.4, row + 0.4], color=GOAL)
+    axes.invert_yaxis()
+    axes.set_title(title)
+    figure.savefig(path, dpi=120)
+
+
+def _pillow_chart(path: Path, title: str, bars: list[Bar]):
+    image = Image.new("RGB", (LEFT + WIDTH + 80, ROW * (len(bars) + 2)), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((10, 8), title, INK)
+    most = max(max(bar.high, bar.goal or 0) for bar in bars) or 1.0
+    x = lambda value: LEFT + round(WIDTH * value / most)
+    for row, bar in enumerate(bars):
+        top = ROW * (row + 1) + 6
+        middle = top + ROW // 2 - 4
+        draw.text((10, top), bar.label, INK)
+        draw.rectangle((LEFT, top, x(bar.median), top + ROW - 8), BAR)
+        draw.line((x(bar.low), middle, x(bar.high), middle), INK, 2)
+        if bar.goal is not None:
+            draw.line((x(bar.goal), top - 3, x(bar.goal), top + ROW - 5), GOAL, 3)
+        draw.text((x(bar.high) + 8, top), f"{bar.median:.3g}", INK)
+    image.save(path)

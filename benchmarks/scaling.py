@@ -1,0 +1,132 @@
+"""How much faster several ranks sample than one: every parallel method, and PipeFusion with several numbers of patches.
+
+    python benchmarks/scaling.py [--ranks 2] [--quick]
+
+One process group runs everything. The reference is one rank while the others sleep; the ceiling is every rank sampling by itself at once, which is
+what the machine's cores and memory give to independent work. Seconds a step leave out what comes before a request's first step; PipeFusion's leave out its
+warm-up step, the fill and the drain too (steady state). The time of 28 steps is a whole short run plus steady steps: a projection.
+"by CPU" is the speed-up in CPU seconds of the busiest rank: work alone, without waiting, and without what other processes take.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import common
+import report
+from parallel_dit.backend.config import ParallelConfig
+
+#: Steps of the runs that are called 28 steps.
+WHOLE = 28
+#: Method -> least speed-up on two ranks, and least part of the ceiling.
+GOALS = {
+    "cfg": (1.9, 0.97), "ulysses": (1.75, 0.90), "ring": (1.75, 0.90), "tp": (1.75, 0.90),
+    "pipefusion M=2": (1.8, None), "pipefusion M=4": (1.7, None),
+    "pipefusion M=2, 28 steps": (1.7, None), "pipefusion M=4, 28 steps": (1.7, None),
+}
+CEILING = "ceiling"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A scenario: its engine (None: this rank idles) and request; ``reference`` names the scenario of one rank that does the same work."""
+
+    engine: object
+    sample: object
+    reference: str
+
+    @property
+    def patches(self) -> int:
+        return self.sample.num_pipeline_patch
+
+
+def methods(ranks: int) -> dict[str, ParallelConfig]:
+    """The ways to use ``ranks`` ranks."""
+    found = {"cfg": ParallelConfig(cfg_degree=2)} if ranks == 2 else {"cfg x ulysses": ParallelConfig(cfg_degree=2, ulysses_degree=ranks // 2)} if ranks % 2 == 0 else {}
+    found |= {"ulysses": ParallelConfig(ulysses_degree=ranks), "ring": ParallelConfig(ring_degree=ranks), "tp": ParallelConfig(tensor_parallel_degree=ranks)}
+    return found | {f"pipefusion M={patches}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=patches) for patches in (ranks, 2 * ranks)}
+
+
+def runs(options, model: str) -> dict[str, Run]:
+    """Every scenario; engines of one topology are shared."""
+    rank, found, engines = int(os.environ["RANK"]), {}, {}
+    steps = 2 if options.quick else 3
+    request = lambda config, guided: common.request(
+        model, steps + (3 if config.patches > 1 else 0), guided, options.side, options.text, num_pipeline_patch=config.num_pipeline_patch)
+    for name, config in methods(options.ranks).items():
+        if config.topology() not in engines:
+            engines[config.topology()] = common.engine(config, options.device, model)
+        guided = config.cfg_degree == 2
+        found[name] = Run(engines[config.topology()], request(config, guided), "1 rank, cfg" if guided else "1 rank")
+    one = common.alone(options.device, model)
+    idle = lambda engine: engine if rank == 0 else None
+    found["1 rank"] = Run(idle(one), request(ParallelConfig(), False), "1 rank")
+    if any(run.reference == "1 rank, cfg" for run in found.values()):
+        found["1 rank, cfg"] = Run(idle(one), request(ParallelConfig(), True), "1 rank, cfg")
+    return found | {CEILING: Run(one, request(ParallelConfig(), False), "1 rank")}
+
+
+def measure(run: Run, device: str) -> dict[str, float]:
+    """Seconds of a steady step and of 28 steps, where this rank sees the steps (rank 0 does), and this process's CPU seconds for a step."""
+    if run.engine is None:
+        return {"step": 0.0, "whole": 0.0, "cpu": 0.0}
+    began, steps = time.process_time(), len(run.sample.tensors["sigmas"]) - 1
+    at = common.clocked(run.engine, run.sample, device)
+    cpu = (time.process_time() - began) / steps
+    if len(at) == 2:
+        return {"step": 0.0, "whole": 0.0, "cpu": cpu}
+    # PipeFusion: step 1 is the warm-up, step 2 fills the pipeline, the last one drains it
+    first, last = (2, steps - 1) if run.patches > 1 else (1, steps)
+    step = (at[last] - at[first]) / (last - first)
+    return {"step": step, "whole": at[-1] + (WHOLE - steps) * step, "cpu": cpu}
+
+
+def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
+    """As ``measure`` with the CPU seconds of the busiest rank; the ceiling's step is what all ranks together need for one."""
+    found = measure(run, device)
+    steps, cpu = zip(*common.of_all_ranks(found["step"], found["cpu"]))
+    if name != CEILING:
+        return {**found, "cpu": max(cpu)}
+    rate = sum(1 / step for step in steps)
+    return {"step": 1 / rate, "whole": WHOLE / rate, "cpu": max(cpu) / len(cpu)}
+
+
+def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
+    """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling, goals, verdict."""
+    values = lambda name, key: [result[key] for result in found[name]]
+    ceiling, rows = common.ratios(values("1 rank", "step"), values(CEILING, "step")), []
+    for name, run in scenarios.items():
+        for key, label in (("step", name), ("whole", f"{name}, {WHOLE} steps"))[: 2 if run.patches > 1 else 1]:
+            speedup = common.ratios(values(run.reference, key), values(name, key))
+            part, (goal, part_goal) = speedup["median"] / ceiling["median"], GOALS.get(label, (None, None)) if ranks == 2 else (None, None)
+            met = None if goal is None else speedup["median"] >= goal and (part_goal is None or part >= part_goal)
+            rows.append({"scenario": label + (" (projected)" if key == "whole" else ""), "seconds": common.spread(values(name, key)), "speedup": speedup,
+                         "by_cpu": common.ratios(values(run.reference, "cpu"), values(name, "cpu"))["median"], "of_ceiling": part, "goal": goal, "goal_of_ceiling": part_goal, "met": met})
+    return rows
+
+
+def show(rows: list[dict], **facts):
+    number = lambda value: "" if value is None else f"{value:.2f}"
+    report.table(["scenario", "seconds", "x 1 rank", "by CPU", "of ceiling", "goal x", "goal of ceiling", ""],
+                 [[r["scenario"], report.shown(r["seconds"], 3), report.shown(r["speedup"]), number(r["by_cpu"]), number(r["of_ceiling"]), number(r["goal"]),
+                   number(r["goal_of_ceiling"]), report.verdict(r["met"])] for r in rows])
+    bars = [report.Bar(r["scenario"], **r["speedup"], goal=r["goal"]) for r in rows]
+    report.write("scaling", f"Speed-up of {facts['ranks']} ranks over one", "times", bars, rows=rows, **facts)
+
+
+def main():
+    parser = common.model_options(common.parser(__doc__, rounds=5))
+    parser.add_argument("--ranks", type=int, default=2)
+    options = common.parse(parser)
+    if not common.spawned():
+        common.spawn(__file__, options.ranks, options.device, options.model)
+    scenarios = runs(options, os.environ[common.MODEL_VARIABLE])
+    actions = {name: lambda name=name, run=run: measure_on_all(run, name, options.device) for name, run in scenarios.items()}
+    found, busy = common.interleave(actions, options.rounds, options.patience)
+    if os.environ["RANK"] == "0":
+        show(rows_of(found, scenarios, options.ranks), ranks=options.ranks, busy_percent=busy, rounds=found, options=vars(options))
+    common.leave()
+
+
+if __name__ == "__main__":
+    main()

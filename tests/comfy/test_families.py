@@ -1,0 +1,76 @@
+"""ComfyUI's own model of every family, built from the diffusers config: the unet_config, arguments and latent scaling of the golden files."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backend.loading.checkpoint import open_checkpoint
+from backend.models import FAMILIES
+from backend.protocol import Loaded
+from families import LATENT_FORMATS, golden, to_vae_units
+from safetensors.torch import load_file
+from tiny import GOLDEN, facts, write_checkpoint
+
+ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
+if not (ROOT / "comfy").is_dir():
+    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
+try:
+    sys.path.append(str(ROOT))
+    from comfy.cli_args import args
+    args.cpu = args.cpu or not torch.cuda.is_available()
+    import comfy.samplers
+    from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, model_arguments
+    from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
+    from parallel_dit.nodes.families import weightless_patcher
+except ImportError as error:
+    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
+
+
+def test_every_family_of_the_backend_has_a_node_side():
+    assert set(NODE_FAMILIES) == set(FAMILIES)
+
+
+@pytest.fixture(scope="module", params=LATENT_FORMATS)
+def loaded(request, tmp_path_factory):
+    """(golden family, what the backend tells of the loaded model)."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path_factory.mktemp("models") / f"{request.param}.safetensors", request.param)))
+    info = {"config": json.loads(json.dumps(checkpoint.config)), "conditioning": list(checkpoint.family.conditioning), "latent_format": None}
+    return request.param, Loaded("m", checkpoint.family.name, info)
+
+
+def conditioning(stored, branch):
+    values = {key.split(".")[1]: value for key, value in stored.items() if key.startswith(branch + ".")}
+    values = {key: value.item() if value.ndim == 0 else value for key, value in values.items()}
+    return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
+
+
+def test_unet_config_is_comfyuis(loaded):
+    name, loaded = loaded
+    family, want = NODE_FAMILIES[loaded.family], facts(name)
+    assert family.comfy_class(loaded.info["config"]) == want["comfy_class"]
+    have = family.unet_config(loaded.info["config"])
+    assert {key: value for key, value in have.items() if key in want["unet_config"] and value != want["unet_config"][key] and key != "axes_lens"} == {}
+
+
+def test_arguments_are_those_of_the_golden_requests(loaded):
+    name, loaded = loaded
+    stored, (sample, _) = load_file(GOLDEN / f"{name}__euler_simple.safetensors"), golden(f"{name}__euler_simple")
+    patcher, family = weightless_patcher(loaded), NODE_FAMILIES[loaded.family]
+    for branch in ("positive", "negative"):
+        prompt = conditioning(stored, branch)
+        check_conditioning(branch, prompt, loaded.family, family)
+        conds = comfy.samplers.process_conds(patcher.model, sample.tensors["noise"], {branch: comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
+        found = model_arguments(branch, conds[branch], 1, loaded.info["conditioning"])
+        found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
+        want = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
+        assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {key: value.flatten().tolist() for key, value in want.items() if value.any()}
+
+
+def test_latents_are_scaled_as_in_the_golden_files(loaded):
+    name, loaded = loaded
+    stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
+    out = weightless_patcher(loaded).model.process_latent_out(stored["x0_step5"])
+    assert torch.allclose(out, to_vae_units(name, stored["x0_step5"]), atol=1e-6)
