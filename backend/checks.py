@@ -76,6 +76,10 @@ def _check_conditioning(sample, branch, family, model_config):
             raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):
             raise UnsupportedError(f"the {branch} conditioning's {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
+    grid = TokenGrid(tuple(sample.tensors["noise"].shape[1:]), family.patch(model_config))
+    reason = family.refusal(model_config, grid, given)
+    if reason:
+        raise UnsupportedError(f"the {branch} conditioning: {reason}")
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):

@@ -44,4 +44,11 @@ V = Prediction(
     add_noise=_add_noise_eps,
     finish=lambda x, sigma: x,
 )
-PREDICTIONS = {prediction.name: prediction for prediction in (FLOW, EPS, V)}
+V_DDPM = Prediction(
+    "v-ddpm",                       # the model takes x at its training scale, unscaled
+    model_input=lambda x, sigma: x,
+    denoised=lambda x, sigma, output: x / (sigma**2 + 1.0) ** 0.5 - output * sigma / (sigma**2 + 1.0) ** 0.5,
+    add_noise=_add_noise_eps,
+    finish=lambda x, sigma: x,
+)
+PREDICTIONS = {prediction.name: prediction for prediction in (FLOW, EPS, V, V_DDPM)}

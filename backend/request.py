@@ -43,6 +43,7 @@ class Request:
     stale_kv: str
     kernel: str
     from_pure_noise: bool
+    clean_inpaint: bool
     percent_sigmas: dict[float, float]
     batch: int
     items: slice
@@ -85,7 +86,8 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
         conditioning={branch: _conditioning(sample, branch, shape[0], items, device, dtype) for branch in BRANCHES if has_branch(sample, branch)},
-        patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention, from_pure_noise=True,
+        patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
+        from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {})
 
 
@@ -114,6 +116,8 @@ class Inpaint:
         mask = self._rows(self.request.mask, span)
         if mask is None:
             return x
+        if self.request.clean_inpaint:
+            return x * mask + self._rows(self.request.latent, span) * (1.0 - mask)
         kept = self.request.prediction.add_noise(sigma, self._rows(self.noise, span), self._rows(self.request.latent, span), False)
         return x * mask + kept * (1.0 - mask)
 

@@ -60,6 +60,7 @@ class Runner:
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
             return model.family.output(model.transformer(**arguments, return_dict=False)[0], grid)
+        forward.tokens = grid.tokens
         output = model.stage.forward(arguments, forward)
         if output is None:
             return None
@@ -87,6 +88,8 @@ class Runner:
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
     """The runner of ``request``, with the attention hook in place and the memos awake meanwhile."""
     model.memos.begin_request()
+    if model.family.prepare:
+        model.family.prepare(model.transformer, request.grid)
     try:
         with _attention(model, request) as buffers:
             yield Runner(model, request, buffers)

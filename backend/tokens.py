@@ -33,10 +33,17 @@ class TokenGrid:
         return t * h * w
 
     def pad(self, latent: Tensor) -> Tensor:
-        """(B, C, [T,] H, W) -> (B, C, T, H', W'), every side a multiple of the patch."""
+        """(B, C, [T,] H, W) -> (B, C, [T',] H', W'), every side a multiple of the patch."""
         x = latent.reshape(*latent.shape[:2], *self.extent)
         missing = [count * step - size for count, step, size in zip(self.counts, self.patch, self.extent)]
-        return F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0]), mode="circular") if any(missing) else x
+        x = F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0]), mode="circular") if any(missing) else x
+        return x.reshape(*latent.shape[:2], *x.shape[2:][-(latent.ndim - 2):])
+
+    @property
+    def padded(self) -> "TokenGrid":
+        """The grid of a latent that ``pad`` has returned: what a model's own patchify and unpatchify see."""
+        sides = tuple(count * step for count, step in zip(self.counts, self.patch))
+        return TokenGrid((self.shape[0], *sides[-(len(self.shape) - 1):]), self.patch)
 
     def to_tokens(self, latent: Tensor) -> Tensor:
         """(B, C, [T,] H, W) -> (B, N, F)."""

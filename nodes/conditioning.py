@@ -35,7 +35,7 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
         raise RefusedError(f"{name} holds {len(conditioning)} prompts (Conditioning Combine), but ParallelSampler takes one; use Conditioning Concat or Conditioning Average, or sample with KSampler.")
     values = conditioning[0][1]
     for key, what in REFUSED.items():
-        if values.get(key) is not None:
+        if values.get(key) is not None and key not in family.accepts:
             raise RefusedError(f"{name} has {what} ({key!r}), which ParallelSampler does not run; remove that node or sample with KSampler.")
     for key, neutral in _NEUTRAL.items():
         if values.get(key, neutral) != neutral:
@@ -54,7 +54,9 @@ def model_arguments(name: str, conds: list[dict], batch: int, accepted: list[str
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); remove the node that sets it or sample with KSampler.")
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, (bool, int, float)):
+            arguments[key] = torch.tensor(value)
+        elif not isinstance(value, torch.Tensor):
             raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__}, where the backend takes a tensor.")
     return arguments
 

@@ -5,6 +5,7 @@ from a CONDITIONING and their defaults. A family is one entry of FAMILIES.
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Callable
 
 import comfy.model_base
@@ -23,13 +24,16 @@ class Family:
 
     ``comfy_class``: config -> name of the class in comfy.supported_models. ``unet_config``: config -> ComfyUI's own.
     ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where a
-    CONDITIONING has None, and the entry of unet_config with their width.
+    CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
+    ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks.
     """
 
     comfy_class: Callable[[dict], str]
     unet_config: Callable[[dict], dict]
     needs: tuple[str, ...] = ()
     zeros: dict[str, str] = field(default_factory=dict)
+    accepts: tuple[str, ...] = ()
+    reads: Callable[[dict], dict] = lambda config: {}
 
 
 def _flux(config: dict) -> dict:
@@ -48,6 +52,115 @@ def _flux(config: dict) -> dict:
     }
 
 
+def _hidden(config: dict) -> int:
+    return config["num_attention_heads"] * config["attention_head_dim"]
+
+
+def _sd3(config: dict) -> dict:
+    return {
+        "in_channels": config["in_channels"], "out_channels": config["out_channels"], "patch_size": config["patch_size"], "depth": config["num_layers"],
+        "adm_in_channels": config["pooled_projection_dim"], "pos_embed_max_size": config["pos_embed_max_size"], "qk_norm": "rms" if config["qk_norm"] else None,
+        "input_size": None, "num_patches": config["pos_embed_max_size"] ** 2, "pos_embed_scaling_factor": None, "x_block_self_attn_layers": list(config["dual_attention_layers"]),
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": config["joint_attention_dim"], "out_features": config["caption_projection_dim"]}},
+    }
+
+
+def _wan(config: dict) -> dict:
+    return {
+        "image_model": "wan2.1", "model_type": "i2v" if config.get("image_dim") else "t2v", "dim": _hidden(config), "in_dim": config["in_channels"], "out_dim": config["out_channels"],
+        "num_heads": config["num_attention_heads"], "ffn_dim": config["ffn_dim"], "num_layers": config["num_layers"], "patch_size": list(config["patch_size"]), "freq_dim": config["freq_dim"],
+        "window_size": [-1, -1], "qk_norm": True, "cross_attn_norm": config["cross_attn_norm"], "eps": 1e-6,
+    }
+
+
+def _wan_class(config: dict) -> str:
+    if config["out_channels"] == 48:
+        return "WAN22_T2V"
+    return "WAN21_I2V" if config.get("image_dim") else "WAN21_T2V"
+
+
+def _hunyuan_video(config: dict) -> dict:
+    patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
+    return {
+        "image_model": "hunyuan_video", "in_channels": config["in_channels"], "out_channels": config["out_channels"], "patch_size": patch, "axes_dim": list(config["rope_axes_dim"]),
+        "context_in_dim": config["text_embed_dim"], "hidden_size": _hidden(config), "num_heads": config["num_attention_heads"], "depth": config["num_layers"],
+        "depth_single_blocks": config.get("num_single_layers", 0), "vec_in_dim": config.get("pooled_projection_dim"), "guidance_embed": config.get("guidance_embeds", False),
+        "mlp_ratio": 4.0, "theta": 256, "qkv_bias": True, "meanflow": False, "byt5": "text_embed_2_dim" in config,
+    }
+
+
+def _hunyuan_video15(config: dict) -> dict:
+    return {**_hunyuan_video(config), "use_cond_type_embedding": True, "vision_in_dim": config["image_embed_dim"], "meanflow_sum": True}
+
+
+def _hunyuan_dit(config: dict) -> dict:
+    old = config["use_style_cond_and_image_meta_size"]
+    return {
+        "image_model": "hydit1" if old else "hydit", "depth": config["num_layers"], "hidden_size": config["hidden_size"], "text_states_dim": config["cross_attention_dim"],
+        "text_states_dim_t5": config["cross_attention_dim_t5"], **({"size_cond": True, "use_style_cond": True} if old else {}),
+    }
+
+
+def _is_pixart_alpha(config: dict) -> bool:
+    given = config["use_additional_conditions"]
+    return config["sample_size"] == 128 if given is None else given
+
+
+def _pixart(config: dict) -> dict:
+    alpha = _is_pixart_alpha(config)
+    return {
+        "image_model": "pixart_alpha" if alpha else "pixart_sigma", "num_heads": config["num_attention_heads"], "patch_size": config["patch_size"], "hidden_size": _hidden(config),
+        "in_channels": config["in_channels"], "depth": config["num_layers"], "caption_channels": config["caption_channels"], "model_max_length": 120 if alpha else 300, "micro_condition": alpha,
+    }
+
+
+def _cogvideox(config: dict) -> dict:
+    return {
+        "image_model": "cogvideox", **{key: config[key] for key in ("num_attention_heads", "attention_head_dim", "time_embed_dim", "num_layers", "in_channels", "patch_size", "text_embed_dim",
+                                                                   "use_learned_positional_embeddings", "use_rotary_positional_embeddings")},
+        **{key: config[key] for key in ("patch_size_t", "ofs_embed_dim") if config.get(key)},
+    }
+
+
+def _qwen_image(config: dict) -> dict:
+    return {
+        "image_model": "qwen_image", "in_channels": config["in_channels"], "num_layers": config["num_layers"], "attention_head_dim": config["attention_head_dim"],
+        "num_attention_heads": config["num_attention_heads"], "joint_attention_dim": config["joint_attention_dim"], "axes_dims_rope": list(config["axes_dims_rope"]),
+    }
+
+
+def _z_image(config: dict) -> dict:
+    return {
+        "image_model": "lumina2", "patch_size": 2, "in_channels": config["in_channels"], "dim": config["dim"], "cap_feat_dim": config["cap_feat_dim"], "n_layers": config["n_layers"],
+        "n_heads": config["n_heads"], "n_kv_heads": config["n_kv_heads"], "qk_norm": True, "axes_dims": list(config["axes_dims"]), "axes_lens": list(config["axes_lens"]), "rope_theta": 256.0,
+        "ffn_dim_multiplier": 8.0 / 3.0, "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32,
+    }
+
+
+def _chroma(config: dict) -> dict:
+    return {
+        "image_model": "chroma", "patch_size": 2, "theta": 10000, "mlp_ratio": 4.0, "qkv_bias": True, "txt_ids_dims": [], "vec_in_dim": None,
+        "in_channels": config["in_channels"], "out_channels": config.get("out_channels") or config["in_channels"], "context_in_dim": config["joint_attention_dim"],
+        "hidden_size": _hidden(config), "num_heads": config["num_attention_heads"], "depth": config["num_layers"], "depth_single_blocks": config["num_single_layers"],
+        "axes_dim": list(config["axes_dims_rope"]), "in_dim": config["approximator_num_channels"], "out_dim": _hidden(config), "hidden_dim": config["approximator_hidden_dim"],
+        "n_layers": config["approximator_layers"],
+    }
+
+
+def _krea2(config: dict) -> dict:
+    return {
+        "image_model": "krea2", "features": _hidden(config), "channels": config["in_channels"] // 4, "patch": 2, "layers": config["num_layers"], "heads": config["num_attention_heads"],
+        "kvheads": config["num_key_value_heads"], "txtlayers": config["num_text_layers"], "txtdim": config["text_hidden_dim"],
+    }
+
+
+def _ltxv(config: dict) -> dict:
+    return {"image_model": "ltxv", "num_layers": config["num_layers"], "attention_head_dim": config["attention_head_dim"], "cross_attention_dim": config["cross_attention_dim"]}
+
+
+#: Keys of a CONDITIONING with which image to video models are given their picture.
+IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
+
 FAMILIES = {
     "flux": Family(
         comfy_class=lambda config: "Flux" if config["guidance_embeds"] else "FluxSchnell",
@@ -55,6 +168,26 @@ FAMILIES = {
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
     ),
+    "chroma": Family(lambda config: "Chroma", _chroma),
+    "sd3": Family(lambda config: "SD3", _sd3, needs=("pooled_output",)),
+    "pixart": Family(lambda config: "PixArtAlpha" if _is_pixart_alpha(config) else "PixArtSigma", _pixart),
+    "hunyuan-dit": Family(
+        lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT", _hunyuan_dit,
+        needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl")),
+    "hunyuan-video": Family(lambda config: "HunyuanVideo", _hunyuan_video, needs=("pooled_output",)),
+    "hunyuan-video-1.5": Family(
+        lambda config: "HunyuanVideo15", _hunyuan_video15, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO,
+        reads=lambda config: {"img_in.proj.weight": torch.empty(_hidden(config), config["in_channels"], device="meta")}),
+    "wan": Family(
+        _wan_class, _wan, accepts=IMAGE_TO_VIDEO,
+        reads=lambda config: {"patch_embedding.weight": torch.empty(_hidden(config), config["in_channels"], device="meta")}),
+    "cogvideox": Family(
+        lambda config: "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V", _cogvideox, accepts=IMAGE_TO_VIDEO[:1],
+        reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
+    "ltxv": Family(lambda config: "LTXV", _ltxv),
+    "qwen-image": Family(lambda config: "QwenImage", _qwen_image),
+    "z-image": Family(lambda config: "ZImage", _z_image),
+    "krea2": Family(lambda config: "Krea2", _krea2),
 }
 
 
@@ -62,6 +195,17 @@ class _ElsewhereModule(torch.nn.Module):
     """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
 
     dtype = torch.bfloat16
+
+    def __init__(self, attributes: dict):
+        """``attributes``: dotted names that ComfyUI reads -> values."""
+        super().__init__()
+        for name, value in attributes.items():
+            *path, leaf = name.split(".")
+            where = self
+            for part in path:
+                where.__dict__.setdefault(part, SimpleNamespace())
+                where = where.__dict__[part]
+            where.__dict__[leaf] = value
 
 
 def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
@@ -74,6 +218,6 @@ def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
-    model.diffusion_model = _ElsewhereModule()
+    model.diffusion_model = _ElsewhereModule(family.reads(config))
     management = comfy.model_management
     return comfy.model_patcher.ModelPatcher(model, management.get_torch_device(), management.unet_offload_device())

@@ -1,8 +1,10 @@
 """A transformer on disk: which family, which configuration, and how a rank reads its part."""
 
+import inspect
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from ..models import FAMILIES, family_of_class
 from ..models.spec import Family
 from ..parallel.tensor import Shard
 from .files import TensorFiles, folder_files
-from .layout import Source, prefix_of, sources
+from .layout import Source, sources
 
 #: Keys of quantized files that would load silently wrong without their scales.
 SCALES = ("scale_weight", "weight_scale", "scaled_fp8", "comfy_quant")
@@ -24,13 +26,13 @@ SCALES = ("scale_weight", "weight_scale", "scaled_fp8", "comfy_quant")
 
 @dataclass
 class Checkpoint:
-    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class."""
+    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class; keys: the layout's keys -> the file's, where they differ."""
 
     name: str
     family: Family
     config: dict
     files: TensorFiles
-    prefix: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
     single_file: bool = False
     latent_format: str | None = None
 
@@ -38,8 +40,12 @@ class Checkpoint:
     def empty(self) -> nn.Module:
         """The transformer without weights (buffers are real)."""
         cls = getattr(diffusers, self.family.transformer)
+        accepted = inspect.signature(cls.__init__).parameters
         with init_empty_weights(include_buffers=False):
-            return cls.from_config(self.config).eval().requires_grad_(False)
+            transformer = cls(**{key: value for key, value in self.config.items() if key in accepted})
+            if self.family.adjust:
+                self.family.adjust(transformer, self.config)
+        return transformer.eval().requires_grad_(False)
 
     @property
     def block_names(self) -> list[str]:
@@ -59,9 +65,10 @@ class Checkpoint:
     @cached_property
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
-        shapes = {name: tuple(p.shape) for name, p in self.empty.named_parameters()}
+        shapes = {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
         found = sources(self.family.layout, shapes) if self.single_file else {name: Source(name) for name in shapes}
-        missing = [name for name in shapes if name not in found or self._key(found[name]) not in self.files.shapes]
+        found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
+        missing = [name for name, _ in self.empty.named_parameters() if name not in found]     # tables that are buffers can be computed
         if missing:
             raise UnsupportedError(f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, first {', '.join(missing[:5])}; the file is incomplete or of another variant.")
         for name, source in found.items():
@@ -69,10 +76,12 @@ class Checkpoint:
         return found
 
     def _key(self, source: Source) -> str:
-        return self.prefix + source.key
+        return self.keys.get(source.key, source.key)
 
     def _check_shape(self, name, source, want):
         have = self.files.shapes[self._key(source)]
+        if source.shape is not None and math.prod(have) == math.prod(want):
+            return
         rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
         if (rows, *have[1:]) != want:
             raise UnsupportedError(f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} with this configuration needs {want}; the file is of another variant.")
@@ -102,7 +111,8 @@ class Checkpoint:
         key = self._key(source)
         if shard is None:
             tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None))
-            return torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
+            tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
+            return tensor if source.shape is None else tensor.reshape(source.shape)
         rows = [slice(source.lo + span.lo, source.lo + span.hi) for span in shard.outputs]
         columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
         return torch.cat([torch.cat([self.files.read(key, r, c) for c in columns], dim=-1) for r in rows])
@@ -126,7 +136,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     name = config.get("_class_name", "")
     family = family_of_class(name)
     latent_format = config.pop("latent_format", None)
-    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}        # older folders do not name what came later
+    config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
     return Checkpoint(folder.name, family, config, folder_files(inner), latent_format=latent_format)
 
 
@@ -136,11 +148,9 @@ def _open_single_file(path: Path) -> Checkpoint:
     if scaled:
         raise UnsupportedError(f"{path.name} is quantized with scales ({scaled}), which are not supported yet; use the bf16, fp16 or plain fp8 file of this model.")
     for family in FAMILIES.values():
-        prefix = prefix_of(files.shapes, family.layout.signature)
-        if prefix is None:
-            continue
-        shapes = {key.removeprefix(prefix): shape for key, shape in files.shapes.items() if key.startswith(prefix)}
-        if family.layout.matches(shapes):
-            return Checkpoint(path.name, family, family.layout.config(shapes), files, prefix, single_file=True)
+        keys = family.layout.keys(files.shapes)
+        if keys is not None:
+            config = family.layout.config({ours: files.shapes[theirs] for ours, theirs in keys.items()}) | family.layout.metadata(files.metadata)
+            return Checkpoint(path.name, family, config, files, keys, single_file=True)
     first = ", ".join(list(files.shapes)[:3])
     raise UnsupportedError(f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here.")

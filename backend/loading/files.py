@@ -19,6 +19,7 @@ class TensorFiles:
         self.bytes_read = 0
         self._handles = {path: _open(path) for path in paths}
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        self.metadata = {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
         self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:

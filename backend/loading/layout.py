@@ -1,12 +1,13 @@
 """Key layouts of single files: where each parameter of the diffusers transformer is found. A layout is data of the family."""
 
-from dataclasses import dataclass
-from typing import Callable, Mapping
+import re
+from dataclasses import dataclass, replace
+from typing import Callable, Iterable, Mapping
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 #: Prefixes under which full checkpoints keep their transformer.
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
+PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "transformer.", "")
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,10 @@ class Layout:
 
     signature: keys that tell the family; absent: keys that tell another one.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the block number; a name of a whole tensor
-    (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round.
-    config: shapes -> arguments of the diffusers class.
+    (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round, {last} being
+    the number of the last block. reshaped: diffusers parameters that the file stores in another shape of as many elements.
+    A parameter that ``names`` does not reach is looked for under its own name. spellings: (theirs, ours) replacements, in order, that turn other
+    spellings of the file's keys into this one. config: shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
     """
 
     signature: tuple[str, ...]
@@ -24,40 +27,58 @@ class Layout:
     names: Mapping[str, str]
     config: Callable[[Shapes], dict]
     swapped: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
 
-    def matches(self, shapes: Shapes) -> bool:
-        """Is a file with these keys (prefix stripped) of this layout?"""
-        return all(key in shapes for key in self.signature) and not any(key in shapes for key in self.absent)
+    def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
+        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file is of another layout."""
+        for prefix in PREFIXES:
+            found = {self._spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
+            if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
+                return found
+        return None
+
+    def _spell(self, key):
+        for theirs, ours in self.spellings:
+            key = key.replace(theirs, ours)
+        return key
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows lo..hi of the file's tensor ``key`` (hi None: all of it); ``swap``: exchange the halves of the rows."""
+    """Rows lo..hi of the file's tensor ``key`` (hi None: all of it); ``swap``: exchange the halves of the rows; ``shape``: view it so."""
 
     key: str
     lo: int = 0
     hi: int | None = None
     swap: bool = False
-
-
-def prefix_of(keys, signature: tuple[str, ...]) -> str | None:
-    """The prefix under which ``signature`` is found among ``keys``."""
-    return next((prefix for prefix in PREFIXES if all(prefix + key in keys for key in signature)), None)
+    shape: tuple[int, ...] | None = None
 
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     """Parameter name -> Source, for a transformer with these parameter shapes."""
     found = {}
+    layout = replace(layout, swapped=tuple(_number_last(name, parameters) for name in layout.swapped))
     blocks = 1 + max((int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0)
     for file_name, targets in layout.names.items():
         for i in range(blocks if "{}" in file_name else 1):
             _add(found, layout, parameters, file_name.replace("{}", str(i)), [t.replace("{}", str(i)) for t in targets.split()])
-    return found
+    return {name: Source(name) for name in parameters} | found
+
+
+def _number_last(name: str, parameters: Shapes) -> str:
+    """``name`` with {last} as the highest block number among ``parameters``."""
+    if "{last}" not in name:
+        return name
+    blocks, rest = name.split("{last}")
+    return f"{blocks}{max(int(p.removeprefix(blocks).split('.')[0]) for p in parameters if p.startswith(blocks))}{rest}"
 
 
 def _add(found, layout, parameters, file_name, targets):
     if targets[0] in parameters:                                    # whole tensors, named in full
-        found[targets[0]] = Source(file_name)
+        pattern = re.sub(r"\.\d+\.", ".{}.", targets[0])
+        found[targets[0]] = Source(file_name, shape=parameters[targets[0]] if pattern in layout.reshaped else None)
         return
     for leaf in (".weight", ".bias"):
         row = 0
@@ -67,3 +88,8 @@ def _add(found, layout, parameters, file_name, targets):
                 whole = len(targets) == 1
                 found[target] = Source(file_name + leaf, row, None if whole else row + rows, swap=target.removesuffix(leaf) in layout.swapped)
                 row += rows
+
+
+def blocks_of(shapes: Shapes, name: str) -> int:
+    """How many blocks a file has under ``name``."""
+    return len({key.removeprefix(name + ".").split(".")[0] for key in shapes if key.startswith(name + ".")})

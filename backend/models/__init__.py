@@ -1,10 +1,11 @@
 """Model families, one data file each, found by name or by the transformer's class."""
 
 from ..errors import UnsupportedError
-from . import flux
+from . import chroma, cogvideox, flux, hunyuan_dit, hunyuan_video, hunyuan_video15, krea2, ltxv, pixart, qwen_image, sd3, wan, z_image
 from .spec import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (flux.FAMILY,)}
+_MODULES = (flux, chroma, sd3, pixart, hunyuan_dit, hunyuan_video15, hunyuan_video, wan, cogvideox, ltxv, qwen_image, z_image, krea2)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
 def family_of_class(transformer: str) -> Family:

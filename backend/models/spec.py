@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..loading.layout import Layout
+from ..schedule import DiscreteSchedule
 from ..tokens import TokenGrid
 
 #: How one stream or per-token argument relates to the sequence: its rows are "text", "image" or both ("joint").
@@ -21,9 +22,18 @@ class Family:
     image, text: names of the blocks' arguments that carry image rows and text rows (text None: the prompt is read through cross-attention).
     returns: what a block returns, in order ("image", "text").
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
-    per_token: block arguments that have a row per token: name -> (kind, dimension).
+    joined: block lists whose image argument, and only result, carries text and image rows together in the order of text_position.
+    text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
+    text_mask: block argument (B, text) that hides rows of text from every query; a stage hands it to attention instead.
+    per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension).
     attention: kind of each attention call of a block, in order ("joint" | "image" | "cross").
     patch: transformer config -> (pt, ph, pw), latent pixels per token.
+    skip: block argument that takes an earlier block's image rows; skip_source: (block, blocks in all) -> that block, or None where it takes none.
+    schedule: transformer config -> noise levels of a model of discrete timesteps ("eps" and "v" predictions); None for flow models.
+    clean_inpaint: the part that a mask keeps is given to the model without noise.
+    adjust: (transformer without weights, config), called as it is built: widths that the diffusers class fixes and files of other sizes vary.
+    prepare: (transformer, grid), called as a request begins: sets what the model keeps in attributes and ComfyUI derives from the latent.
+    refusal: (transformer config, grid, arguments of one guidance branch) -> why the family cannot run them, as one sentence, or None.
     conditioning: names of model arguments accepted in a request; required: those without which it is refused.
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
     output: the transformer's output -> tokens (B, N, F).
@@ -51,7 +61,17 @@ class Family:
     image: str = "hidden_states"
     text: str | None = None
     text_position: str | None = None
-    per_token: Mapping[str, tuple[Kind, int]] = None
+    joined: tuple[str, ...] = ()
+    text_needs_a_row: bool = False
+    text_mask: str | None = None
+    per_token: Mapping[str, tuple[Kind | tuple[Kind, ...], int]] = field(default_factory=dict)
+    skip: str | None = None
+    skip_source: Callable[[int, int], int | None] = lambda index, total: None
+    schedule: Callable[[Mapping], DiscreteSchedule] | None = None
+    clean_inpaint: bool = False
+    adjust: Callable[[nn.Module, Mapping], None] | None = None
+    prepare: Callable[[nn.Module, TokenGrid], None] | None = None
+    refusal: Callable[[Mapping, TokenGrid, dict[str, Tensor]], str | None] = lambda config, grid, cond: None
     attention: tuple[str, ...] = ("joint",)
     heads: str = "num_attention_heads"
     tp_plan: Mapping[str, Any] | None = None

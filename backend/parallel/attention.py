@@ -19,13 +19,18 @@ from .rows import Rows
 
 @dataclass
 class LayerCall:
-    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows of which batch items."""
+    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows of which batch items.
+
+    stand_in: the block was given one row of text that is none, since it cannot do without. text_mask: (B, text) true where keys may be read.
+    """
 
     layer: int
     branch: str
     rows: Rows
     kinds: tuple[str, ...]
     items: slice
+    stand_in: bool = False
+    text_mask: Tensor | None = None
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
@@ -43,6 +48,7 @@ class Attention:
     buffers: KVBuffers | None = None
     call: LayerCall | None = None
     _positions: dict[tuple, Tensor] = field(default_factory=dict)
+    _last_mask: tuple[Tensor | None, bool] = (None, False)
 
     def install(self):
         """Take the place of torch's function."""
@@ -56,6 +62,7 @@ class Attention:
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
         self.kernel, self.buffers = kernel, buffers
         self._positions.clear()
+        self._last_mask = (None, False)
 
     def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         if self.call is None:
@@ -64,7 +71,34 @@ class Attention:
         kind, where = self.call.next()
         if kind == "cross":
             return kernels.attend(self.kernel, query, key, value, attn_mask, scale)
+        if kind == "joint" and self.call.text_mask is not None:
+            attn_mask = self._key_mask()
+        attn_mask = self._needed(attn_mask)
+        if kind == "joint" and self.call.stand_in:
+            return self._without_stand_in(query, key, value, attn_mask, scale, kind, where)
         return self._within_sequence(query, key, value, attn_mask, scale, kind, where)
+
+    def _without_stand_in(self, q, k, v, mask, scale, kind, where):
+        """Attention of the image rows alone; the text row that stands in gets zeros."""
+        first = self.call.rows.sequence.text_position == "first"
+        q, k, v = (t[:, :, 1:] if first else t[:, :, :-1] for t in (q, k, v))
+        out = self._within_sequence(q, k, v, mask, scale, kind, where)
+        return F.pad(out, (0, 0, 1, 0) if first else (0, 0, 0, 1))
+
+    def _key_mask(self):
+        """(B, 1, 1, text + image): the text mask as one over the keys of the whole joint sequence."""
+        text, sequence = self.call.text_mask.bool(), self.call.rows.sequence
+        image = text.new_ones(text.shape[0], sequence.image)
+        return torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)[:, None, None]
+
+    def _needed(self, mask):
+        """None for a mask that hides nothing: without one the fast kernels run. The same mask comes to many layers, so the last verdict is kept."""
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        source = mask if self.call.text_mask is None else self.call.text_mask
+        if self._last_mask[0] is not source:
+            self._last_mask = (source, bool(mask.all()))
+        return None if self._last_mask[1] else mask
 
     def _within_sequence(self, q, k, v, mask, scale, kind, where):
         rows, heads = self.call.rows, q.shape[1]

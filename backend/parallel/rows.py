@@ -66,7 +66,7 @@ class Rows:
         return self.sp_size == 1 and len(self.image) == self.sequence.image and len(self.text) == self.sequence.text
 
     def lengths(self, kind: str) -> list[int]:
-        """Rows of each SP rank in a ``kind`` ("joint" | "image") attention."""
+        """Rows of each SP rank in a ``kind`` ("joint" | "image" | "text") attention."""
         return [len(self._span_rows(kind, text, image)) for text, image in self.shards]
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
@@ -79,6 +79,8 @@ class Rows:
         return self._span_rows(kind, *self.local)
 
     def _span_rows(self, kind: str, text: Span, image: Span) -> torch.Tensor:
+        if kind == "text":
+            return torch.arange(text.lo, text.hi)
         where = self.sequence.text_position if kind == "joint" else None
         offset = self.sequence.text if where == "first" else 0
         image_rows = torch.arange(image.lo + offset, image.hi + offset)

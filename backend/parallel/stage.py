@@ -25,13 +25,15 @@ class StageDone(Exception):
 
 @dataclass
 class Forward:
-    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row."""
+    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row. ``tokens``: image rows of the whole latent."""
 
     branch: str
     items: Span
     image: Span | None = None
     with_text: bool = True
+    tokens: int = 0
     rows: Rows | None = None
+    skips: dict[int, Tensor] = field(default_factory=dict)
     cuts: dict = field(default_factory=dict)
 
 
@@ -47,11 +49,15 @@ class Stage:
         self.like: Tensor | None = None
         self.transformer = transformer
         self.total = 0
+        self.joined: list[bool] = []
+        self.skip_sources: list[int | None] = []
         for name in family.block_lists:
             modules = getattr(transformer, name)
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, self.total, block)
+                self.joined.append(name in family.joined)
                 self.total += 1
+        self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
@@ -73,7 +79,8 @@ class Stage:
         """Post the receive of a forward; ``like`` is an activation (B, rows, D) of this request."""
         if self.pipe and not self.mesh.pp.first:
             text, image = self._rows(forward, self.sequences[forward.branch]).local
-            self.pipe.post((len(forward.items), len(text) + len(image), like.shape[2]), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
+            self.pipe.post((len(forward.items), len(text) + len(image), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -89,20 +96,39 @@ class Stage:
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
         """Stand in for block ``index``; ``names`` are its positional parameters. Returns what the block returns."""
         call = dict(zip(names, args)) | kwargs
-        streams = {"image": call[self.family.image], "text": call[self.family.text] if self.family.text else None}
+        streams = self._streams(index, call)
         if index == 0:
             streams = self._enter(streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
         if index in self.blocks:
             streams = self._run(index, block, call, streams)
+            if index in self.skip_sources:
+                self.current.skips[index] = streams["image"]
         if index == self.blocks.stop - 1 and self.pipe and not self.mesh.pp.last:
             self._send(streams)
             raise StageDone
         if index == self.total - 1:
             streams = self._leave(streams)
+        if self.joined[index]:
+            return self._join(streams)
         out = tuple(streams[name] for name in self.family.returns)
         return out if len(out) > 1 else out[0]
+
+    def _streams(self, index, call):
+        """The image and text rows of a block's arguments; a joined block has both in one."""
+        image = call[self.family.image]
+        if not self.joined[index]:
+            return {"image": image, "text": call[self.family.text] if self.family.text else None}
+        return self._split(image, image.shape[1] - self.current.tokens if index == 0 else len(self.current.rows.local[0]))
+
+    def _split(self, joined, text_rows):
+        if self.family.text_position == "first":
+            return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
+        return {"image": joined[:, : joined.shape[1] - text_rows], "text": joined[:, joined.shape[1] - text_rows:]}
+
+    def _join(self, streams):
+        return torch.cat([streams["text"], streams["image"]] if self.family.text_position == "first" else [streams["image"], streams["text"]], dim=1)
 
     def _enter(self, streams):
         text, image, forward = streams["text"], streams["image"], self.current
@@ -117,29 +143,42 @@ class Stage:
         return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size)
 
     def _run(self, index, block, call, streams):
-        forward = self.current
-        call[self.family.image] = streams["image"]
-        if self.family.text:
-            call[self.family.text] = streams["text"]
+        forward, family = self.current, self.family
+        stand_in = family.text_needs_a_row and not self.joined[index] and streams["text"].shape[1] == 0
+        if stand_in:
+            streams = {**streams, "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2])}
+        call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
+        if family.text and not self.joined[index]:
+            call[family.text] = streams["text"]
         if not forward.rows.is_everything:
-            for name, (kind, dim) in self.family.per_token.items():
+            for name, (kind, dim) in family.per_token.items():
                 if name in call:
                     call[name] = self._cut(call[name], kind, dim)
-        self.attention.call = LayerCall(index, forward.branch, forward.rows, self.family.attention, slice(forward.items.lo, forward.items.hi))
+        if self.skip_sources[index] is not None:
+            call[family.skip] = forward.skips.pop(self.skip_sources[index])
+        where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in)
+        if family.text_mask:
+            where.text_mask, call[family.text_mask] = call.get(family.text_mask), None
+        self.attention.call = where
         out = block(**call)
         self.attention.call = None
-        out = out if isinstance(out, tuple) else (out,)
-        return {"text": None, **dict(zip(self.family.returns, out))}
+        if self.joined[index]:
+            return self._split(out, streams["text"].shape[1])
+        streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
+        return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
 
     def _cut(self, value, kind, dim):
         """This rank's rows of a per-token argument; the same object comes to every block, so cuts are kept for the forward."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):
-            return type(value)(self._cut(part, kind, dim) for part in value)
+            kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
+            return type(value)(self._cut(part, kind, dim) for part, kind in zip(value, kinds))
         kept = self.current.cuts.get((id(value), kind, dim))
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
+            if kind == "text" and not len(positions) and self.family.text_needs_a_row:
+                positions = positions.new_zeros(1)
             kept = self.current.cuts[id(value), kind, dim] = (value, value.index_select(dim, positions))
         return kept[1]
 
@@ -147,7 +186,8 @@ class Stage:
         text, image = streams["text"], streams["image"]
         if not self.pipe.posted:
             self.post(self.current, image)
-        both = self.pipe.take()
+        both, *skips = self.pipe.take().chunk(1 + len(self._crossing(self.blocks.start)), dim=2)
+        self.current.skips = dict(zip(self._crossing(self.blocks.start), skips))
         self.like = both
         if text is None:
             return {"image": both, "text": None}
@@ -155,7 +195,13 @@ class Stage:
 
     def _send(self, streams):
         text, image = streams["text"], streams["image"]
-        self.pipe.send(image if text is None else torch.cat([text, image], dim=1), self.mesh.pp.neighbour(1))
+        both = image if text is None else torch.cat([text, image], dim=1)
+        skips = [self.current.skips[source] for source in self._crossing(self.blocks.stop)]
+        self.pipe.send(torch.cat([both, *skips], dim=2) if skips else both, self.mesh.pp.neighbour(1))
+
+    def _crossing(self, boundary):
+        """Blocks before ``boundary`` whose output a block behind it takes as a long skip: it travels with the activation, feature by feature."""
+        return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
 
     def _leave(self, streams):
         rows = self.current.rows
@@ -164,7 +210,10 @@ class Stage:
         image, span = streams["image"], rows.local[1]
         full = image.new_zeros(image.shape[0], rows.sequence.image, image.shape[2])
         full[:, span.lo: span.hi] = image
-        return {"image": full, "text": streams["text"]}
+        text = streams["text"]
+        if self.joined[0] and text is not None:                 # the model's tail counts on the text rows that it handed in
+            text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
+        return {"image": full, "text": text}
 
 
 def positional_names(block: nn.Module) -> list[str]:

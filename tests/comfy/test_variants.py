@@ -1,0 +1,96 @@
+"""Variants that have no golden latents, one model call each: ComfyUI's own module against the backend's, on the same random single file."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backend.loading.checkpoint import open_checkpoint
+from backend.tokens import TokenGrid
+from safetensors.torch import save_file
+
+ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
+if not (ROOT / "comfy").is_dir():
+    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
+try:
+    sys.path.append(str(ROOT))
+    from comfy.cli_args import args
+    args.cpu = args.cpu or not torch.cuda.is_available()
+    import comfy.ops
+    from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
+    from comfy.ldm.hydit.models import HunYuanDiT
+    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+    from comfy.ldm.pixart.pixartms import PixArtMS
+    from comfy.ldm.wan.model import WanModel
+except ImportError as error:
+    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
+
+HERE = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
+SIGMA = torch.tensor(0.7)
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def hidden_rows(rows, visible):
+    return (torch.arange(rows) < visible).long()[None]
+
+
+def sd3(qk_norm, dual):
+    return OpenAISignatureMMDITWrapper(
+        input_size=None, in_channels=16, out_channels=16, patch_size=2, depth=3, adm_in_channels=32, num_patches=1024, pos_embed_max_size=32, qk_norm=qk_norm, pos_embed_scaling_factor=None,
+        x_block_self_attn_layers=dual, context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 192}}, **HERE)
+
+
+def wan(kind):
+    return WanModel(model_type=kind, dim=256, ffn_dim=512, num_heads=2, num_layers=2, in_dim=36, out_dim=16, text_dim=64, qk_norm=True, cross_attn_norm=True, **HERE)
+
+
+def cogvideox(**fields):
+    return CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=64, time_embed_dim=128, num_layers=2, text_embed_dim=64, patch_size_t=2, use_rotary_positional_embeddings=True, **fields, **HERE)
+
+
+TEXT, VIDEO = {"c_crossattn": randn(1, 12, 64)}, randn(1, 16, 3, 9, 10)
+T5 = {"c_crossattn": randn(1, 77, 64), "encoder_hidden_states_t5": randn(1, 256, 64), "text_embedding_mask": hidden_rows(77, 40), "text_embedding_mask_t5": hidden_rows(256, 100),
+      "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]])}
+IMAGE = {"c_crossattn": randn(1, 512, 64), "c_concat": randn(1, 20, 3, 9, 10)}
+#: Name -> (ComfyUI's module, latent, arguments by ComfyUI's names).
+VARIANTS = {
+    "sd3.5 medium": (lambda: sd3("rms", [0, 1]), randn(1, 16, 11, 14), {**TEXT, "y": randn(1, 32)}),
+    "sd3 without norms of queries": (lambda: sd3(None, []), randn(1, 16, 12, 14), {**TEXT, "y": randn(1, 32)}),
+    "pixart alpha": (lambda: PixArtMS(patch_size=2, in_channels=4, hidden_size=144, depth=2, num_heads=16, caption_channels=64, model_max_length=12, micro_condition=True, **HERE), randn(1, 4, 40, 48), TEXT),
+    "hunyuan-dit 1.1": (lambda: HunYuanDiT(depth=4, hidden_size=256, text_states_dim=64, text_states_dim_t5=64, size_cond=True, use_style_cond=True, **HERE), randn(1, 4, 40, 48), T5),
+    "cogvideox 1.5": (lambda: cogvideox(in_channels=16), VIDEO, TEXT),
+    "cogvideox 1.5 image to video": (lambda: cogvideox(in_channels=32, ofs_embed_dim=128), VIDEO, {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)}),
+    "wan 2.1 image to video": (lambda: wan("i2v"), VIDEO, {**IMAGE, "clip_fea": randn(1, 257, 1280)}),
+    "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
+}
+
+
+def weights(module):
+    """Random ones that keep activations near 1."""
+    return {name: randn(*value.shape) * value[0].numel() ** -0.5 if value.ndim > 1 else 1.0 + 0.1 * randn(*value.shape) for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_one_call_is_comfyuis(name, tmp_path):
+    build, latent, cond = VARIANTS[name]
+    module = build().eval()
+    module.load_state_dict(weights(module))
+    save_file(module.state_dict(), tmp_path / "variant.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path / "variant.safetensors"))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    family, config, ours = checkpoint.family, checkpoint.config, checkpoint.empty
+    grid = TokenGrid(tuple(latent.shape[1:]), family.patch(config))
+    assert set(cond) <= set(family.conditioning) and family.refusal(config, grid, cond) is None
+    if family.prepare:
+        family.prepare(ours, grid)
+    out = family.output(ours(**family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()}), return_dict=False)[0], grid)
+
+    timestep = family.schedule(config).timestep(SIGMA)[None].float() if family.schedule else SIGMA[None] * 1000
+    further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}
+    want = module(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent, timestep, cond["c_crossattn"].clone(), **further)
+    assert ((grid.to_latent(out) - want).abs().max() / want.std()).item() < 1e-4

@@ -1,0 +1,75 @@
+"""The golden cases of every family as requests: ComfyUI's latent formats, and its model arguments from a CONDITIONING."""
+
+import json
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny import GOLDEN
+
+from backend.protocol import Sample
+
+#: ComfyUI's latent formats: model space = (VAE units - shift) * scale.
+WAN_MEAN = torch.tensor([-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921]).view(1, 16, 1, 1, 1)
+WAN_STD = torch.tensor([2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160]).view(1, 16, 1, 1, 1)
+WAN = (WAN_MEAN, 1.0 / WAN_STD)
+FLUX = (0.1159, 0.3611)
+#: Golden family -> (shift, scale).
+LATENT_FORMATS = {
+    "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
+    "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
+    "hunyuan-video15": (0.0, 1.03682),
+}
+#: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
+ARGUMENTS = {
+    "cross_attn": "c_crossattn", "pooled_output": "y", "conditioning_byt5small": "txt_byt5", "conditioning_mt5xl": "encoder_hidden_states_t5",
+    "attention_mask_mt5xl": "text_embedding_mask_t5",
+}
+#: Golden family -> what else ComfyUI's model makes of a CONDITIONING (arguments -> further arguments).
+FURTHER = {
+    "hunyuan-dit": lambda a: {"text_embedding_mask": a.pop("attention_mask"), "image_meta_size": torch.tensor([[320.0, 320.0, 320.0, 320.0, 0.0, 0.0]])},
+    "z-image-turbo": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
+    "pixart-sigma": lambda a: {"c_size": torch.tensor([[320.0, 320.0]]), "c_ar": torch.ones(1, 1)},
+    "chroma": lambda a: {"guidance": torch.zeros(1)},
+    "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
+}
+#: Golden family -> distance in standard deviations that is right, where it is not 1e-4: Krea 2's norms of 1 + weight make attention of random weights so
+#: sharp that float32 rounding shows. In float64 both ComfyUI's latent and ours are that far from the truth.
+TOLERANCES = {"krea2": 2e-4}
+CASES = sorted(path.stem for path in GOLDEN.glob("*__*.safetensors") if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux"))
+
+
+def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:
+    """The request of a case FAMILY__CASE, and the LATENT that ComfyUI returned for it (VAE units)."""
+    family = name.split("__")[0]
+    path = GOLDEN / f"{name}.safetensors"
+    stored = load_file(path)
+    with safe_open(path, "pt") as file:
+        args = json.loads(file.metadata()["args"])
+    tensors = {"noise": stored["noise"], "latent": to_model_space(family, stored["latent"]), "sigmas": stored["sigmas"]}
+    if "noise_mask" in stored:
+        mask = stored["noise_mask"]
+        tensors["denoise_mask"] = mask.unsqueeze(2) if mask.ndim < stored["noise"].ndim else mask
+    for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:
+        tensors |= {f"{branch}.{key}": value for key, value in arguments(family, stored, branch).items()}
+    return Sample(model, args["sampler"], args["cfg"], args["seed"], tensors=tensors), stored["samples"]
+
+
+def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:
+    """The model arguments that ComfyUI makes of a CONDITIONING."""
+    found = {key.removeprefix(f"{branch}."): value for key, value in stored.items() if key.startswith(f"{branch}.")}
+    found = {ARGUMENTS.get(key, key): value.reshape(1) if key == "guidance" else value for key, value in found.items()}
+    further = FURTHER[family](found) if family in FURTHER else {}
+    return found | further
+
+
+def to_model_space(family: str, latent: torch.Tensor) -> torch.Tensor:
+    """ComfyUI's process_in; an empty latent stays empty."""
+    shift, scale = LATENT_FORMATS[family]
+    return (latent - shift) * scale if latent.any() else latent
+
+
+def to_vae_units(family: str, samples: torch.Tensor) -> torch.Tensor:
+    """ComfyUI's process_out."""
+    shift, scale = LATENT_FORMATS[family]
+    return samples / scale + shift

@@ -1,0 +1,77 @@
+"""Rank program: every family under the parallel methods of one world size, each against the single process; rank 0 writes the errors as JSON.
+
+torchrun ... tests/ranks/families.py FOLDER-OF-CHECKPOINTS "CASE CASE ..." OUT.json
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+import torch
+import torch.distributed as dist
+
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from families import golden
+from tiny import relative
+
+STEPS, MASKED = 2, 5
+CONFIGURATIONS = {
+    2: [dict(cfg_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
+    4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2), dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2)],
+}
+
+
+def request(case: str, config: ParallelConfig):
+    """The first steps of a family's golden case; FAMILY+mask hides the prompt's last rows."""
+    family, _, mask = case.partition("+")
+    sample, _ = golden(f"{family}__euler_simple", case)
+    tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][: STEPS + 1]}
+    for branch in ("positive", "negative") if mask else ():
+        tensors[f"{branch}.attention_mask"] = torch.ones(tensors[f"{branch}.c_crossattn"].shape[:2], dtype=torch.long)
+        tensors[f"{branch}.attention_mask"][:, -MASKED:] = 0
+    return replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, tensors=tensors)
+
+
+def run(engine: Engine, family: str, folder: str):
+    engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
+    sample = request(family, engine.config)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    engine.unload(family)
+    return samples
+
+
+def main(folder: str, families: str, out: str):
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    reference = Engine(ParallelConfig(), mesh.single())
+    references = {family: run(reference, family, folder) for family in families.split()[rank::world]}
+    rows = []
+    for degrees in CONFIGURATIONS[world]:
+        config = ParallelConfig(**degrees)
+        engine = Engine(config, mesh.build(config, "cpu"))
+        for i, family in enumerate(families.split()):
+            started = time.perf_counter()
+            samples = run(engine, family, folder)
+            dist.broadcast(samples, 0)                          # ranks share the work of the references
+            if i % world == rank:
+                rows.append(dict(
+                    family=family, config=config.product, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1,
+                    relative=relative(samples, references[family]), seconds=time.perf_counter() - started))
+    everyone = [None] * world
+    dist.all_gather_object(everyone, rows)
+    if rank == 0:
+        Path(out).write_text(json.dumps(sum(everyone, [])))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation away; and from a diffusers folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from backend import mesh
+from backend.checks import check_sample
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.schedule import DiscreteSchedule
+from families import CASES, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
+from safetensors.torch import save_file
+from tiny import error_in_std, write_checkpoint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_case(name, tmp_path):
+    family = name.split("__")[0]
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    sample, latent = golden(name)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(to_vae_units(family, samples), latent) <= TOLERANCES.get(family, 1e-4)
+
+
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_diffusers_folder_has_the_same_weights(family, tmp_path):
+    single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in single.empty.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": single.family.transformer, **single.config}))
+    again = open_checkpoint(str(folder))
+    again.load(range(again.block_count), torch.float32, torch.device("cpu"))
+    assert again.family is single.family
+    weights = again.empty.state_dict()
+    assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
+
+
+@pytest.mark.parametrize("kind, zsnr, highest", [("linear", True, 4518.765), ("linear", False, 14.6146), ("sqrt_linear", False, 25.1461)])
+def test_discrete_schedule(kind, zsnr, highest):
+    schedule = DiscreteSchedule(0.00085, 0.012, kind, zsnr)
+    assert schedule.sigmas[-1].item() == pytest.approx(highest, rel=1e-3)
+    assert schedule.is_highest(schedule.sigmas[-1].item()) and not schedule.is_highest(schedule.sigmas[-2].item())
+    assert [schedule.timestep(schedule.sigmas[i] * 1.0001).item() for i in (0, 500, 999)] == [0, 500, 999]
+
+
+@pytest.mark.parametrize("family, change, words", [
+    ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
+    ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
+    ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
+    ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
+])
+def test_refusals_name_the_remedy(family, change, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    tensors = {**sample.tensors, **change}
+    tensors["latent"] = tensors["noise"]
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(replace(sample, tensors=tensors), ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")

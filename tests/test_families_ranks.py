@@ -1,0 +1,36 @@
+"""Every family under every parallel method against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
+
+import pytest
+from families import LATENT_FORMATS
+from launch import run_ranks
+from tiny import write_checkpoint
+
+#: Flux has tests of its own; prompts with hidden rows where the family takes a mask.
+CASES = [family for family in LATENT_FORMATS if family != "flux-dev"] + ["qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask"]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    for family in LATENT_FORMATS:
+        write_checkpoint(folder / f"{family}.safetensors", family)
+    return folder
+
+
+@pytest.fixture(scope="session", params=[2, 4], ids="{} ranks".format)
+def rows(request, checkpoints, tmp_path_factory):
+    found = run_ranks("families.py", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoints), " ".join(CASES))
+    assert {row["family"] for row in found} == set(CASES)
+    return found
+
+
+def test_exact_methods_equal_the_single_process(rows):
+    """CFG, Ulysses, ring, a pipeline of one patch, and hybrids: 1e-5 relative in float32."""
+    wrong = [row for row in rows if not row["stale"] and row["relative"] > 1e-5]
+    assert not wrong
+
+
+def test_pipefusion_drifts_a_little(rows):
+    """Stale keys and values change the result of random weights a little; no drift would mean that nothing was stale."""
+    stale = [row["relative"] for row in rows if row["stale"]]
+    assert stale and all(1e-6 < drift < 0.25 for drift in stale)
