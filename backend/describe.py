@@ -1,5 +1,6 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone: nothing is loaded, no rank is started."""
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
@@ -90,8 +91,11 @@ class _Workload:
     @property
     def _width(self) -> int:
         """Features of a token inside the blocks."""
-        config = self.checkpoint.config
-        return config[self.checkpoint.family.heads] * config["attention_head_dim"]
+        return self.checkpoint.config[self.checkpoint.family.heads] * self._head_size
+
+    @property
+    def _head_size(self) -> int:
+        return self.checkpoint.family.head_size(self.checkpoint.config)
 
     def _heads(self, place) -> int:
         axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
@@ -125,15 +129,14 @@ class _Workload:
         if self.config.pipefusion_degree == 1 or self.config.patches == 1:
             return 0
         kept = 2 if self.config.stale_kv == "extrapolate" else 1
-        head_size = self.checkpoint.config["attention_head_dim"]
-        return kept * 2 * self.batch * heads * sequence.joint * head_size * self.dtype.itemsize * blocks * self.branches
+        return kept * 2 * self.batch * heads * sequence.joint * self._head_size * self.dtype.itemsize * blocks * self.branches
 
     def _sent(self, place, blocks, heads, parts, sp_rank) -> Counter:
         """Bytes of one step by mechanism; formulas: see the modules that send them."""
         config, size = self.config, self.batch * self.branches * self.dtype.itemsize
         sent = Counter()
         u, r, width = config.ulysses_degree, config.ring_degree, self._width
-        head = size * self.checkpoint.config["attention_head_dim"]
+        head = size * self._head_size
         for part in parts:
             lengths, own = part.lengths("joint"), len(part.local[0]) + len(part.local[1])
             ring = [sum(lengths[i * u: (i + 1) * u]) for i in range(r)]
@@ -151,7 +154,8 @@ class _Workload:
     def _outputs(self, place, own: int, rows: int) -> Counter:
         """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged between the guidance branches."""
         config = self.config
-        features = 4 * self.batch * self.branches * self.checkpoint.config["in_channels"]
+        family = self.checkpoint.family
+        features = 4 * self.batch * self.branches * family.latent_channels(self.checkpoint.config) * math.prod(family.patch(self.checkpoint.config))
         sent = Counter()
         if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
             sent["outputs"] += own * features

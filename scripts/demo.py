@@ -75,7 +75,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg", type=float, default=2.5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=3, help="timed runs on each number of ranks (the median is shown)")
     parser.add_argument("--out", type=Path, default=pack.ROOT / "output" / "demo.png")
     parser.add_argument("--comfyui", type=Path, metavar="PATH", help="queue workflows/demo.api.json in this ComfyUI, headless, instead")
@@ -101,7 +101,7 @@ def main():
     verdict = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
     print(f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times as fast (medians of {chosen.repeat}).")
     print(f"The two latents differ by {((one - two).norm() / one.norm()).item():.1e} of their size.")
-    print(f"{chosen.out}: \"{chosen.prompt}\"{'' if verdict else ', but the picture does not show it'}")
+    print(f"{chosen.out}: \"{chosen.prompt}\"{'' if verdict else ' (' + '; '.join(verdict.problems) + ')'}")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ FAMILY = Family(
     returns=("image",),
     per_token={"freqs_cis": ("joint", 1)},
     heads="n_heads",
+    head_size=lambda config: config["dim"] // config["n_heads"],
     adjust=adjust,
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: config["in_channels"],
