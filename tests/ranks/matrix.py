@@ -26,6 +26,8 @@ STEPS = 6
 
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
+#: Positive and negative prompts of different lengths.
+SHORT_NEGATIVE = "negative of 7 rows"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
 
@@ -59,12 +61,20 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
     if config.data_parallel_degree > 1:
         return [UNEVEN_BATCH]
     if world == 2 and variant == "exact" and (config.cfg_degree == 2 or config.sp_degree == 2) and not config.shard_weights:
-        return FLUX_CASES if config.ulysses_degree == 2 else [case for case in FLUX_CASES if case not in NEW_SOLVERS]
-    return ["size20x12"] if config.cfg_degree == 2 or variant != "exact" else ["size20x12", "euler_ancestral_simple"]
+        return [*FLUX_CASES, SHORT_NEGATIVE] if config.ulysses_degree == 2 else [SHORT_NEGATIVE] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+    if config.cfg_degree == 2 or variant != "exact":
+        return ["size20x12"] if variant.startswith("stale") else ["size20x12", SHORT_NEGATIVE]
+    return ["size20x12", "euler_ancestral_simple"]
 
 
 def request_of(case: str):
-    return (batch_request(5), None) if case == UNEVEN_BATCH else golden_request(case)
+    """The request of a case, and the golden latent where there is one."""
+    if case == UNEVEN_BATCH:
+        return batch_request(5), None
+    if case == SHORT_NEGATIVE:
+        sample, _ = golden_request("euler_simple")
+        return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), None
+    return golden_request(case)
 
 
 def run(engine: Engine, config: ParallelConfig, case: str):
