@@ -9,7 +9,7 @@ import tiny
 
 from parallel_dit.backend.config import ConfigError, ParallelConfig
 from parallel_dit.backend.protocol import BackendError, RefusedError
-from parallel_dit.nodes import backends, launcher
+from parallel_dit.nodes import backends, client, launcher
 from parallel_dit.nodes.launcher import BackendProcess, launch_command, sanitized_environment
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
@@ -101,7 +101,7 @@ def test_weights_that_nobody_keeps_make_room(checkpoint):
     assert not backend.models and backend.load(checkpoint, "bf16").model == half.model
 
 
-def test_giving_up_during_a_load_ends_the_backend(checkpoint):
+def test_giving_up_during_a_load_ends_the_backend(checkpoint, monkeypatch):
     class Interrupt(BaseException):
         pass
 
@@ -109,6 +109,7 @@ def test_giving_up_during_a_load_ends_the_backend(checkpoint):
         raise Interrupt
 
     backend = backends.backend_for(ParallelConfig(device="cpu"))
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.0)  # a tiny checkpoint is loaded before anybody looks up otherwise
     with pytest.raises(Interrupt):
         backend.load(checkpoint, check=interrupt)
     assert not backend.alive()
