@@ -47,10 +47,20 @@ def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[T
 
 
 def reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """The sum of every rank's ``x`` over ``axis``, in place."""
+    """The sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
+    if x.device.type == "cpu":
+        return _reduce_pieces(x, axis, mechanism)
     dist.all_reduce(x, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
     return x
+
+
+def _reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """As gloo's all_reduce, piece by piece: every rank sums one piece and hands it round. The same bytes, several times as fast on gloo."""
+    pieces = list(x.contiguous().view(-1).tensor_split(axis.size))
+    own = [pieces[axis.rank].shape] * axis.size
+    total = torch.stack(exchange(pieces, own, axis, mechanism)).sum(dim=0)
+    return torch.cat(gather(total, [piece.shape for piece in pieces], axis, mechanism)).view(x.shape)
 
 
 class Pipe:
