@@ -26,9 +26,8 @@ def simulate(engine, case="euler_simple", **changes):
     return engine.sample(replace(sample, **changes), Callbacks())[0]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_patch_steps_after_a_synchronous_step_on_the_same_latent_are_bit_identical(engine, count):
-    """With buffers that hold every row of this very latent, each patch must give the synchronous result, bit for bit in float32."""
+def same_latent(engine, count: int):
+    """(patch, synchronous result of its rows): a patch step after a synchronous step on the same latent."""
     model = engine.models["tiny"]
     sample = replace(golden_request("euler_simple")[0], num_pipeline_patch=count)
     built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
@@ -38,8 +37,18 @@ def test_patch_steps_after_a_synchronous_step_on_the_same_latent_are_bit_identic
         whole = calls.run(x, sigma, Forward("positive", items))
         calls.begin_evaluation(0.0)
         for index, rows in enumerate(patches(Sequence(12, 64, "first"), count)):
-            part = calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0))
-            assert part.equal(whole[:, rows.image.lo: rows.image.hi])
+            yield calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0)), whole[:, rows.image.lo: rows.image.hi]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_patches_of_the_same_latent_are_bit_identical(engine, count):
+    """With buffers that hold every row of this very latent, each patch must give the synchronous result, bit for bit in float32."""
+    assert all(part.equal(whole) for part, whole in same_latent(engine, count))
+
+
+def test_odd_patches_of_the_same_latent_agree_to_rounding(engine):
+    """With 7 patches of 10 or 11 rows the matrix library adds in another order: equal to rounding, not bit for bit."""
+    assert all(relative(part, whole) < 1e-6 for part, whole in same_latent(engine, 7))
 
 
 def test_stale_keys_and_values_are_used(engine):

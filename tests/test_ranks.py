@@ -29,10 +29,15 @@ def test_exact_methods_match_comfyui(rows):
     assert not wrong
 
 
+#: Largest relative drift on random weights in 6 steps, where nothing is smooth (trained ones: docs/drift.md). Extrapolation follows a line through
+#: keys that random weights do not keep to, over more patches: 0.21 was seen at 5 patches, where reuse stays below 0.06.
+DRIFT = {"stale": 0.15, "stale, uneven patches": 0.25}
+
+
 def test_pipefusion_drifts_a_little(rows):
-    """Stale keys and values change the result, by less than half on random weights in 6 steps (trained ones: docs/drift.md); no drift would mean that nothing was stale."""
-    stale = [row["relative"] for row in rows if row["variant"].startswith("stale")]
-    assert stale and all(1e-6 < drift < 0.5 for drift in stale)
+    """Stale keys and values change the result, within DRIFT; no drift would mean that nothing was stale."""
+    stale = [row for row in rows if row["variant"] in DRIFT]
+    assert stale and all(1e-6 < row["relative"] < DRIFT[row["variant"]] for row in stale)
 
 
 def test_ranks_send_what_describe_says(rows):
@@ -49,4 +54,4 @@ def test_stages_read_their_part(rows):
     cuts = ("pipefusion_degree", "tensor_parallel_degree")
     whole = {row["bytes_read"] for row in rows if not any(axis in row["config"] for axis in cuts)}
     parts = {row["bytes_read"] for row in rows if any(axis in row["config"] for axis in cuts)}
-    assert max(parts) < 0.9 * max(whole, default=71_497_984) and len(whole) <= 1
+    assert max(parts) < 0.75 * max(whole, default=71_497_984) and len(whole) <= 1
