@@ -1,32 +1,22 @@
 """ComfyUI's own model of every family, built from the diffusers config: the unet_config, arguments and latent scaling of the golden files."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Loaded
+from comfy_modules import comfy_modules
 from families import LATENT_FORMATS, golden, to_vae_units
 from safetensors.torch import load_file
 from tiny import GOLDEN, facts, write_checkpoint
 
-ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
-if not (ROOT / "comfy").is_dir():
-    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
-try:
-    sys.path.append(str(ROOT))
-    from comfy.cli_args import args
-    args.cpu = args.cpu or not torch.cuda.is_available()
+with comfy_modules():
     import comfy.samplers
     from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, model_arguments
     from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.families import weightless_patcher
-except ImportError as error:
-    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
 
 
 def test_every_family_of_the_backend_has_a_node_side():

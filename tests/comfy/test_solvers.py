@@ -1,8 +1,5 @@
 """Every solver against ComfyUI's own function of that name, on a model that is a formula: the same latent for the same seed."""
 
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +7,12 @@ import torch
 from backend.prediction import EPS, FLOW, V
 from backend.request import Inpaint
 from backend.solver_names import SOLVERS
+from comfy_modules import comfy_modules
 from toy import BATCH, GRID, Toy, fresh_noise, solve
 
-ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
-if not (ROOT / "comfy").is_dir():
-    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
-try:
-    sys.path.append(str(ROOT))
-    from comfy.cli_args import args
-    args.cpu = args.cpu or not torch.cuda.is_available()
+with comfy_modules():
     import comfy.model_sampling as model_sampling
     import comfy.samplers
-except ImportError as error:
-    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
 
 SEED = 7
 
@@ -97,7 +87,7 @@ def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = Fal
 
     request = SimpleNamespace(
         noise=GRID.to_tokens(noise), latent=GRID.to_tokens(latent), mask=GRID.to_tokens(mask) if masked else None, solver=solver, seed=SEED,
-        grid=GRID, prediction=prediction, batch=BATCH, items=slice(None))
+        grid=GRID, prediction=prediction, batch=BATCH, items=slice(None), clean_inpaint=False)
     start = prediction.add_noise(sigmas[0], request.noise, request.latent, True)
     x = solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas), Inpaint(request))
     ours = prediction.finish(GRID.to_latent(x), sigmas[-1])

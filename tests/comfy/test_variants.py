@@ -1,30 +1,19 @@
 """Variants that have no golden latents, one model call each: ComfyUI's own module against the backend's, on the same random single file."""
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from backend.loading.checkpoint import open_checkpoint
 from backend.tokens import TokenGrid
+from comfy_modules import comfy_modules
 from safetensors.torch import save_file
 
-ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
-if not (ROOT / "comfy").is_dir():
-    pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
-try:
-    sys.path.append(str(ROOT))
-    from comfy.cli_args import args
-    args.cpu = args.cpu or not torch.cuda.is_available()
+with comfy_modules():
     import comfy.ops
     from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
     from comfy.ldm.hydit.models import HunYuanDiT
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
     from comfy.ldm.pixart.pixartms import PixArtMS
     from comfy.ldm.wan.model import WanModel
-except ImportError as error:
-    pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
 
 HERE = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
 SIGMA = torch.tensor(0.7)
