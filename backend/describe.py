@@ -85,13 +85,13 @@ class _Workload:
     @property
     def _all_heads(self) -> int:
         """Attention heads before Ulysses divides them."""
-        heads = self.checkpoint.config[self.checkpoint.family.heads]
+        heads = self.checkpoint.family.heads(self.checkpoint.config)
         return heads // self.config.tensor_parallel_degree if self.config.split_scheme == "megatron" else heads
 
     @property
     def _width(self) -> int:
         """Features of a token inside the blocks."""
-        return self.checkpoint.config[self.checkpoint.family.heads] * self._head_size
+        return self.checkpoint.family.heads(self.checkpoint.config) * self._head_size
 
     @property
     def _head_size(self) -> int:

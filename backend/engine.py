@@ -36,7 +36,7 @@ class Engine:
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
         checkpoint = open_checkpoint(path)
-        check_model(checkpoint.name, checkpoint.block_count, checkpoint.config[checkpoint.family.heads], self.config)
+        check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
         return checkpoint
 
     def load(self, key: str, path: str, weight_dtype: str):

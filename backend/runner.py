@@ -11,7 +11,7 @@ from .memo import Memos, first_block_argument
 from .models.spec import Family
 from .parallel.kv import KVBuffers
 from .parallel.rows import Span
-from .parallel.stage import Forward, Stage
+from .parallel.stage import Forward, Stage, first_output
 from .request import Request
 
 
@@ -59,7 +59,7 @@ class Runner:
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
-            return model.family.output(model.transformer(**arguments, return_dict=False)[0], grid)
+            return model.family.output(first_output(model.transformer, arguments), grid)
         forward.tokens = grid.tokens
         output = model.stage.forward(arguments, forward)
         if output is None:

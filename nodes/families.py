@@ -158,6 +158,14 @@ def _ltxv(config: dict) -> dict:
     return {"image_model": "ltxv", "num_layers": config["num_layers"], "attention_head_dim": config["attention_head_dim"], "cross_attention_dim": config["cross_attention_dim"]}
 
 
+def _kandinsky5(config: dict) -> dict:
+    channels = config["in_visual_dim"] * (2 if config["visual_cond"] else 1) + bool(config["visual_cond"])
+    return {
+        "image_model": "kandinsky5", **{key: config[key] for key in ("model_dim", "time_dim", "ff_dim", "num_text_blocks", "num_visual_blocks", "in_text_dim", "in_text_dim2")},
+        "axes_dims": list(config["axes_dims"]), "visual_embed_dim": channels * 4, **({} if config["visual_cond"] else {"rope_scale_factor": [1.0, 1.0, 1.0]}),
+    }
+
+
 #: Keys of a CONDITIONING with which image to video models are given their picture.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 
@@ -188,6 +196,7 @@ FAMILIES = {
     "qwen-image": Family(lambda config: "QwenImage", _qwen_image),
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2),
+    "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
 }
 
 

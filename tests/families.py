@@ -18,7 +18,7 @@ FLUX = (0.1159, 0.3611)
 LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
-    "hunyuan-video15": (0.0, 1.03682),
+    "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX,
 }
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
 ARGUMENTS = {
@@ -31,6 +31,7 @@ FURTHER = {
     "z-image-turbo": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
     "pixart-sigma": lambda a: {"c_size": torch.tensor([[320.0, 320.0]]), "c_ar": torch.ones(1, 1)},
     "chroma": lambda a: {"guidance": torch.zeros(1)},
+    "kandinsky5": lambda a: {"c_concat": torch.zeros(1, 17, 3, 12, 16)},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the

@@ -38,7 +38,7 @@ class Family:
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
     output: the transformer's output -> tokens (B, N, F).
     layout: the key layout of single files.
-    heads: entry of the config with the number of attention heads; head_size: config -> features of a head.
+    heads: config -> number of attention heads; head_size: config -> features of a head.
     tp_plan: module pattern -> "colwise" | "rowwise" for tensor parallelism, where the diffusers class has no _tp_plan.
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
@@ -74,7 +74,7 @@ class Family:
     prepare: Callable[[nn.Module, TokenGrid], None] | None = None
     refusal: Callable[[Mapping, TokenGrid, dict[str, Tensor]], str | None] = lambda config, grid, cond: None
     attention: tuple[str, ...] = ("joint",)
-    heads: str = "num_attention_heads"
+    heads: Callable[[Mapping], int] = lambda config: config["num_attention_heads"]
     head_size: Callable[[Mapping], int] = lambda config: config["attention_head_dim"]
     tp_plan: Mapping[str, Any] | None = None
     block_costs: Mapping[str, float] = field(default_factory=dict)

@@ -19,6 +19,12 @@ from .kv import KVBuffers
 from .rows import Rows, Sequence, Span
 
 
+def first_output(transformer: nn.Module, arguments: dict) -> Tensor:
+    """What a transformer returns: of diffusers' classes some return a tuple, others the tensor itself."""
+    output = transformer(**arguments, return_dict=False)
+    return output if isinstance(output, Tensor) else output[0]
+
+
 class StageDone(Exception):
     """This rank's blocks have run and their output is on its way to the next stage: the rest of the forward is not ours."""
 
@@ -86,7 +92,7 @@ class Stage:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
         self.current = forward
         try:
-            return self.transformer(**arguments, return_dict=False)[0]
+            return first_output(self.transformer, arguments)
         except StageDone:
             return None
         finally:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from backend.loading.checkpoint import open_checkpoint
+from backend.parallel.stage import first_output
 from backend.tokens import TokenGrid
 from comfy_modules import comfy_modules
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ with comfy_modules():
     import comfy.ops
     from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
     from comfy.ldm.hydit.models import HunYuanDiT
+    from comfy.ldm.kandinsky5.model import Kandinsky5
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
     from comfy.ldm.pixart.pixartms import PixArtMS
     from comfy.ldm.wan.model import WanModel
@@ -41,6 +43,10 @@ def cogvideox(**fields):
     return CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=64, time_embed_dim=128, num_layers=2, text_embed_dim=64, patch_size_t=2, use_rotary_positional_embeddings=True, **fields, **HERE)
 
 
+def kandinsky5(**fields):
+    return Kandinsky5(model_dim=256, time_dim=128, ff_dim=512, in_text_dim=64, in_text_dim2=32, num_text_blocks=1, num_visual_blocks=2, **fields, **HERE)
+
+
 TEXT, VIDEO = {"c_crossattn": randn(1, 12, 64)}, randn(1, 16, 3, 9, 10)
 T5 = {"c_crossattn": randn(1, 77, 64), "encoder_hidden_states_t5": randn(1, 256, 64), "text_embedding_mask": hidden_rows(77, 40), "text_embedding_mask_t5": hidden_rows(256, 100),
       "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]])}
@@ -54,6 +60,7 @@ VARIANTS = {
     "cogvideox 1.5": (lambda: cogvideox(in_channels=16), VIDEO, TEXT),
     "cogvideox 1.5 image to video": (lambda: cogvideox(in_channels=32, ofs_embed_dim=128), VIDEO, {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)}),
     "wan 2.1 image to video": (lambda: wan("i2v"), VIDEO, {**IMAGE, "clip_fea": randn(1, 257, 1280)}),
+    "kandinsky 5 image to video": (kandinsky5, randn(1, 16, 3, 8, 10), {**TEXT, "y": randn(1, 32), "c_concat": (randn(1, 17, 3, 8, 10) > 0).float(), "time_dim_replace": randn(1, 16, 1, 8, 10)}),
     "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
 }
 
@@ -77,7 +84,7 @@ def test_one_call_is_comfyuis(name, tmp_path):
     assert set(cond) <= set(family.conditioning) and family.refusal(config, grid, cond) is None
     if family.prepare:
         family.prepare(ours, grid)
-    out = family.output(ours(**family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()}), return_dict=False)[0], grid)
+    out = family.output(first_output(ours, family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()})), grid)
 
     timestep = family.schedule(config).timestep(SIGMA)[None].float() if family.schedule else SIGMA[None] * 1000
     further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}

@@ -1,0 +1,96 @@
+"""Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and FAMILY__euler_simple.safetensors of new families.
+
+    COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY [FAMILY ...]         # with ComfyUI's Python; on the CPU in float32
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+sys.path[:0] = [os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")), str(Path(__file__).parent)]
+sys.argv, NAMES = sys.argv[:1], sys.argv[1:]        # ComfyUI reads the arguments as its own
+import torch
+import weights
+from comfy.cli_args import args as options
+from safetensors.torch import save_file
+
+options.cpu = True
+import comfy.model_patcher
+import comfy.supported_models
+import comfyui_version
+import nodes
+
+HERE = Path(__file__).parent
+SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "denoise": 1.0, "seed": 42, "start_step": None, "last_step": None}
+
+
+@dataclass(frozen=True)
+class Case:
+    """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
+    constant: entries of the CONDITIONING that are no noise."""
+
+    comfy_class: str
+    unet_config: dict
+    latent: tuple[int, ...] | list[tuple[int, ...]]
+    conditioning: dict[str, tuple[int, ...]]
+    constant: Callable[[], dict] = dict
+
+
+CASES = {
+    "kandinsky5": Case(
+        "Kandinsky5",
+        {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [16, 24, 24], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 132, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2, "num_visual_blocks": 4},
+        (1, 16, 3, 12, 16), {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)}),
+    "kandinsky5-image": Case(
+        "Kandinsky5Image",
+        {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [32, 48, 48], "rope_scale_factor": [1.0, 1.0, 1.0], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 64, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2,
+         "num_visual_blocks": 4},
+        (1, 16, 16, 20), {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)}),
+}
+
+
+def build(case: Case):
+    """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its checkpoint."""
+    config = getattr(comfy.supported_models, case.comfy_class)(dict(case.unet_config))
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({})
+    shapes = {key: list(value.shape) for key, value in model.diffusion_model.state_dict().items()}
+    model.diffusion_model.load_state_dict(weights.state_dict(shapes))
+    return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
+
+
+def prompt(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in case.conditioning.items()} | case.constant()
+
+
+def conditioning(values: dict) -> list:
+    values = {key: value.item() if value.ndim == 0 else value for key, value in values.items()}
+    return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
+
+
+def make(name: str):
+    """Write both files of a family."""
+    case = CASES[name]
+    patcher, shapes = build(case)
+    (HERE / f"{name}.json").write_text(json.dumps({"family": name, "comfy_class": case.comfy_class, "unet_config": case.unet_config, "shapes": shapes}, indent=0) + "\n")
+    latent, prompts, stored = torch.zeros(case.latent), {"positive": prompt(case, 100), "negative": prompt(case, 101)}, {}
+    keep = lambda step, x0, x, total: stored.__setitem__(f"x0_step{step}", x0.clone())
+    sampling = patcher.get_model_object("model_sampling")
+    stored |= {f"{branch}.{key}": value for branch, values in prompts.items() for key, value in values.items()}
+    noise = nodes.comfy.sample.prepare_noise(latent, SETTINGS["seed"])
+    sampler = nodes.comfy.samplers.KSampler(patcher, SETTINGS["steps"], patcher.load_device, SETTINGS["sampler"], SETTINGS["scheduler"], 1.0, patcher.model_options)
+    with torch.inference_mode():
+        stored["samples"] = nodes.comfy.sample.sample(
+            patcher, noise, SETTINGS["steps"], SETTINGS["cfg"], SETTINGS["sampler"], SETTINGS["scheduler"], conditioning(prompts["positive"]), conditioning(prompts["negative"]), latent, seed=SETTINGS["seed"], callback=keep)
+    stored |= {"latent": latent, "noise": noise, "sigmas": sampler.sigmas}
+    facts = {"comfy": comfyui_version.__version__, "family": name, "args": json.dumps(SETTINGS), "model_sampling": type(sampling).__mro__[1].__name__, "shift": str(getattr(sampling, "shift", None))}
+    save_file({key: value.clone().contiguous() for key, value in stored.items()}, HERE / f"{name}__euler_simple.safetensors", metadata=facts)
+    print(name, {key: (tuple(stored[key].shape), round(stored[key].std().item(), 3)) for key in ("samples", "x0_step0", "x0_step5")})
+
+
+for name in NAMES:
+    make(name)
