@@ -123,7 +123,7 @@ class _Workload:
         row, column = divmod(place["tp"], tp // rows)
         mesh = replace(single(), tp=Axis(None, place["tp"], tp, ()), tp_inputs=Axis(None, row, rows, ()), tp_outputs=Axis(None, column, tp // rows, ()))
         family, transformer = self.checkpoint.family, self.checkpoint.empty
-        return tensor.shards(transformer, family.block_lists, family.tp_plan or transformer._tp_plan, self.config.split_scheme, mesh)
+        return tensor.shards(transformer, family, self.config.split_scheme, mesh)
 
     def _kv_bytes(self, blocks: int, heads: int, sequence: Sequence) -> int:
         if self.config.pipefusion_degree == 1 or self.config.patches == 1:
@@ -175,7 +175,7 @@ class _Workload:
                 continue
             rows = self._rows_of(block, module, text, image)
             if cut.reduce:
-                total += 2 * (cut.reduce.size - 1) * rows * sum(map(len, cut.outputs)) // cut.reduce.size
+                total += 2 * (cut.reduce.size - 1) * rows * cut.reduced_features // cut.reduce.size
             if cut.collect:
                 total += (cut.collect.size - 1) * rows * sum(map(len, cut.outputs))
         return total

@@ -37,6 +37,8 @@ class Engine:
             raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
         checkpoint = open_checkpoint(path)
         check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
+        if self.mesh.tp.size > 1:
+            tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
         return checkpoint
 
     def load(self, key: str, path: str, weight_dtype: str):
@@ -47,8 +49,8 @@ class Engine:
         blocks = self.stage_blocks(checkpoint)[self.mesh.pp.rank]
         cuts = {}
         if self.mesh.tp.size > 1:
-            cuts = tensor.shards(transformer, family.block_lists, family.tp_plan or transformer._tp_plan, self.config.split_scheme, self.mesh)
-            tensor.apply(transformer, cuts, self.config.split_scheme, self.mesh.tp)
+            cuts = tensor.shards(transformer, family, self.config.split_scheme, self.mesh)
+            tensor.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         bytes_read = checkpoint.load(blocks, dtype, torch.device("cpu") if sharded else self.mesh.device, cuts)
         memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},

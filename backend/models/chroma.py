@@ -5,6 +5,7 @@ from diffusers.models.embeddings import get_timestep_embedding
 
 from ..loading.layout import Layout, blocks_of
 from . import flux
+from .plans import COMMON, PARALLEL_MLP
 from .spec import Family
 
 
@@ -70,4 +71,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: output,
     layout=LAYOUT,
+    tp_plan=COMMON | PARALLEL_MLP,
 )

@@ -5,6 +5,7 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..loading.layout import Layout, blocks_of
 from ..schedule import DiscreteSchedule
+from .plans import COMMON
 from .spec import Family
 
 HEAD = 64
@@ -82,4 +83,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2)),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

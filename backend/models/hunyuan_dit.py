@@ -9,6 +9,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from ..loading.layout import Layout, blocks_of
 from ..schedule import DiscreteSchedule
+from .plans import COMMON
 from .spec import Family
 
 HEADS = 16
@@ -99,4 +100,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

@@ -3,6 +3,7 @@
 import torch
 
 from ..loading.layout import Layout, blocks_of
+from .plans import COMMON, PARALLEL_MLP
 from .spec import Family
 
 
@@ -92,4 +93,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output),
     layout=LAYOUT,
+    tp_plan=COMMON | PARALLEL_MLP,
 )

@@ -6,6 +6,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 
 from ..loading.layout import Layout, blocks_of
 from .hunyuan_video import NAMES, SPELLINGS
+from .plans import COMMON
 from .spec import Family
 
 
@@ -81,4 +82,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

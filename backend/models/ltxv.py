@@ -5,6 +5,7 @@ import json
 import torch
 
 from ..loading.layout import Layout, blocks_of
+from .plans import COMMON
 from .spec import Family
 
 #: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
@@ -72,4 +73,6 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: output,
     layout=LAYOUT,
+    tp_plan=COMMON,
+    per_feature=("image_rotary_emb",),
 )

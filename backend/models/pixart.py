@@ -5,6 +5,7 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from ..loading.layout import Layout, blocks_of
 from ..schedule import DiscreteSchedule
+from .plans import COMMON
 from .spec import Family
 
 HEADS = 16
@@ -82,4 +83,5 @@ FAMILY = Family(
     # the model also predicts a variance, which no sampler here reads
     output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

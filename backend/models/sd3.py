@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5 (medium, large) of Stability AI: 24 or 38 joint blocks, the first 13 of 3.5 medium with a second attention over the image alone."""
 
 from ..loading.layout import Layout, blocks_of
+from .plans import COMMON
 from .spec import Family
 
 
@@ -72,4 +73,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

@@ -39,7 +39,8 @@ class Family:
     output: the transformer's output -> tokens (B, N, F).
     layout: the key layout of single files.
     heads: config -> number of attention heads; head_size: config -> features of a head.
-    tp_plan: module pattern -> "colwise" | "rowwise" for tensor parallelism, where the diffusers class has no _tp_plan.
+    tp_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers class has no _tp_plan.
+    per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart).
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
     text_layers: layers of a block (patterns) that text rows alone pass through.
@@ -77,6 +78,7 @@ class Family:
     heads: Callable[[Mapping], int] = lambda config: config["num_attention_heads"]
     head_size: Callable[[Mapping], int] = lambda config: config["attention_head_dim"]
     tp_plan: Mapping[str, Any] | None = None
+    per_feature: tuple[str, ...] = ()
     block_costs: Mapping[str, float] = field(default_factory=dict)
     modulation: tuple[str, ...] = ()
     modulation_input: str = "temb"

@@ -4,6 +4,7 @@ import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from ..loading.layout import Layout, blocks_of
+from .plans import COMMON
 from .spec import Family
 
 
@@ -68,4 +69,5 @@ FAMILY = Family(
     forward_args=forward_args,
     output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
     layout=LAYOUT,
+    tp_plan=COMMON,
 )

@@ -2,12 +2,17 @@
 
 Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units are divided, one all-reduce a pair.
+  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "rowwise", "rowwise behind attention" (inputs are
+  attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean summed, where it is over all heads).
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather); activations stay whole.
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343 without the activations' split).
 """
 
+import inspect
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
 from typing import Mapping
 
 import torch
@@ -20,12 +25,16 @@ from . import comm
 from .rows import Span
 
 
+#: What attention modules call their numbers of heads, and the width of all of them.
+HEAD_COUNTS, ALL_HEADS = ("heads", "num_heads", "kv_heads", "num_kv_heads"), "inner_dim"
+
+
 @dataclass(frozen=True)
 class Shard:
     """The piece of one weight (out, in) on this rank and what its layer exchanges.
 
-    outputs, inputs: spans of rows and columns kept. take_input: the layer is given whole activations and takes its columns of them.
-    reduce: ranks over which outputs are summed. collect: ranks over which outputs are joined, each with ``widths[i]`` features.
+    outputs, inputs: spans of rows and columns kept; a norm has no inputs. take_input: the layer is given whole activations and takes its columns of them.
+    reduce: ranks over which outputs (a norm: means) are summed. collect: ranks over which outputs are joined, each with ``widths[i]`` features.
     """
 
     outputs: tuple[Span, ...]
@@ -34,6 +43,11 @@ class Shard:
     reduce: Axis | None = None
     collect: Axis | None = None
     widths: tuple[int, ...] = ()
+
+    @property
+    def reduced_features(self) -> int:
+        """Numbers a row that are summed over ``reduce``."""
+        return sum(map(len, self.outputs)) if self.inputs else 1
 
 
 class ShardedLinear(nn.Module):
@@ -60,17 +74,41 @@ class ShardedLinear(nn.Module):
         return torch.cat(comm.gather(out, [(*out.shape[:-1], width) for width in shard.widths], shard.collect, "tensor"), dim=-1)
 
 
-def shards(transformer: nn.Module, block_lists: tuple[str, ...], plan: Mapping | None, scheme: str, mesh: Mesh) -> dict[str, Shard]:
-    """Module name -> Shard of every linear layer that ``scheme`` cuts. ``plan``: module pattern -> "colwise", "rowwise" or a packed rowwise style
-    (diffusers' _tp_plan). UnsupportedError where the scheme does not fit the transformer."""
-    linears = {name: module for name, module in transformer.named_modules()
-               if isinstance(module, nn.Linear) and name.split(".")[0] in block_lists}
+class ShardedNorm(nn.Module):
+    """RMS norm over the features of all heads, of which this rank holds some; the squares are summed over the ranks in float32."""
+
+    def __init__(self, norm: nn.Module, shard: Shard):
+        super().__init__()
+        self.shard, self.eps, self.features = shard, norm.eps, len(norm.weight)
+        self.weight = nn.Parameter(norm.weight.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = comm.reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
+        return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
+
+
+def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
+    """Module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or, where it has none, diffusers' _tp_plan.
+
+    UnsupportedError where the scheme does not fit the transformer.
+    """
+    layers = {name: module for name, module in transformer.named_modules() if name.split(".")[0] in family.block_lists}
     if scheme != "megatron":
-        return {name: _whole_activations(module, scheme, mesh) for name, module in linears.items()}
+        return {name: _whole_activations(module, scheme, mesh) for name, module in layers.items() if isinstance(module, nn.Linear)}
+    plan = family.tp_plan or transformer._tp_plan
     if not plan:
         raise UnsupportedError(f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, column or 2d.")
-    found = {name: _megatron(module, style, mesh.tp) for name, module in linears.items() if (style := _style(plan, name)) is not None}
-    return found
+    _check_heads(layers, mesh.tp.size)
+    found = {name: _planned(layers, name, style, mesh.tp) for name in layers if (style := _style(plan, name)) is not None}
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _check_heads(layers, ranks):
+    for name, module in layers.items():
+        for count in (getattr(module, key) for key in HEAD_COUNTS if isinstance(getattr(module, key, None), int) and hasattr(module, "to_q")):
+            if count % ranks:
+                raise UnsupportedError(f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d.")
 
 
 def _style(plan, name):
@@ -86,25 +124,61 @@ def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
     return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths)
 
 
-def _megatron(linear: nn.Linear, style, tp: Axis) -> Shard:
-    whole_in, whole_out = Span(0, linear.in_features), Span(0, linear.out_features)
+def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
+    parent, _, leaf = name.rpartition(".")
+    if style == "norm":
+        return _norm(layers[name], layers[parent], leaf, tp)
+    return _megatron(layers[name], style, tp) if isinstance(layers[name], nn.Linear) else None
+
+
+def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
+    whole_in, whole_out = Span(0, layer.in_features), Span(0, layer.out_features)
     if style == "colwise":
         return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
-    # packed: the input joins several tensors, each of which was cut by itself (Flux: attention output and MLP)
-    blocks = [linear.in_features] if style == "rowwise" else linear._tp_packed_row_blocks
-    spans, start = [], 0
-    for width in blocks:
-        spans.append(Span(start, start + width).shard(tp.rank, tp.size))
-        start += width
-    return Shard((whole_out,), tuple(spans), reduce=tp)
+    if style == "gated colwise":
+        return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
+    packed = {"rowwise": [layer.in_features], "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features]}
+    widths = packed[style] if isinstance(style, str) else layer._tp_packed_row_blocks         # diffusers' packed rowwise style
+    return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
 
 
-def apply(transformer: nn.Module, found: Mapping[str, Shard], scheme: str, tp: Axis):
-    """Put ShardedLinear in the place of every layer in ``found`` and tell attention modules how many heads are left."""
+def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
+    """This rank's part of each of several runs of features."""
+    starts = accumulate(widths, initial=0)
+    return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
+
+
+def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
+    """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it follows."""
+    width = (attention.to_q if leaf.endswith("q") else attention.to_k).out_features
+    if getattr(norm, "weight", None) is None or len(norm.weight) != width:
+        return None
+    return Shard((Span(0, width).shard(tp.rank, tp.size),), (), reduce=tp)
+
+
+def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
+    """Put the sharded module in the place of every layer in ``found`` and tell attention modules which heads are left."""
     for name, shard in found.items():
         parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        setattr(parent, leaf, ShardedLinear(getattr(parent, leaf), shard))
-    if scheme == "megatron":
-        for module in transformer.modules():
-            if isinstance(getattr(module, "to_q", None), ShardedLinear):
-                module.heads //= tp.size
+        whole = getattr(parent, leaf)
+        setattr(parent, leaf, ShardedLinear(whole, shard) if isinstance(whole, nn.Linear) else ShardedNorm(whole, shard))
+    if scheme != "megatron":
+        return
+    for module in transformer.modules():
+        if isinstance(getattr(module, "to_q", None), ShardedLinear):
+            for count in (*HEAD_COUNTS, ALL_HEADS):
+                if isinstance(getattr(module, count, None), int):
+                    setattr(module, count, getattr(module, count) // tp.size)
+    for name in family.block_lists if family.per_feature else ():
+        for block in getattr(transformer, name):
+            block.register_forward_pre_hook(partial(_own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp), with_kwargs=True)
+
+
+def _own_features(block, args, kwargs, signature, names, tp):
+    """The block's arguments with those cut that run over the features of all heads: a tensor, or a tuple of them."""
+    bound = signature.bind(*args, **kwargs)
+    for name in names:
+        whole = bound.arguments[name]
+        cut = [part[..., (mine := Span(0, part.shape[-1]).shard(tp.rank, tp.size)).lo: mine.hi] for part in (whole if isinstance(whole, tuple) else (whole,))]
+        bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
+    return bound.args, bound.kwargs

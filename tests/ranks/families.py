@@ -23,8 +23,8 @@ from tiny import relative
 
 STEPS, MASKED = 2, 5
 CONFIGURATIONS = {
-    2: [dict(cfg_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
-    4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2), dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2)],
+    2: [dict(cfg_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
+    4: [dict(tensor_parallel_degree=2, ulysses_degree=2), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2), dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2)],
 }
 
 
