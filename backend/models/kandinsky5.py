@@ -105,6 +105,8 @@ FAMILY = Family(
     widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
     refusal=refusal,
     forward_args=forward_args,
+    tp_plan={f"*attention.{name}": style for name, style in (("to_query", "colwise"), ("to_key", "colwise"), ("to_value", "colwise"), ("out_layer", "rowwise"))} |
+            {"*.feed_forward.in_layer": "colwise", "*.feed_forward.out_layer": "rowwise"},
     output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1)),
     layout=Layout(
         signature=("visual_embeddings.in_layer.weight", "pooled_text_embeddings.in_layer.weight", "visual_transformer_blocks.0.cross_attention.key_norm.weight", "text_transformer_blocks.0.text_modulation.out_layer.weight", "out_layer.out_layer.weight"),

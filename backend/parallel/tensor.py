@@ -25,8 +25,8 @@ from . import comm
 from .rows import Span
 
 
-#: What attention modules call their numbers of heads, and the width of all of them.
-HEAD_COUNTS, ALL_HEADS = ("heads", "num_heads", "kv_heads", "num_kv_heads"), "inner_dim"
+#: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
+QUERIES, HEAD_COUNTS, ALL_HEADS = ("to_q", "to_query"), ("heads", "num_heads", "kv_heads", "num_kv_heads"), "inner_dim"
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,13 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
+def _attends(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in QUERIES)
+
+
 def _check_heads(layers, ranks):
     for name, module in layers.items():
-        for count in (getattr(module, key) for key in HEAD_COUNTS if isinstance(getattr(module, key, None), int) and hasattr(module, "to_q")):
+        for count in (getattr(module, key) for key in HEAD_COUNTS if _attends(module) and isinstance(getattr(module, key, None), int)):
             if count % ranks:
                 raise UnsupportedError(f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d.")
 
@@ -165,7 +169,7 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
     if scheme != "megatron":
         return
     for module in transformer.modules():
-        if isinstance(getattr(module, "to_q", None), ShardedLinear):
+        if any(isinstance(getattr(module, name, None), ShardedLinear) for name in QUERIES):
             for count in (*HEAD_COUNTS, ALL_HEADS):
                 if isinstance(getattr(module, count, None), int):
                     setattr(module, count, getattr(module, count) // tp.size)
