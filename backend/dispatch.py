@@ -4,8 +4,9 @@ import json
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .protocol import PREFIX, decode, encode
+from .protocol import decode, encode
 
 
 class Dispatcher:
@@ -17,20 +18,23 @@ class Dispatcher:
 
     def tell(self, message):
         """Rank 0: send ``message`` to every other rank."""
-        frame = b"".join(encode(message))
-        dist.broadcast(torch.tensor([len(frame)]), 0, group=self.group)
-        dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0, group=self.group)
+        _, header, table, *data = encode(message)
+        parts = [torch.frombuffer(part, dtype=torch.uint8) for part in data]
+        self._broadcast(torch.tensor([len(header), len(table), sum(map(len, parts))]))
+        self._broadcast(torch.frombuffer(bytearray(header + table), dtype=torch.uint8))
+        if parts:
+            self._broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))       # what came over the socket is one part
 
     def hear(self):
         """Other ranks: the next message of rank 0."""
-        size = torch.zeros(1, dtype=torch.long)
-        dist.broadcast(size, 0, group=self.group)
-        frame = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(frame, 0, group=self.group)
-        data = frame.numpy().tobytes()
-        _, header, _ = PREFIX.unpack_from(data)
-        start = PREFIX.size + header
-        return decode(data[PREFIX.size: start], data[start:])
+        header, table, body = self._broadcast(torch.zeros(3, dtype=torch.long)).tolist()
+        head = self._broadcast(torch.empty(header + table, dtype=torch.uint8)).numpy().tobytes()
+        data = torch.empty(body, dtype=torch.uint8)
+        return decode(head[:header], head[header:], self._broadcast(data) if body else data)
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, 0, group=self.group)
+        return x
 
     def answers(self, answer) -> list:
         """Every rank's JSON-able ``answer``, on every rank, in order of ranks."""

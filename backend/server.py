@@ -6,14 +6,18 @@ import queue
 import socket
 import stat
 import threading
+import time
 from dataclasses import dataclass, field
 
 from .protocol import (MAX_HELLO, VERSION, Cancel, Failure, Hello, Ping, Pong, Progress, ProtocolError, Welcome, receive, send)
 
 #: Seconds in which a new connection must show its token.
 HELLO_SECONDS = 5.0
-#: Connections at a time; a graph uses one.
+#: Connections at a time, and requests of one that may wait; a graph uses one of each.
 MAX_CLIENTS = 16
+MAX_WAITING = 16
+#: How long a client that leaves, or is shut out, may take to read what is still to be written.
+LEAVE_SECONDS = 5.0
 
 
 @dataclass
@@ -61,21 +65,22 @@ class Client:
             job.cancelled.set()
         self.outbox.put(None)
         if self.writer.is_alive():
-            self.writer.join()
+            self.writer.join(LEAVE_SECONDS)
         else:
             self._write()                           # it never got in: say why
+        self._hang_up()                             # ends the write to a client that does not read
         self.connection.close()
         self.server.clients.release()
 
     def _greet(self):
         # one deadline for the whole greeting: a peer that sends a byte now and then must not keep its place
-        deadline = threading.Timer(HELLO_SECONDS, self.connection.shutdown, [socket.SHUT_RDWR])
+        deadline = threading.Timer(HELLO_SECONDS, self._hang_up)
         deadline.start()
         try:
             hello = receive(self.connection, limit=MAX_HELLO)
         finally:
             deadline.cancel()
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self.server.token.encode()):
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(errors="replace"), self.server.token.encode()):
             raise ProtocolError("the token is not this backend's; connections without it are closed.")
         if hello.version != VERSION:
             raise ProtocolError(f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from the same version of the pack.")
@@ -88,6 +93,8 @@ class Client:
         elif isinstance(message, Cancel):
             for job in self.jobs:
                 job.cancelled.set()
+        elif len(self.jobs) == MAX_WAITING:
+            raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
         else:
             job = Job(message, self)
             self.jobs.append(job)
@@ -97,8 +104,16 @@ class Client:
         while (message := self.outbox.get()) is not None:
             try:
                 send(self.connection, message)
+            except ProtocolError as error:          # a reply that has no frame
+                self.outbox.put(Failure(str(error)))
             except OSError:
                 return                              # the reading thread sees the same and cleans up
+
+    def _hang_up(self):
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass                                    # the client was faster
 
 
 class Server:
@@ -112,8 +127,12 @@ class Server:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
-        while True:
-            connection, _ = self.listener.accept()
+        while self.listener.fileno() >= 0:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                time.sleep(0.1)                     # the client left before it was in, or this process has too many files open
+                continue
             if connection.family != getattr(socket, "AF_UNIX", None):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not self.clients.acquire(blocking=False):

@@ -6,7 +6,6 @@ Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 import selectors
 import socket
 import time
-from dataclasses import replace
 
 from ..backend import protocol
 from ..backend.config import ConfigError
@@ -80,8 +79,7 @@ class BackendClient:
         ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end and is raised
         again, so that the connection stays usable.
         """
-        # a graph may link one tensor twice, and safetensors stores no memory under two names
-        self._send(replace(message, tensors={name: tensor.clone() for name, tensor in message.tensors.items()}))
+        self._send(message)
         try:
             while not should_cancel():
                 reply = self._next()
@@ -145,10 +143,9 @@ class BackendClient:
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
         try:
-            for part in filter(None, protocol.encode(message)):  # a write of nothing still fails once the peer has hung up
-                self._socket.sendall(part)
-        except protocol.ProtocolError as error:  # over the size limit, so nothing was sent
-            raise RefusedError(f"The request is too large: {error}") from error
+            protocol.send(self._socket, message)
+        except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
+            raise RefusedError(f"The request cannot be sent: {error}") from error
         except OSError as error:
             self.close()
             raise BackendError(f"The connection to the backend at {self.address} was lost ({error})") from error

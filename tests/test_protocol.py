@@ -1,12 +1,14 @@
 """Every message survives the wire; everything else is refused before it is believed."""
 
 import json
+import random
 import socket
 import threading
 
 import pytest
+import safetensors.torch
 import torch
-from backend import protocol
+from backend import protocol, tensors
 from backend.protocol import MAGIC, MESSAGES, PREFIX, ProtocolError, Sample
 
 EXAMPLES = {
@@ -30,8 +32,29 @@ def through_socket(data: bytes, limit: int = protocol.MAX_BODY):
             sender.join()
 
 
+class Stream:
+    """As much of a socket as receiving needs, over bytes."""
+
+    def __init__(self, data: bytes):
+        self.left = memoryview(data)
+
+    def recv_into(self, view) -> int:
+        count = min(len(view), len(self.left))
+        view[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+
 def frame(header: bytes, body: bytes = b"") -> bytes:
     return PREFIX.pack(MAGIC, len(header), len(body)) + header + body
+
+
+def body(table, data: bytes = b"") -> bytes:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return tensors.LENGTH.pack(len(text)) + text + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -55,6 +78,10 @@ NONSENSE = {
     "a list": frame(b"[1]"),
     "body that is no safetensors": frame(b'{"type": "Result"}', b"\x80\x04pickle"),
     "body for a message without tensors": frame(b'{"type": "Ping"}', b"".join(protocol.encode(EXAMPLES["Result"])[2:])),
+    "NaN for a number": frame(json.dumps(vars(Sample("m", "euler", 1.0, 0)) | {"type": "Sample", "cfg": float("nan")}).encode()),
+    "deep nesting": frame(b"[" * 100_000),
+    "unhashable type": frame(b'{"type": []}'),
+    "tensors in the header": frame(b'{"type": "Result", "tensors": {"samples": 1}}'),
     "header over the limit": PREFIX.pack(MAGIC, 1 << 30, 0),
     "body over the limit": PREFIX.pack(MAGIC, 2, 1 << 60) + b"{}",
 }
@@ -66,6 +93,106 @@ def test_nonsense_is_refused(data):
         through_socket(data)
 
 
+BODIES = {
+    "shorter than its table's length": b"\0\0\0",
+    "table longer than the body": tensors.LENGTH.pack(100) + b"{}",
+    "table longer than anything": tensors.LENGTH.pack(2**64 - 1) + b"{}",
+    "table over the limit": tensors.LENGTH.pack(protocol.MAX_HEADER + 8) + bytes(protocol.MAX_HEADER + 8),
+    "table that is no JSON": body(b"\x80\x04pickle"),
+    "table that is no text": body(b"\xff\xfe"),
+    "table that is a list": body([1]),
+    "deep nesting": body(b"[" * 100_000),
+    "overlap": body({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
+    "the same bytes twice": body({"a": entry(), "b": entry()}, bytes(8)),
+    "gap": body({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
+    "data that nobody names": body({"a": entry()}, bytes(12)),
+    "data past the end": body({"a": entry()}, bytes(4)),
+    "data without a table": body({}, bytes(4)),
+    "one name twice": body(b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(offsets=(8, 16))).encode()), bytes(16)),
+    "negative offsets": body({"a": entry(offsets=(-8, 0))}, bytes(8)),
+    "offsets backwards": body({"a": entry(offsets=(8, 0))}, bytes(8)),
+    "offsets that are no integers": body({"a": entry(offsets=(0.0, 8.0))}, bytes(8)),
+    "three offsets": body({"a": entry(offsets=(0, 4, 8))}, bytes(8)),
+    "shape of other size": body({"a": entry(shape=(3,))}, bytes(8)),
+    "negative shape": body({"a": entry(shape=(-1, -2))}, bytes(8)),
+    "shape of truths": body({"a": entry(shape=(True, 2))}, bytes(8)),
+    "shape that overflows": body({"a": entry(shape=(0, 2**40, 2**40), offsets=(0, 0))}),
+    "shape that wraps round": body({"a": entry(shape=(2**62, 4), offsets=(0, 0))}),
+    "too many dimensions": body({"a": entry(shape=(1,) * 1000 + (2,))}, bytes(8)),
+    "unknown dtype": body({"a": entry(dtype="NaN")}, bytes(8)),
+    "dtype that is no name": body({"a": entry(dtype=["F32"])}, bytes(8)),
+    "complex": body({"a": entry(dtype="C64", shape=(1,))}, bytes(8)),
+    "not aligned": body({"a": entry("U8", (1,), (0, 1)), "b": entry("F32", (1,), (1, 5))}, bytes(5)),
+    "more than an entry has": body({"a": entry(file="/etc/passwd")}, bytes(8)),
+    "entry that is no object": body({"a": 5}),
+}
+
+
+@pytest.mark.parametrize("data", BODIES.values(), ids=BODIES)
+def test_malformed_bodies_are_refused_before_their_data_is_read(data):
+    stream = Stream(frame(b'{"type": "Result"}', data))
+    with pytest.raises(ProtocolError, match="body of a Result"):
+        protocol.receive(stream)
+    payload = data[8 + int.from_bytes(data[:8], "little"):]
+    assert len(stream.left) >= len(payload)
+
+
+def test_random_damage_is_refused_or_read_as_a_message():
+    """Every byte of the header and of the table has its turn; nothing but our own error may come out."""
+    whole, random_ = b"".join(protocol.encode(EXAMPLES["Sample"])), random.Random(7)
+    for turn in range(4000):
+        damaged = bytearray(whole)
+        for _ in range(random_.choice((1, 1, 2, 8))):
+            damaged[random_.randrange(len(damaged)) if turn % 2 else turn % len(damaged)] = random_.randrange(256)
+        try:
+            got = protocol.receive(Stream(bytes(damaged[: len(damaged) if turn % 3 else random_.randrange(len(damaged))])))
+        except ConnectionError:
+            continue
+        assert type(got) in MESSAGES.values()
+        assert all(tensor.untyped_storage().nbytes() <= len(whole) for tensor in getattr(got, "tensors", {}).values())
+
+
+TENSORS = {
+    "f32": torch.randn(3, 5), "bf16": torch.randn(7).bfloat16(), "half": torch.randn(1).half(), "f64": torch.randn(2).double(), "truth": torch.tensor([True, False, True]),
+    "i64": torch.arange(3), "u8": torch.arange(5, dtype=torch.uint8), "fp8": torch.randn(3).to(torch.float8_e4m3fn), "scalar": torch.tensor(2.5), "none": torch.empty(0, 4),
+    "turned": torch.randn(4, 6).T, "wide": torch.randn(3, 1).expand(3, 4), "grad": torch.randn(2, requires_grad=True), "name \u00e4\u2026": torch.ones(1)}
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k].float(), b[k].float()) and a[k].shape == b[k].shape for k in a)
+
+
+def test_bodies_are_safetensors_both_ways():
+    """The library reads what we write, and we read what it writes."""
+    _, header, *parts = protocol.encode(protocol.Result(tensors=TENSORS))
+    assert same(safetensors.torch.load(b"".join(parts)), TENSORS)
+    theirs = safetensors.torch.save({k: v.detach().clone().contiguous() for k, v in TENSORS.items()}, metadata={"format": "pt"})
+    assert same(through_socket(frame(header, theirs)).tensors, TENSORS)
+
+
+def test_nothing_is_copied():
+    sent = {"noise": torch.randn(1, 4, 8), "text": torch.randn(2, 3).bfloat16()}
+    parts = protocol.encode(Sample("m", "euler", 1.0, 0, tensors=sent))[3:]
+    for tensor in sent.values():
+        tensor.zero_()
+    assert not any(any(part) for part in parts)
+    got = through_socket(b"".join(protocol.encode(EXAMPLES["Sample"])))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in got.tensors.values()}) == 1
+    assert len(protocol.encode(got)[3:]) == 1            # and travels on as one part
+
+
+def test_a_byte_that_is_no_truth_value():
+    """Indexing with a bool tensor that holds a 2 would count it wrongly."""
+    got = protocol.receive(Stream(frame(b'{"type": "Result"}', body({"a": entry("BOOL", (3,), (0, 3))}, b"\0\2\1"))))
+    assert got.tensors["a"].view(torch.uint8).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("message", [protocol.Result({"seconds": float("nan")}), protocol.Result(tensors={"a": torch.ones(1, dtype=torch.complex64)})], ids=["NaN", "dtype"])
+def test_what_cannot_be_read_is_not_written(message):
+    with pytest.raises(ProtocolError, match="a Result cannot be written"):
+        protocol.encode(message)
+
+
 def test_end_of_stream_in_a_frame():
     with pytest.raises(ConnectionError):
         through_socket(b"".join(protocol.encode(EXAMPLES["Sample"]))[:-3])
@@ -75,6 +202,28 @@ def test_a_length_alone_allocates_nothing():
     """A peer that announces 16 GB and sends nothing costs us one small buffer."""
     with pytest.raises(ConnectionError):
         through_socket(PREFIX.pack(MAGIC, 16, protocol.MAX_BODY) + bytes(16))
+
+
+def test_memory_is_allocated_as_bytes_arrive(monkeypatch):
+    asked, allocate = [], protocol._allocate
+    monkeypatch.setattr(protocol, "MAX_UNSEEN", 1000)
+    monkeypatch.setattr(protocol, "_allocate", lambda size: asked.append(size) or allocate(size))
+    noise = torch.randn(1, 1500)
+    whole = b"".join(protocol.encode(Sample("m", "euler", 1.0, 0, tensors={"noise": noise})))
+    assert through_socket(whole).tensors["noise"].equal(noise) and asked == [1000, 2000, 4000, 6000]
+    asked.clear()
+    with pytest.raises(ConnectionError):
+        through_socket(whole[:-4500])
+    assert asked == [1000, 2000]
+
+
+def test_no_memory_for_a_frame(monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ProtocolError, match="no memory for a frame of"):
+        protocol.receive(Stream(b"".join(protocol.encode(EXAMPLES["Result"]))))
 
 
 def test_a_message_over_the_limit_is_not_sent():

@@ -8,7 +8,7 @@ import time
 import pytest
 from backend import protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
-from backend.server import MAX_CLIENTS, Previews, Server, _listen
+from backend.server import MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen
 
 TOKEN = "correct horse"
 
@@ -127,6 +127,86 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
     threading.Thread(target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()), daemon=True).start()
     assert done.wait(5)
     assert not job.client_keeps_up
+
+
+def test_a_token_that_is_no_text(server):
+    client = connect(server)
+    header = b'{"type": "Hello", "token": "\\ud800"}'
+    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, len(header), 0) + header)
+    assert "token" in protocol.receive(client).message
+
+
+@pytest.mark.parametrize("header", [b"[" * 4000, b'{"type": "Hello", "token": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"])
+def test_a_header_that_breaks_parsers(server, header):
+    client = connect(server)
+    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, len(header), 0) + header)
+    assert isinstance(protocol.receive(client), Failure) and closed(client)
+
+
+def test_a_body_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, 18, 16) + b'{"type": "Result"}' + protocol.bodies.LENGTH.pack(1 << 40) + bytes(8))
+    assert "shorter than its table" in protocol.receive(client).message and closed(client)
+
+
+def test_a_slow_greeting_loses_its_place(server, monkeypatch):
+    monkeypatch.setattr("backend.server.HELLO_SECONDS", 0.3)
+    client, began = connect(server), time.monotonic()
+    with pytest.raises(OSError):
+        for byte in b"".join(protocol.encode(Hello(TOKEN))) * 100:
+            client.sendall(bytes([byte]))
+            time.sleep(0.05)
+    assert time.monotonic() - began < 3
+
+
+def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkeypatch):
+    """It shuts its sending side and never reads: the write to it would block for ever."""
+    monkeypatch.setattr("backend.server.LEAVE_SECONDS", 0.2)
+    before, client = server.clients._value, greeted(server)
+    protocol.send(client, Load("/a"))
+    server.next_job(5).reply(protocol.Loaded("m", "x" * 1_000_000))
+    client.shutdown(socket.SHUT_WR)
+    deadline = time.monotonic() + 5
+    while server.clients._value < before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.clients._value == before
+
+
+def test_a_flood_of_requests_is_stopped(server):
+    flooding, good = greeted(server), greeted(server)
+    for _ in range(MAX_WAITING + 1):
+        protocol.send(flooding, Load("/a"))
+    assert "wait already" in protocol.receive(flooding).message and closed(flooding)
+    protocol.send(good, Ping())
+    assert protocol.receive(good) == Pong(["m"])
+
+
+def test_a_reply_that_cannot_be_written_is_a_failure(server):
+    client = greeted(server)
+    protocol.send(client, Load("/a"))
+    server.next_job(5).reply(protocol.Result({"seconds": float("inf")}))
+    assert "cannot be written" in protocol.receive(client).message
+    protocol.send(client, Ping())
+    assert protocol.receive(client) == Pong(["m"])
+
+
+def test_accepting_goes_on_after_an_error(server, monkeypatch):
+    accept, calls = server.listener.accept, []
+
+    class Failing:
+        fileno = server.listener.fileno
+
+        def accept(self):
+            calls.append(1)
+            if len(calls) == 1:
+                raise OSError("too many open files")
+            return accept()
+
+    whole, server.listener = server.listener, Failing()
+    greeted(server).close()                                  # accepted by the call that waits already
+    greeted(server).close()
+    assert len(calls) >= 2
+    server.listener = whole
 
 
 def test_shared_folder_is_refused(tmp_path):

@@ -1,0 +1,106 @@
+"""Tensors as the body of a frame: valid safetensors, written and read without copying their bytes.
+
+A body is a table (its length in 8 bytes, then JSON: name -> dtype, shape, place) and data. The library's own ``save`` and ``load`` join all tensors into
+one ``bytes`` and copy each out of it again, several times the cost of the socket; here data to be sent are views of the tensors' memory, and the tensors
+received are views of one buffer. Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LENGTH = struct.Struct("<Q")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Most dimensions of a tensor, and most elements along those that are not 0: beyond them strides overflow.
+MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 40
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: bytes lo <= byte < hi of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+
+
+def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
+    """The table of ``tensors`` and their bytes in order of the table; ValueError for a dtype that has no place in it.
+
+    The bytes are those of the tensors themselves, which must not change before they are sent. What lies side by side in memory is one part, so a body
+    that was received is one part again. A tensor under two names is sent twice.
+    """
+    table, runs, at = {}, [], 0
+    # large elements first, so that all lie at multiples of their size
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of {', '.join(map(str, NAMES))}.")
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+        if runs and len(data) and _side_by_side(runs[-1], data):
+            runs[-1] = runs[-1].as_strided((len(runs[-1]) + len(data),), (1,))
+        elif len(data):
+            runs.append(data)
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % LENGTH.size)
+    return LENGTH.pack(len(text)) + text, [memoryview(run.numpy()) for run in runs]
+
+
+def _side_by_side(first: Tensor, then: Tensor) -> bool:
+    same = first.untyped_storage().data_ptr() == then.untyped_storage().data_ptr()
+    return same and first.storage_offset() + len(first) == then.storage_offset()
+
+
+def places(text: bytes, size: int) -> list[Place]:
+    """The tensors of a table's JSON, in order; ValueError unless they fill ``size`` bytes of data with neither gap nor overlap."""
+    table = json.loads(text)
+    if not isinstance(table, dict):
+        raise ValueError("the table of tensors is no JSON object")
+    table.pop("__metadata__", None)
+    found, at = sorted((_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)), 0
+    for place in found:
+        if place.lo != at:
+            raise ValueError(f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it ends")
+        at = place.hi
+    if at != size:
+        raise ValueError(f"the tensors fill {at} bytes of {size}")
+    return found
+
+
+def _place(name: str, entry: dict) -> Place:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of the tensor {name!r} is not a dtype, a shape and offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        raise ValueError(f"the tensor {name!r} has the unknown dtype {str(entry['dtype'])[:20]!r}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > MAX_ELEMENTS:
+        raise ValueError(f"the tensor {name!r} has no valid shape and offsets")
+    dtype, (lo, hi) = DTYPES[entry["dtype"]], offsets
+    if math.prod(shape) * dtype.itemsize != hi - lo or lo % dtype.itemsize:
+        raise ValueError(f"the tensor {name!r} of shape {shape} does not fit bytes {lo} to {hi}")
+    return Place(name, dtype, tuple(shape), lo, hi)
+
+
+def _are_sizes(numbers) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+
+
+def unpack(found: list[Place], data: Tensor) -> dict[str, Tensor]:
+    """The tensors at their places of ``data`` (uint8), as views of it."""
+    return {place.name: _view(data[place.lo: place.hi], place) for place in found}
+
+
+def _view(data: Tensor, place: Place) -> Tensor:
+    if place.dtype is torch.bool:
+        return (data != 0).view(place.shape)            # a byte that is neither 0 nor 1 is no bool to index with
+    return data.view(place.dtype).view(place.shape)
