@@ -3,7 +3,8 @@
 import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,13 @@ from ..errors import UnsupportedError
 from ..models import FAMILIES, family_of_class
 from ..models.spec import Family
 from ..parallel.tensor import Shard
-from .files import TensorFiles, folder_files
+from .files import TensorFiles, Weights, folder_files
+from .gguf_files import GGUFFile
 from .layout import Source, sources
+from .scaled import ScaledFiles
 
-#: Keys of quantized files that would load silently wrong without their scales.
-SCALES = ("scale_weight", "weight_scale", "scaled_fp8", "comfy_quant")
+#: Called with a parameter's name, this rank's piece of it as it was read, and its Shard (None: all of it) -> what is kept.
+Change = Callable[[str, torch.Tensor, Shard | None], torch.Tensor]
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Checkpoint:
     name: str
     family: Family
     config: dict
-    files: TensorFiles
+    files: Weights
     keys: Mapping[str, str] = field(default_factory=dict)
     single_file: bool = False
     latent_format: str | None = None
@@ -88,34 +91,51 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The most common floating dtype of the file; fp8 counts as bf16, in which it is computed."""
-        dtypes = [self.files.dtype(self._key(source)) for source in self.sources.values()]
-        common = max(set(dtypes), key=dtypes.count)
+        """The floating dtype of most of the file's values; fp8 counts as bf16, in which it is computed."""
+        values = Counter()
+        for key in {self._key(source) for source in self.sources.values()}:
+            values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
+        common = max(values, key=values.get)
         return torch.bfloat16 if common.itemsize == 1 else common
 
-    def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {}) -> int:
+    def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {},
+             changes: Sequence[Change] = (), on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
 
-        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read.
+        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read. ``changes`` are applied to every tensor
+        in order, as it is read. ``on_progress`` is told how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
         wanted = {name: source for name, source in self.sources.items() if not name.startswith(absent or ("\0",))}
         self.files.bytes_read = 0
-        weights = {name: self._read(source, shards.get(name.rpartition(".")[0])).to(device, dtype) for name, source in wanted.items()}
+        weights, empty = {}, self.empty.state_dict()
+        done, total = 0, sum(empty[name].numel() for name in wanted)
+        for name, source in wanted.items():
+            shard = shards.get(name.rpartition(".")[0])
+            tensor = self._read(source, shard, dtype, device)
+            for change in changes:
+                tensor = change(name, tensor, shard)
+            weights[name] = tensor
+            done += tensor.numel()
+            on_progress(done, total)
         self.empty.load_state_dict(weights, strict=False, assign=True)
         for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)
         return self.files.bytes_read
 
-    def _read(self, source: Source, shard: Shard | None) -> torch.Tensor:
+    def _read(self, source: Source, shard: Shard | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = self._key(source)
         if shard is None:
-            tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None))
+            tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None), dtype=dtype, device=device)
             tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
             return tensor if source.shape is None else tensor.reshape(source.shape)
         rows = [slice(source.lo + span.lo, source.lo + span.hi) for span in shard.outputs]
         columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
-        return torch.cat([torch.cat([self.files.read(key, r, c) for c in columns], dim=-1) for r in rows])
+        return _join([_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+
+
+def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)           # one alone stays where it is mapped
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -139,14 +159,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}        # older folders do not name what came later
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
-    return Checkpoint(folder.name, family, config, folder_files(inner), latent_format=latent_format)
+    return Checkpoint(folder.name, family, config, ScaledFiles(folder_files(inner)), latent_format=latent_format)
 
 
 def _open_single_file(path: Path) -> Checkpoint:
-    files = TensorFiles([path])
-    scaled = next((key for key in files.shapes if key.rsplit(".", 1)[-1] in SCALES), None)
-    if scaled:
-        raise UnsupportedError(f"{path.name} is quantized with scales ({scaled}), which are not supported yet; use the bf16, fp16 or plain fp8 file of this model.")
+    files = GGUFFile(path) if path.suffix == ".gguf" else ScaledFiles(TensorFiles([path]))
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)
         if keys is not None:

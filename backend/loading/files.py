@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Mapping, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,13 +11,29 @@ from ..errors import UnsupportedError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+CPU = torch.device("cpu")
+ALL = slice(None)
+
+
+class Weights(Protocol):
+    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; bytes_read: what was read of the files so far."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, str]
+    bytes_read: int
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The floating dtype of a tensor, that of the values which it stands for where it is quantized. UnsupportedError where it is none."""
+
+    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> torch.Tensor:
+        """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on ``device``; nothing else of it is read."""
 
 
 class TensorFiles:
     """The tensors of one or several safetensors files under one set of names. Headers are read at once, data when asked for."""
 
     def __init__(self, paths: list[Path]):
-        self.bytes_read = 0
+        self.bytes_read, self.name = 0, paths[0].name
         self._handles = {path: _open(path) for path in paths}
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
         self.metadata = {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
@@ -24,17 +41,25 @@ class TensorFiles:
 
     def dtype(self, key: str) -> torch.dtype:
         """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed integers)."""
-        name = self._where[key].get_slice(key).get_dtype()
+        name = self.stored(key)
         if name not in DTYPES:
-            raise UnsupportedError(f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32 or plain fp8 file.")
+            raise UnsupportedError(f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32, fp8 or GGUF file.")
         return DTYPES[name]
 
-    def read(self, key: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        """Rows and columns of a tensor (all of it by default), from disk."""
+    def stored(self, key: str) -> str:
+        """The file's own name of a tensor's dtype ("BF16", "U8", ...)."""
+        return self._where[key].get_slice(key).get_dtype()
+
+    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> torch.Tensor:
+        """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks of a machine share."""
+        tensor = self._mapped(key, rows, columns).to(device)        # few bytes travel, then become many
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _mapped(self, key, rows, columns):
         handle = self._where[key]
-        if columns != slice(None):
+        if columns != ALL:
             tensor = handle.get_slice(key)[rows, columns]
-        elif rows != slice(None):
+        elif rows != ALL:
             tensor = handle.get_slice(key)[rows]
         else:
             tensor = handle.get_tensor(key)
@@ -46,7 +71,7 @@ def _open(path: Path):
     if not path.is_file():
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):
-        raise UnsupportedError(f"{path.name} is not a .safetensors file; convert it, since other formats can run code when they are opened.")
+        raise UnsupportedError(f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run code when they are opened.")
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:

@@ -1,0 +1,122 @@
+"""Quantized versions of a tiny checkpoint's state, in the layouts of published files."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+#: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each row.
+MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
+KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4")
+FLOAT8 = {"float8_e4m3fn": (torch.float8_e4m3fn, 448.0), "float8_e5m2": (torch.float8_e5m2, 57344.0)}
+
+
+def matrices(state: dict, pattern: re.Pattern = MATRICES) -> list[str]:
+    return [key for key, value in state.items() if pattern.search(key) and value.ndim == 2]
+
+
+def float8(weight: torch.Tensor, kind: str = "float8_e4m3fn", rowwise: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale): the largest value of the matrix, or of each row, becomes the largest of the format."""
+    dtype, largest = FLOAT8[kind]
+    scale = (weight.abs().amax(dim=1, keepdim=True) if rowwise else weight.abs().amax()) / largest
+    return (weight / scale).to(dtype), scale.float()
+
+
+def legacy_fp8(state: dict) -> dict:
+    """"Scaled fp8": X.scale_weight, X.scale_input and the marker scaled_fp8."""
+    found = {**state, "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for key in matrices(state):
+        found[key], scale = float8(state[key])
+        name = key.removesuffix(".weight")
+        found[f"{name}.scale_weight"], found[f"{name}.scale_input"] = scale, torch.ones(())
+    return found
+
+
+def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> tuple[dict, dict]:
+    """({leaf: tensor}, what comfy_quant says beside the format) of one layer. Of the formats in blocks, values and scales are random."""
+    random = torch.Generator().manual_seed(seed)
+    rows, columns = weight.shape
+    if kind in FLOAT8:
+        values, scale = float8(weight, kind, rowwise)
+        return {"weight": values, "weight_scale": scale}, {}
+    if kind == "int8_tensorwise":
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        settings = {"convrot": True, "convrot_groupsize": 64} if columns % 64 == 0 and seed % 2 else {}
+        return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale.float()}, settings
+    block, packed = {"mxfp8": (32, 1), "nvfp4": (16, 2)}[kind]
+    tiles = -(-rows // 128) * 128, -(-columns // block // 4) * 4
+    numbers = lambda *shape, high=256: torch.randint(high, shape, generator=random, dtype=torch.int32).to(torch.uint8)
+    if kind == "mxfp8":
+        values = numbers(rows, columns, high=120).view(torch.float8_e4m3fn)          # below the NaN
+        return {"weight": values, "weight_scale": (numbers(*tiles, high=6) + 116).view(torch.float8_e8m0fnu)}, {}
+    return {"weight": numbers(rows, columns // packed), "weight_scale": numbers(*tiles, high=120).view(torch.float8_e4m3fn), "weight_scale_2": torch.tensor(2e-4)}, {}
+
+
+def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, dict]:
+    """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in the header."""
+    found, layers = dict(state), {}
+    for seed, key in enumerate(matrices(state)):
+        name = key.removesuffix(".weight")
+        leaves, settings = layer(state[key], kind, seed, rowwise=kind in FLOAT8 and seed % 2 == 1)
+        found |= {f"{name}.{leaf}": value for leaf, value in leaves.items()}
+        layers[name] = {"format": kind, **settings}
+    if in_header:
+        return found, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    texts = {f"{name}.comfy_quant": torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8) for name, text in layers.items()}
+    return found | texts, {}
+
+
+def write_scaled(path: Path, state: dict, kind: str) -> Path:
+    """A safetensors file of ``kind``: legacy, header (fp8 described in the header) or one of KINDS."""
+    found, metadata = (legacy_fp8(state), {}) if kind == "legacy" else described(state, FIRST if kind == "header" else kind, kind == "header")
+    save_file(found, path, metadata)
+    return path
+
+
+FIRST = KINDS[0]
+
+
+def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Pattern = MATRICES) -> dict:
+    """A GGUF file with the matrices of ``pattern`` in ``kinds`` in turn (K-quants from random blocks: the package cannot quantize to them), the rest in
+    BF16, F16 and F32; a matrix whose rows hold no whole blocks is stored in another shape, as ComfyUI-GGUF's converter does. Returns the values that the
+    package's own dequantization gives."""
+    import gguf
+    import numpy as np
+
+    writer, values, random = gguf.GGUFWriter(str(path), "flux"), {}, np.random.default_rng(0)
+    quantized = matrices(state, pattern)
+    for key, tensor in state.items():
+        kind = kinds[quantized.index(key) % len(kinds)] if key in quantized else "F32" if tensor.ndim == 1 else "BF16" if len(key) % 2 else "F16"
+        kind = gguf.GGMLQuantizationType[kind]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        array = tensor.float().numpy()
+        if array.shape[-1] % block:
+            writer.add_array(f"comfy.gguf.orig_shape.{key}", list(array.shape))
+            array = array.reshape(-1, block)
+        try:
+            data = gguf.quants.quantize(array, kind)
+        except NotImplementedError:
+            data = _random_blocks(random, array.shape, kind.name, block, size)
+        writer.add_tensor(key, data, raw_dtype=kind)
+        values[key] = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).reshape(tensor.shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+#: Where in a block its float16 scales are.
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+
+
+def _random_blocks(random, shape, kind: str, block: int, size: int):
+    """Any bytes are a block, but for its scales, which must be finite."""
+    import numpy as np
+
+    data = random.integers(0, 256, (shape[0], shape[-1] // block, size), dtype=np.uint8)
+    for at in SCALES_AT[kind]:
+        data[..., at: at + 2] = random.uniform(1e-4, 1e-2, (*data.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    return data.reshape(shape[0], -1)
