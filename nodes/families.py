@@ -166,6 +166,12 @@ def _kandinsky5(config: dict) -> dict:
     }
 
 
+def _hidream(config: dict) -> dict:
+    return {"image_model": "hidream", **{key: config[key] for key in (
+        "patch_size", "in_channels", "out_channels", "num_layers", "num_single_layers", "attention_head_dim", "num_attention_heads", "caption_channels", "text_emb_dim", "num_routed_experts",
+        "num_activated_experts", "axes_dims_rope", "max_resolution")}}
+
+
 #: Keys of a CONDITIONING with which image to video models are given their picture.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 
@@ -196,6 +202,7 @@ FAMILIES = {
     "qwen-image": Family(lambda config: "QwenImage", _qwen_image),
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2),
+    "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
 }
 

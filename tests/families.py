@@ -18,11 +18,12 @@ FLUX = (0.1159, 0.3611)
 LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
-    "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX,
+    "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX,
 }
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
 ARGUMENTS = {
     "cross_attn": "c_crossattn", "pooled_output": "y", "conditioning_byt5small": "txt_byt5", "conditioning_mt5xl": "encoder_hidden_states_t5",
+    "conditioning_llama3": "encoder_hidden_states_llama3",
     "attention_mask_mt5xl": "text_embedding_mask_t5",
 }
 #: Golden family -> what else ComfyUI's model makes of a CONDITIONING (arguments -> further arguments).

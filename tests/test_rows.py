@@ -30,3 +30,10 @@ def test_positions_put_text_where_the_family_has_it():
     assert first.local_positions("joint").tolist() == [1, 3, 4]
     assert last.local_positions("joint").tolist() == [1, 2, 4]
     assert first.local_positions("image").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("sp", [1, 2, 3, 4])
+def test_fresh_text_stays_behind(sp):
+    shards = [everything(Sequence(11, 8, "last", fresh=4), rank, sp) for rank in range(sp)]
+    assert sum(rows.kept for rows in shards) == 7
+    assert all(rows.kept == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards)

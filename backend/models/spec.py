@@ -23,6 +23,8 @@ class Family:
     returns: what a block returns, in order ("image", "text").
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
     joined: block lists whose image argument, and only result, carries text and image rows together in the order of text_position.
+    fresh_text: (arguments of the transformer's forward) -> rows at the end of the text (text_position "last") that every block is given anew, and that go no further.
+    counts_image: the model counts the image rows between its block lists, so it is handed all of them there.
     text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
     text_mask: block argument (B, text) that hides rows of text from every query; a stage hands it to attention instead.
     per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension).
@@ -64,6 +66,8 @@ class Family:
     text: str | None = None
     text_position: str | None = None
     joined: tuple[str, ...] = ()
+    fresh_text: Callable[[dict], int] = lambda arguments: 0
+    counts_image: bool = False
     text_needs_a_row: bool = False
     text_mask: str | None = None
     per_token: Mapping[str, tuple[Kind | tuple[Kind, ...], int]] = field(default_factory=dict)

@@ -27,11 +27,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Sizes of the two streams; ``text_position`` is where text sits in the joint sequence: first, last or None (no joint text)."""
+    """Sizes of the two streams; ``text_position`` is where text sits in the joint sequence: first, last or None (no joint text).
+
+    ``fresh``: so many rows at the end of the text are given to every block anew, and do not go on to the next.
+    """
 
     text: int
     image: int
     text_position: str | None
+    fresh: int = 0
 
     @property
     def joint(self) -> int:
@@ -59,6 +63,12 @@ class Rows:
     def local(self) -> tuple[Span, Span]:
         """(text span, image span) of this rank."""
         return self.shards[self.sp_rank]
+
+    @property
+    def kept(self) -> int:
+        """How many of this rank's text rows go on from block to block."""
+        text = self.local[0]
+        return max(0, min(text.hi, self.sequence.text - self.sequence.fresh) - text.lo)
 
     @property
     def is_everything(self) -> bool:

@@ -9,6 +9,7 @@ import inspect
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mesh import Mesh
@@ -31,13 +32,15 @@ class StageDone(Exception):
 
 @dataclass
 class Forward:
-    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row. ``tokens``: image rows of the whole latent."""
+    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row. ``tokens``: image rows of the whole latent;
+    ``fresh``: see Sequence."""
 
     branch: str
     items: Span
     image: Span | None = None
     with_text: bool = True
     tokens: int = 0
+    fresh: int = 0
     rows: Rows | None = None
     skips: dict[int, Tensor] = field(default_factory=dict)
     cuts: dict = field(default_factory=dict)
@@ -84,13 +87,14 @@ class Stage:
     def post(self, forward: Forward, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (B, rows, D) of this request."""
         if self.pipe and not self.mesh.pp.first:
-            text, image = self._rows(forward, self.sequences[forward.branch]).local
+            rows = self._rows(forward, self.sequences[forward.branch])
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
-            self.pipe.post((len(forward.items), len(text) + len(image), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post((len(forward.items), rows.kept + len(rows.local[1]), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
         self.current = forward
+        forward.fresh = self.family.fresh_text(arguments)
         try:
             return first_output(self.transformer, arguments)
         except StageDone:
@@ -111,11 +115,15 @@ class Stage:
             streams = self._run(index, block, call, streams)
             if index in self.skip_sources:
                 self.current.skips[index] = streams["image"]
+        if self.current.fresh:
+            streams["text"] = streams["text"][:, : self.current.rows.kept]
         if index == self.blocks.stop - 1 and self.pipe and not self.mesh.pp.last:
             self._send(streams)
             raise StageDone
         if index == self.total - 1:
             streams = self._leave(streams)
+        elif self.family.counts_image and self.joined[index] != self.joined[index + 1]:
+            streams["image"] = self._whole(streams["image"])
         if self.joined[index]:
             return self._join(streams)
         out = tuple(streams[name] for name in self.family.returns)
@@ -123,10 +131,22 @@ class Stage:
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
-        image = call[self.family.image]
+        image, rows = call[self.family.image], self.current.rows
         if not self.joined[index]:
-            return {"image": image, "text": call[self.family.text] if self.family.text else None}
-        return self._split(image, image.shape[1] - self.current.tokens if index == 0 else len(self.current.rows.local[0]))
+            streams = {"image": image, "text": call[self.family.text] if self.family.text else None}
+        else:
+            streams = self._split(image, image.shape[1] - self.current.tokens if index == 0 else rows.kept + rows.sequence.fresh)
+        return streams if index == 0 else self._own(streams)
+
+    def _own(self, streams):
+        """This rank's rows of what the model hands over whole: image rows between block lists, and fresh text."""
+        rows, text, image = self.current.rows, streams["text"], streams["image"]
+        span, fresh = rows.local[1], rows.sequence.text - rows.sequence.fresh
+        image = image if image.shape[1] == len(span) else image[:, span.lo: span.hi]
+        if rows.sequence.fresh:
+            lo, hi = (max(row, fresh) - fresh + rows.kept for row in (rows.local[0].lo, rows.local[0].hi))
+            text = torch.cat([text[:, : rows.kept], text[:, lo: hi]], dim=1)
+        return {"text": text, "image": image}
 
     def _split(self, joined, text_rows):
         if self.family.text_position == "first":
@@ -138,7 +158,7 @@ class Stage:
 
     def _enter(self, streams):
         text, image, forward = streams["text"], streams["image"], self.current
-        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position)
+        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position, forward.fresh)
         self.sequences[forward.branch] = sequence
         forward.rows = self._rows(forward, sequence)
         text_rows, image_rows = forward.rows.local
@@ -159,7 +179,7 @@ class Stage:
         if not forward.rows.is_everything:
             for name, (kind, dim) in family.per_token.items():
                 if name in call:
-                    call[name] = self._cut(call[name], kind, dim)
+                    call[name] = self._cut(call[name], kind, dim, stand_in)
         if self.skip_sources[index] is not None:
             call[family.skip] = forward.skips.pop(self.skip_sources[index])
         where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in)
@@ -173,19 +193,19 @@ class Stage:
         streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
         return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
 
-    def _cut(self, value, kind, dim):
+    def _cut(self, value, kind, dim, stand_in):
         """This rank's rows of a per-token argument; the same object comes to every block, so cuts are kept for the forward."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):
             kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
-            return type(value)(self._cut(part, kind, dim) for part, kind in zip(value, kinds))
-        kept = self.current.cuts.get((id(value), kind, dim))
+            return type(value)(self._cut(part, kind, dim, stand_in) for part, kind in zip(value, kinds))
+        kept = self.current.cuts.get((id(value), kind, dim, stand_in))
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
-            if kind == "text" and not len(positions) and self.family.text_needs_a_row:
-                positions = positions.new_zeros(1)
-            kept = self.current.cuts[id(value), kind, dim] = (value, value.index_select(dim, positions))
+            if stand_in and kind != "image":
+                positions = F.pad(positions, (1, 0) if self.family.text_position == "first" else (0, 1))
+            kept = self.current.cuts[id(value), kind, dim, stand_in] = (value, value.index_select(dim, positions))
         return kept[1]
 
     def _receive(self, streams):
@@ -197,7 +217,8 @@ class Stage:
         self.like = both
         if text is None:
             return {"image": both, "text": None}
-        return {"text": both[:, : text.shape[1]], "image": both[:, text.shape[1]:]}
+        kept = self.current.rows.kept
+        return {"text": torch.cat([both[:, :kept], text[:, kept:]], dim=1), "image": both[:, kept:]}
 
     def _send(self, streams):
         text, image = streams["text"], streams["image"]
@@ -213,13 +234,19 @@ class Stage:
         rows = self.current.rows
         if rows.is_everything:
             return streams
-        image, span = streams["image"], rows.local[1]
-        full = image.new_zeros(image.shape[0], rows.sequence.image, image.shape[2])
-        full[:, span.lo: span.hi] = image
         text = streams["text"]
         if self.joined[0] and text is not None:                 # the model's tail counts on the text rows that it handed in
             text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
-        return {"image": full, "text": text}
+        return {"image": self._whole(streams["image"]), "text": text}
+
+    def _whole(self, image):
+        """All image rows of the sequence, of which this forward's carry values."""
+        rows = self.current.rows
+        if rows.is_everything:
+            return image
+        full, span = image.new_zeros(image.shape[0], rows.sequence.image, image.shape[2]), rows.local[1]
+        full[:, span.lo: span.hi] = image
+        return full
 
 
 def positional_names(block: nn.Module) -> list[str]:

@@ -40,6 +40,11 @@ class Case:
 
 
 CASES = {
+    "hidream": Case(
+        "HiDream",
+        {"image_model": "hidream", "attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": [16, 8, 8], "caption_channels": [48, 64], "max_resolution": [128, 128], "in_channels": 16, "out_channels": 16,
+         "llama_layers": [0, 1, 2, 3, 3], "num_layers": 2, "num_single_layers": 3, "num_routed_experts": 4, "num_activated_experts": 2, "patch_size": 2, "text_emb_dim": 32},
+        (1, 16, 16, 20), {"cross_attn": (1, 10, 48), "pooled_output": (1, 32), "conditioning_llama3": (1, 4, 13, 64)}),
     "kandinsky5": Case(
         "Kandinsky5",
         {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [16, 24, 24], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 132, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2, "num_visual_blocks": 4},
