@@ -9,8 +9,11 @@ from .parallel import kernels
 from .protocol import Sample
 from .request import BRANCHES, has_branch, request_config
 from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
-from .solver_names import NEEDS_NEGATIVE, PERCENTS
+from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .tokens import TokenGrid
+
+#: What the dimensions of a prompt's tensors mean, where every family has the same.
+DIMENSIONS = {"c_crossattn": ("batch", "tokens", "width"), "y": ("batch", "width")}
 
 
 def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
@@ -27,6 +30,8 @@ def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_c
 def _check_settings(sample, config, dtype, device):
     if sample.sampler not in SOLVER_FUNCTIONS:
         raise UnsupportedError(f"the sampler {sample.sampler!r} is not supported; choose one of {', '.join(SOLVER_FUNCTIONS)}.")
+    if not 0 <= sample.seed < 1 << 64:
+        raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
     request_config(sample, config).validate()
     reason = kernels.unavailable(sample.attention, device, dtype)
     if reason:
@@ -41,18 +46,27 @@ def _check_tensors(sample, family, model_config):
         if name not in tensors:
             raise UnsupportedError(f"the request has no tensor {name!r}.")
     for name, value in tensors.items():
+        if value.is_floating_point() and value.dtype.itemsize < 2:
+            raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
     noise, sigmas = tensors["noise"], tensors["sigmas"]
     if noise.ndim not in (4, 5) or noise.shape[1] != channels:
         raise UnsupportedError(f"the latent has shape {tuple(noise.shape)} but {family.name} wants {channels} channels in (batch, channels, height, width); make it with the model's own empty-latent node.")
+    if not noise.numel():
+        raise UnsupportedError(f"the latent has shape {tuple(noise.shape)}, which holds nothing; make it larger.")
     if tensors["latent"].shape != noise.shape:
         raise UnsupportedError(f"noise has shape {tuple(noise.shape)} and latent {tuple(tensors['latent'].shape)}; they must agree.")
+    mask = tensors.get("denoise_mask", noise)
+    if mask.ndim > noise.ndim or any(side not in (1, whole) for side, whole in zip(mask.shape[::-1], noise.shape[::-1])):
+        raise UnsupportedError(f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's {tuple(noise.shape)}; use a mask of the latent's size.")
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise UnsupportedError(f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step.")
 
 
 def _check_solver(sample, family):
+    if sample.sampler in BROWNIAN and (sample.tensors["sigmas"].diff() > 0).any():
+        raise UnsupportedError(f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, or a sampler without _sde in its name.")
     if sample.sampler in NEEDS_NEGATIVE and not has_branch(sample, "negative"):
         raise UnsupportedError(f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the request has none; send negative.* too.")
     percents = sample.tensors.get("percent_sigmas")
@@ -71,7 +85,13 @@ def _check_conditioning(sample, branch, family, model_config):
     for name in family.required:
         if name not in given:
             raise UnsupportedError(f"the {branch} conditioning has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
+    for name, value in given.items():
+        if value.ndim and not value.shape[0]:
+            raise UnsupportedError(f"the {branch} conditioning's {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again.")
     for name, width in family.widths(model_config).items():
+        dimensions = DIMENSIONS.get(name, ("batch", "...", "width"))
+        if not given[name].is_floating_point() or given[name].ndim < len(dimensions) or (name in DIMENSIONS and given[name].ndim > len(dimensions)):
+            raise UnsupportedError(f"the {branch} conditioning's {name} is {given[name].dtype} of shape {tuple(given[name].shape)}, but a floating-point tensor ({', '.join(dimensions)}) is needed; encode the prompt with the text encoders of this model.")
         if given[name].shape[-1] != width:
             raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):

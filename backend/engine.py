@@ -110,7 +110,7 @@ class Engine:
         model = self.models[sample.model]
         request = build(sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank)
         started = time.perf_counter()
-        on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).cpu())
+        on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
         with running(model, request) as runner:
             tokens = self._all_replicas(Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop)).run(), request)
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])

@@ -15,8 +15,8 @@ class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for."""
 
     def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device, sigmas: Tensor):
-        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's
-        self.generator = torch.Generator(device).manual_seed(seed + 1 if device.type == "cpu" else seed)
+        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last one comes the first)
+        self.generator = torch.Generator(device).manual_seed((seed + 1) % (1 << 64) if device.type == "cpu" else seed)
         self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
         self.seed, self.sigmas = seed, sigmas
         self.tree = None

@@ -5,6 +5,7 @@ Every message is a frozen dataclass; its ``tensors`` travel in the body, its oth
 """
 
 import json
+import math
 import struct
 from dataclasses import dataclass, field, fields
 
@@ -23,6 +24,8 @@ MAX_HELLO = 4096
 MAX_UNSEEN = 1 << 28
 #: Parts of a frame below this size are joined: a system call each would cost more.
 SMALL_PART = 1 << 15
+#: Longest integer in a header, enough for 64 bits and a sign.
+MAX_DIGITS = 21
 VERSION = 1
 
 
@@ -176,14 +179,22 @@ def decode(header: bytes, table: bytes, data: Tensor):
 def _open(header: bytes) -> tuple[type, dict]:
     """Class and fields of a frame's header."""
     try:
-        values = json.loads(header, parse_constant=_no_number)
+        values = json.loads(header, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
         return MESSAGES[values.pop("type")], values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"not a message of this protocol: {type(error).__name__}: {error}") from None
 
 
-def _no_number(name: str):
-    raise ValueError(f"{name} is no number")
+def _no_number(text: str):
+    raise ValueError(f"{text[:MAX_DIGITS]} is no number of this protocol")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
+
+
+def _whole(text: str) -> int:
+    return int(text) if len(text) <= MAX_DIGITS else _no_number(text)
 
 
 def _message(cls: type, values: dict):

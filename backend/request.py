@@ -107,7 +107,7 @@ class Inpaint:
         self.noise = request.noise
         if request.mask is not None and request.solver == "ddim":
             # ComfyUI's ddim masks with noise of its own
-            generator = torch.Generator("cpu").manual_seed(request.seed + 1)
+            generator = torch.Generator("cpu").manual_seed((request.seed + 1) % (1 << 64))
             noise = torch.randn(request.batch, *request.grid.shape, generator=generator)
             self.noise = request.grid.to_tokens(noise)[request.items].to(request.noise)
 

@@ -66,8 +66,30 @@ def test_stale_pipeline_through_the_socket(backend, checkpoint):
     assert 1e-4 < error < 1
 
 
+def test_previews_of_a_stale_pipeline_show_one_step_each(backend, checkpoint):
+    """The x0 after step k, whole, is what the same steps lead to where the schedule ends there: no rows of step k - 1 or k + 1 are in it."""
+    request, _ = request_for(backend, checkpoint, num_pipeline_patch=4, preview_seconds=1e-9)
+    previews, sigmas = {}, request.tensors["sigmas"]
+    backend.sample(request, lambda p: previews.update({p.step: p.tensors["x0"]} if p.tensors else {}))
+    assert len(previews) >= 2
+    for step, x0 in previews.items():
+        ended = backend.sample(with_tensors(replace(request, preview_seconds=0.0), sigmas=torch.cat([sigmas[:step], torch.zeros(1)])))
+        assert (ended.tensors["samples"] - x0).norm() / x0.norm() < 1e-5, step
+
+
+def test_largest_seed(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, seed=(1 << 64) - 1)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    stochastic = backend.sample(replace(request, sampler="euler_ancestral")).tensors["samples"]
+    assert torch.isfinite(stochastic).all()
+
+
 def nan(x):
     return torch.where(torch.arange(x.numel()).reshape(x.shape) == 3, float("nan"), x)
+
+
+def with_tensors(request, **tensors):
+    return replace(request, tensors={**request.tensors, **tensors})
 
 
 REFUSED = {
@@ -83,6 +105,17 @@ REFUSED = {
     "more patches than tokens": (lambda r: replace(r, num_pipeline_patch=65), "more than the 64 tokens"),
     "no warm-up": (lambda r: replace(r, num_pipeline_patch=2, warmup_steps=0), "at least one synchronous step"),
     "attention": (lambda r: replace(r, attention="flash-attn"), "CUDA GPUs only"),
+    "seed below 0": (lambda r: replace(r, seed=-1), "seed is -1"),
+    "seed over 64 bits": (lambda r: replace(r, seed=1 << 64), "seed is 18446744073709551616"),
+    "rising schedule": (lambda r: replace(r, sampler="dpmpp_2m_sde", tensors={**r.tensors, "sigmas": r.tensors["sigmas"].flip(0)}), "the schedule rises"),
+    "no pixels": (lambda r: with_tensors(r, noise=torch.ones(1, 16, 16, 0), latent=torch.ones(1, 16, 16, 0)), "holds nothing"),
+    "fp8": (lambda r: with_tensors(r, noise=r.tensors["noise"].to(torch.float8_e4m3fn)), "send float32"),
+    "mask of another size": (lambda r: with_tensors(r, denoise_mask=torch.ones(3, 3)), "does not spread"),
+    "mask of more dimensions": (lambda r: with_tensors(r, denoise_mask=torch.ones(1, 1, 1, 16, 16)), "does not spread"),
+    "prompt without dimensions": (lambda r: with_tensors(r, **{"positive.c_crossattn": torch.tensor(1.0)}), "batch, tokens, width"),
+    "prompt of tokens' numbers": (lambda r: with_tensors(r, **{"positive.c_crossattn": torch.ones(1, 7, 64).long()}), "floating-point"),
+    "pooled prompt of three dimensions": (lambda r: with_tensors(r, **{"negative.y": torch.ones(1, 1, 32)}), "batch, width"),
+    "empty guidance": (lambda r: with_tensors(r, **{"positive.guidance": torch.empty(0)}), "guidance has shape"),
     "unknown model": (lambda r: replace(r, model="gone"), "not loaded"),
 }
 

@@ -67,6 +67,7 @@ def test_round_trip(name):
     assert all(got.tensors[k].equal(v) and got.tensors[k].dtype == v.dtype for k, v in tensors.items())
 
 
+HEADER = {"type": "Sample", "model": "m", "sampler": "euler", "seed": 0}
 NONSENSE = {
     "other magic": b"HTTP" + bytes(40),
     "no json": frame(b"{"),
@@ -78,7 +79,9 @@ NONSENSE = {
     "a list": frame(b"[1]"),
     "body that is no safetensors": frame(b'{"type": "Result"}', b"\x80\x04pickle"),
     "body for a message without tensors": frame(b'{"type": "Ping"}', b"".join(protocol.encode(EXAMPLES["Result"])[2:])),
-    "NaN for a number": frame(json.dumps(vars(Sample("m", "euler", 1.0, 0)) | {"type": "Sample", "cfg": float("nan")}).encode()),
+    "NaN for a number": frame(json.dumps({**HEADER, "cfg": float("nan")}).encode()),
+    "infinity in disguise": frame(json.dumps({**HEADER, "cfg": 0.5}).encode().replace(b"0.5", b"1e999")),
+    "a number of 1000 digits": frame(b'{"type": "Cancelled", "step": 1%s}' % (b"0" * 1000)),
     "deep nesting": frame(b"[" * 100_000),
     "unhashable type": frame(b'{"type": []}'),
     "tensors in the header": frame(b'{"type": "Result", "tensors": {"samples": 1}}'),
