@@ -7,7 +7,8 @@ from .errors import UnsupportedError
 from .models.spec import Family
 from .parallel import kernels
 from .protocol import Sample
-from .request import BRANCHES, has_branch, request_config
+from .prompts import names, side_of
+from .request import request_config
 from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
 from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .tokens import TokenGrid
@@ -15,15 +16,18 @@ from .tokens import TokenGrid
 #: What the dimensions of a prompt's tensors mean, where every family has the same.
 DIMENSIONS = {"c_crossattn": ("batch", "tokens", "width"), "y": ("batch", "width")}
 
+#: Numbers that float32 holds with room to spare.
+LARGEST = 1e30
+
 
 def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
     """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
     _check_settings(sample, config, dtype, device)
     _check_tensors(sample, family, model_config)
     _check_solver(sample, family)
-    for branch in BRANCHES:
-        if branch == "positive" or has_branch(sample, branch):
-            _check_conditioning(sample, branch, family, model_config)
+    _check_prompts(sample)
+    for branch in names(sample):
+        _check_conditioning(sample, branch, family, model_config)
     _check_rows(sample, config, TokenGrid(tuple(sample.tensors["noise"].shape[1:]), family.patch(model_config)))
 
 
@@ -36,7 +40,7 @@ def _check_settings(sample, config, dtype, device):
     reason = kernels.unavailable(sample.attention, device, dtype)
     if reason:
         raise UnsupportedError(reason)
-    if config.cfg_degree == 2 and not has_branch(sample, "negative"):
+    if config.cfg_degree == 2 and not _has_negative(sample):
         raise UnsupportedError(f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a rank would idle; set cfg_degree to 1 or cfg above 1.")
 
 
@@ -67,13 +71,36 @@ def _check_tensors(sample, family, model_config):
 def _check_solver(sample, family):
     if sample.sampler in BROWNIAN and (sample.tensors["sigmas"].diff() > 0).any():
         raise UnsupportedError(f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, or a sampler without _sde in its name.")
-    if sample.sampler in NEEDS_NEGATIVE and not has_branch(sample, "negative"):
+    if sample.sampler in NEEDS_NEGATIVE and not _has_negative(sample):
         raise UnsupportedError(f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the request has none; send negative.* too.")
     percents = sample.tensors.get("percent_sigmas")
     if percents is None and needs_percent_sigmas(sample.sampler, family.prediction == "flow", sample.tensors["sigmas"][0].item()):
         raise UnsupportedError(f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; send them as the tensor percent_sigmas.")
     if percents is not None and percents.shape != (len(PERCENTS),):
         raise UnsupportedError(f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of {PERCENTS}.")
+
+
+def _has_negative(sample) -> bool:
+    return any(side_of(name) == "negative" for name in names(sample))
+
+
+def _check_prompts(sample):
+    known, noise = names(sample), sample.tensors["noise"]
+    if not any(side_of(name) == "positive" for name in known):
+        raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")
+    weights = [key for key in sample.tensors if key.startswith("weight.")]
+    for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:
+        if name not in known:
+            raise UnsupportedError(f"the request tells how to mix {name!r}, but has no such prompt; it has {', '.join(known)}.")
+    for name, told in sample.prompts.items():
+        numbers = isinstance(told, dict) and all(isinstance(value, (int, float)) and abs(value) < LARGEST for value in told.values())
+        if not numbers or set(told) - {"strength", "from", "until"}:
+            raise UnsupportedError(f"{name} is to be mixed by {told!r:.200}; tell the numbers strength, from and until.")
+    for key in weights:
+        try:
+            sample.tensors[key].expand(noise.shape)
+        except RuntimeError:
+            raise UnsupportedError(f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's {tuple(noise.shape)}; make the mask of the size of the picture.") from None
 
 
 def _check_conditioning(sample, branch, family, model_config):

@@ -1,6 +1,6 @@
 """The step loop, one for every parallel mode.
 
-Work is a sequence of model calls: evaluation x part x branch. A part is the whole latent (serial, USP, warm-up) or a PipeFusion patch
+Work is a sequence of model calls: evaluation x part x prompt (branch). A part is the whole latent (serial, USP, warm-up) or a PipeFusion patch
 (arXiv 2405.14430). The head (first stage) holds the solvers; the last stage returns outputs to it. With one stage the head is also the last.
 """
 
@@ -16,6 +16,7 @@ from .mesh import Mesh
 from .parallel.comm import Pipe, gather
 from .parallel.rows import Sequence, Span, patches
 from .parallel.stage import Forward
+from .prompts import mix
 from .request import FreshNoise, Inpaint, Request, problem
 from .runner import Runner
 from .samplers import SOLVER_FUNCTIONS, Evaluation, answer, evaluations
@@ -53,6 +54,8 @@ class Pending:
 
     part: Part
     evaluation: Evaluation
+    branches: tuple[str, ...]
+    opens_step: bool
     closes_step: bool
     outputs: list[Tensor] = field(default_factory=list)
     expected: int = 0
@@ -60,10 +63,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """on_step(steps done, x0) is called on the head alone; should_stop() is asked on global rank 0 alone."""
+    """on_step(steps done, x0) is called on the head alone, x0 being the prediction with which the step began; should_stop() is asked on global rank 0 alone.
+
+    on_denoised(x0) gets the whole batch's of the last step, where a request asks for it.
+    """
 
     on_step: Callable = lambda step, x0: None
     should_stop: Callable[[], bool] = lambda: False
+    on_denoised: Callable = lambda x0: None
 
 
 class Denoiser:
@@ -71,7 +78,8 @@ class Denoiser:
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner, callbacks: Callbacks):
         self.mesh, self.request, self.runner, self.callbacks = mesh, request, runner, callbacks
-        self.branches = request.branches if mesh.cfg.size == 1 else (request.branches[mesh.cfg.rank],)
+        self.sides = request.sides if mesh.cfg.size == 1 else (request.sides[mesh.cfg.rank],)
+        self.branches = self._own(request.prompts)
         self.head, self.tail = mesh.pp.first, mesh.pp.last
         self.returns = Pipe(mesh.pp_return, "outputs") if mesh.pp.size > 1 else None
         self.inpaint = Inpaint(request)
@@ -99,12 +107,19 @@ class Denoiser:
         for index, evaluation in enumerate(plan):
             self._vote(evaluation)
             self.runner.begin_evaluation(_ratio(plan, index))
+            opens = index == 0 or plan[index - 1].step != evaluation.step
             closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-            stale = len(self.patches) > 1 and evaluation.step >= self.request.warmup_steps
-            self._evaluate(self.patches if stale else [self.whole], evaluation, closes)
+            branches, before = self.request.prompts_at(evaluation.sigma), self.request.prompts_at(plan[index - 1].sigma) if index else ()
+            # a prompt that begins to count has no stale keys and values yet
+            stale = len(self.patches) > 1 and evaluation.step >= self.request.warmup_steps and set(branches) <= set(before)
+            self._evaluate(self.patches if stale else [self.whole], evaluation, self._own(branches), opens, closes)
         self._collect_until(None)
         self._drain()
         return self.x
+
+    def _own(self, branches) -> tuple[str, ...]:
+        """Those whose side this rank evaluates."""
+        return tuple(branch for branch in branches if self.request.prompts[branch].side in self.sides)
 
     def _start_solvers(self):
         start = self.request.start()
@@ -113,25 +128,26 @@ class Denoiser:
             track.solver = SOLVER_FUNCTIONS[self.request.solver](rows, problem(self.request, self.noise, track.span))
             self._step(track, None)
 
-    def _evaluate(self, parts: list[Part], evaluation: Evaluation, closes_step: bool):
-        calls = [(part, self._micro_batches(part)) for part in parts]
+    def _evaluate(self, parts: list[Part], evaluation: Evaluation, branches: tuple[str, ...], opens_step: bool, closes_step: bool):
+        calls = [(part, self._micro_batches(part, branches)) for part in parts]
         forwards = [forward for _, micro_batches in calls for forward in micro_batches]
-        done = 0
+        done = ahead = 0
         for part, micro_batches in calls:
             if self.head:
                 self._collect_until(part)
-                self.pending.append(Pending(part, evaluation, closes_step and part is parts[-1]))
+                self.pending.append(Pending(part, evaluation, branches, opens_step, closes_step and part is parts[-1]))
             for forward in micro_batches:
-                for ahead in forwards[(done + 1 if done else 0): done + 2]:          # posted in the order in which they come
-                    self.runner.expect(ahead)
+                while ahead < min(done + 2, len(forwards)) and self.runner.expect(forwards[ahead]):          # posted in the order in which they come
+                    ahead += 1
                 self._hand_over(part, forward, self.runner.run(self.x, evaluation.sigma, forward))
                 done += 1
+                ahead = max(ahead, done)
 
-    def _micro_batches(self, part: Part) -> list[Forward]:
-        """What fills the pipeline while one part is evaluated: the guidance branches, and in a synchronous step the batch's items too."""
+    def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
+        """What fills the pipeline while one part is evaluated: the prompts, and in a synchronous step the batch's items too."""
         batch, span = self.x.shape[0], None if part is self.whole else part.span
         items = [Span(i, i + 1) for i in range(batch)] if part is self.whole and self.returns else [Span(0, batch)]
-        return [Forward(branch, item, span, part.with_text) for branch in self.branches for item in items]
+        return [Forward(branch, item, span, part.with_text) for branch in branches for item in items]
 
     def _hand_over(self, part: Part, forward: Forward, output: Tensor | None):
         """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited there."""
@@ -154,28 +170,37 @@ class Denoiser:
         return a.span.lo < b.span.hi and b.span.lo < a.span.hi
 
     def _collect(self, pending: Pending):
-        outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
-        span, sigma = pending.part.span, pending.evaluation.sigma
-        outputs = torch.cat(outputs).float().unflatten(0, (len(self.branches), -1))
-        outputs = self._gather(outputs, span)
-        x = self.x[:, span.lo: span.hi]
-        predictions = [self.request.prediction.denoised(x, sigma, output) for output in outputs]
+        span = pending.part.span
+        outputs = self._take(pending)
+        own = torch.stack([self._predict(side, outputs, pending) for side in self.sides])
+        predictions = torch.cat(gather(own, [own.shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"))
         denoised = predictions[0]
         if len(predictions) == 2:
             denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
         denoised = self.inpaint.denoised(denoised, span)
-        self.x0[:, span.lo: span.hi] = denoised
+        if pending.opens_step:                      # as ComfyUI's solvers report it
+            self.x0[:, span.lo: span.hi] = denoised
         for track in pending.part.tracks:
             rows = slice(track.span.lo - span.lo, track.span.hi - span.lo)
             self._step(track, answer(self.request.solver, denoised[:, rows], predictions[-1][:, rows]))
         if pending.closes_step:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 
-    def _gather(self, outputs: Tensor, span: Span) -> Tensor:
-        """(own branches, B, own rows, F) -> (branches, B, rows of span, F)."""
-        shapes = [(*outputs.shape[:2], len(span.shard(i, self.mesh.sp.size)), outputs.shape[3]) for i in range(self.mesh.sp.size)]
-        outputs = torch.cat(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)
-        return torch.cat(gather(outputs, [outputs.shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"))
+    def _take(self, pending: Pending) -> dict[str, Tensor]:
+        """Branch -> output (B, rows of the part, F), of this rank's branches."""
+        outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
+        if not outputs:                             # no prompt counts now
+            return {}
+        outputs = torch.cat(outputs).float().unflatten(0, (len(pending.branches), -1))
+        shapes = [(*outputs.shape[:2], len(pending.part.span.shard(i, self.mesh.sp.size)), outputs.shape[3]) for i in range(self.mesh.sp.size)]
+        return dict(zip(pending.branches, torch.cat(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
+
+    def _predict(self, side: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
+        """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none counts."""
+        request, rows = self.request, slice(pending.part.span.lo, pending.part.span.hi)
+        x, prompts = self.x[:, rows], {branch: request.prompts[branch] for branch in outputs if request.prompts[branch].side == side}
+        predictions = [request.prediction.denoised(x, pending.evaluation.sigma, outputs[branch]) for branch in prompts]
+        return mix(list(prompts.values()), predictions, rows) if prompts else torch.zeros_like(x)
 
     def _step(self, track: Track, prediction: Tensor | tuple[Tensor, Tensor] | None):
         """Send a prediction to a solver (None: start it) and place what it asks for, or returns, into x."""

@@ -112,7 +112,10 @@ class Engine:
         started = time.perf_counter()
         on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
         with running(model, request) as runner:
-            tokens = self._all_replicas(Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop)).run(), request)
+            denoiser = Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
+            tokens = self._all_replicas(denoiser.run(), request)
+            if sample.denoised:
+                callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
         return samples.cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
 

@@ -85,8 +85,10 @@ class Sample:
     tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, ``sigmas`` (steps + 1,), ``denoise_mask``
     (broadcast to the latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of sampling
     solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
-    model arguments (``c_crossattn``, ``y``, ``guidance``, ...).
-    ``preview_seconds`` is the least time between two x0 previews; 0 sends none.
+    model arguments (``c_crossattn``, ``y``, ``guidance``, ...). Further prompts of a side are ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
+    they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which it counts, "until": the lowest} (each may be left out), and a tensor
+    ``weight.NAME`` (broadcast to the latent's shape) where its strength differs from place to place.
+    ``preview_seconds`` is the least time between two x0 previews; 0 sends none. ``denoised`` asks for the last step's prediction in the Result.
     """
     model: str
     sampler: str
@@ -97,6 +99,8 @@ class Sample:
     stale_kv: str = "reuse"
     attention: str = "auto"
     preview_seconds: float = 0.0
+    denoised: bool = False
+    prompts: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
 
 
@@ -110,7 +114,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """tensors: ``samples`` (B, C, [T,] H, W), float32, in the model's latent space. ``stats``: seconds and counters."""
+    """tensors: ``samples`` (B, C, [T,] H, W), float32, in the model's latent space, and ``denoised`` likewise where it was asked for. ``stats``: seconds and counters."""
     stats: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
 

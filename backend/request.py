@@ -9,19 +9,17 @@ from .config import ParallelConfig
 from .models.spec import Family
 from .noise import FreshNoise
 from .parallel.rows import Span
+from .prompts import SIDES, Prompt, names, side_of
 from .prediction import PREDICTIONS, Prediction
 from .protocol import Sample
 from .samplers import Problem
 from .solver_names import PERCENTS
 from .tokens import TokenGrid
 
-#: Guidance branches in the order of the cfg axis.
-BRANCHES = ("positive", "negative")
-
 
 @dataclass(frozen=True)
 class Request:
-    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; conditioning: branch -> model arguments.
+    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name -> how it counts; conditioning: name -> model arguments.
 
     percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used.
@@ -37,6 +35,7 @@ class Request:
     latent: Tensor
     mask: Tensor | None
     grid: TokenGrid
+    prompts: dict[str, Prompt]
     conditioning: dict[str, dict[str, Tensor]]
     patches: int
     warmup_steps: int
@@ -49,8 +48,13 @@ class Request:
     items: slice
 
     @property
-    def branches(self) -> tuple[str, ...]:
-        return BRANCHES[: len(self.conditioning)]
+    def sides(self) -> tuple[str, ...]:
+        """Sides of guidance that are evaluated."""
+        return tuple(side for side in SIDES if any(prompt.side == side for prompt in self.prompts.values()))
+
+    def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
+        """Names of the prompts that count at a noise level."""
+        return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """The model arguments of a branch for some items of this replica's batch."""
@@ -60,11 +64,6 @@ class Request:
     def start(self) -> Tensor:
         """The solver's first x, (B, N, F)."""
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
-
-
-def has_branch(sample: Sample, branch: str) -> bool:
-    """Does the request carry conditioning of this guidance branch?"""
-    return any(name.startswith(branch + ".") for name in sample.tensors)
 
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
@@ -85,10 +84,16 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     return Request(
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
-        conditioning={branch: _conditioning(sample, branch, shape[0], items, device, dtype) for branch in BRANCHES if has_branch(sample, branch)},
+        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning={name: _conditioning(sample, name, shape[0], items, device, dtype) for name in names(sample)},
         patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
         from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {})
+
+
+def _prompt(sample, name, tokens) -> Prompt:
+    told, weight = sample.prompts.get(name, {}), f"weight.{name}"
+    limits = {field: float(told[key]) for field, key in (("highest", "from"), ("lowest", "until")) if key in told}
+    return Prompt(side_of(name), tokens(weight) if weight in sample.tensors else float(told.get("strength", 1.0)), **limits)
 
 
 def _conditioning(sample, branch, batch, items, device, dtype):

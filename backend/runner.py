@@ -73,10 +73,9 @@ class Runner:
         if self.buffers is not None:
             self.buffers.begin_evaluation(ratio)
 
-    def expect(self, forward: Forward):
-        """Make ready to receive the activations of a forward that follows."""
-        if self.model.stage:
-            self.model.stage.expect(forward)
+    def expect(self, forward: Forward) -> bool:
+        """Make ready to receive the activations of a forward that follows; False where their size is not known yet."""
+        return self.model.stage is None or self.model.stage.expect(forward)
 
     def drain(self):
         """Wait for every activation under way."""

@@ -122,13 +122,14 @@ class Leader(Worker):
             return
         self.dispatcher.tell(message)
         total, previews = len(message.tensors["sigmas"]) - 1, Previews(message.preview_seconds, time.monotonic)
-        callbacks = Callbacks(lambda step, make_x0: progress(job, step, total, previews, make_x0), job.cancelled.is_set)
+        tensors = {}
+        callbacks = Callbacks(lambda step, make_x0: progress(job, step, total, previews, make_x0), job.cancelled.is_set, lambda x0: tensors.update(denoised=x0))
         try:
             samples, stats = self.engine.sample(message, callbacks)
         except Stopped as stopped:
             job.reply(Cancelled(stopped.step))
             return
-        job.reply(Result(stats, {"samples": samples}))
+        job.reply(Result(stats, {"samples": samples, **tensors}))
 
 
 def model_key(message: Load) -> str:

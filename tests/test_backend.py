@@ -104,6 +104,12 @@ REFUSED = {
     "other batch": (lambda r: replace(r, tensors={**r.tensors, "positive.c_crossattn": torch.ones(3, 7, 64)}), "batch 3"),
     "more patches than tokens": (lambda r: replace(r, num_pipeline_patch=65), "more than the 64 tokens"),
     "no warm-up": (lambda r: replace(r, num_pipeline_patch=2, warmup_steps=0), "at least one synchronous step"),
+    "no positive prompt": (lambda r: replace(r, tensors={k: v for k, v in r.tensors.items() if not k.startswith("positive")}), "no positive prompt"),
+    "mixing of no prompt": (lambda r: replace(r, prompts={"positive2": {"strength": 1.0}}), "has no such prompt; it has positive"),
+    "mixing by a list": (lambda r: replace(r, prompts={"positive": [1.0]}), "tell the numbers strength, from and until"),
+    "mixing by a number out of range": (lambda r: replace(r, prompts={"positive": {"strength": 1e300}}), "tell the numbers strength, from and until"),
+    "mixing by what is unknown": (lambda r: replace(r, prompts={"positive": {"area": 1.0}}), "tell the numbers strength, from and until"),
+    "weight of another size": (lambda r: replace(r, tensors={**r.tensors, "weight.positive": torch.ones(1, 1, 7, 7)}), "does not fit the latent's"),
     "attention": (lambda r: replace(r, attention="flash-attn"), "CUDA GPUs only"),
     "seed below 0": (lambda r: replace(r, seed=-1), "seed is -1"),
     "seed over 64 bits": (lambda r: replace(r, seed=1 << 64), "seed is 18446744073709551616"),
@@ -184,6 +190,32 @@ def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patc
     assert backend.client.request(protocol.Ping()).models == [request.model]
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def steps_after_cancel(backend, request) -> int:
+    """Steps that are done between the sight of the third and the end of a request that is cancelled then."""
+    client, sent = backend.client, False
+    client.send(request)
+    while not isinstance(reply := client._next(), protocol.Cancelled):
+        assert not isinstance(reply, (protocol.Failure, protocol.Result)), reply
+        if isinstance(reply, protocol.Progress) and reply.step == 3 and not sent:
+            client.send(protocol.Cancel())
+            sent = True
+    return reply.step - 3
+
+
+@pytest.mark.parametrize("degrees, patches", [({"pipefusion_degree": 2}, 1), ({"pipefusion_degree": 2}, 4), ({"ulysses_degree": 2}, 1), ({"cfg_degree": 2}, 1)], ids=str)
+def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees, patches):
+    """Steps of some tenths of a second, so that the client's reaction is short beside them."""
+    backend = backends.backend_for(ParallelConfig(device="cpu", **degrees))
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
+    large = {key: torch.randn(1, 16, 64, 64) for key in ("noise", "latent")}
+    long = replace(request, tensors={**request.tensors, **large, "sigmas": torch.linspace(1, 0, 60)})
+    assert steps_after_cancel(backend, long) <= 1
+    assert backend.client.request(protocol.Ping()).models == [request.model]
+    began = time.monotonic()
+    result = backend.sample(replace(request, num_pipeline_patch=1))
+    assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4 and time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])

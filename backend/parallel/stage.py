@@ -79,10 +79,12 @@ class Stage:
         if self.pipe:
             self.pipe.drain()
 
-    def expect(self, forward: Forward):
-        """Post the receive of the forward after this one, if its size is known by now."""
-        if self.like is not None and forward.branch in self.sequences:
+    def expect(self, forward: Forward) -> bool:
+        """Post the receive of a forward to come, if its size is known by now; else False: then none after it may be posted before it."""
+        known = self.like is not None and forward.branch in self.sequences
+        if known:
             self.post(forward, self.like)
+        return known
 
     def post(self, forward: Forward, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (B, rows, D) of this request."""

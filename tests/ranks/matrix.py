@@ -28,6 +28,8 @@ STEPS = 6
 NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
 #: Positive and negative prompts of different lengths.
 SHORT_NEGATIVE = "negative of 7 rows"
+#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early.
+MIXED = "mixed prompts"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
 
@@ -61,9 +63,9 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
     if config.data_parallel_degree > 1:
         return [UNEVEN_BATCH]
     if world == 2 and variant == "exact" and (config.cfg_degree == 2 or config.sp_degree == 2) and not config.shard_weights:
-        return [*FLUX_CASES, SHORT_NEGATIVE] if config.ulysses_degree == 2 else [SHORT_NEGATIVE] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+        return [*FLUX_CASES, SHORT_NEGATIVE, MIXED] if config.ulysses_degree == 2 else [SHORT_NEGATIVE, MIXED] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
     if config.cfg_degree == 2 or variant != "exact":
-        return ["size20x12"] if variant.startswith("stale") else ["size20x12", SHORT_NEGATIVE]
+        return ["size20x12", MIXED] if variant.startswith("stale") else ["size20x12", SHORT_NEGATIVE, MIXED]
     return ["size20x12", "euler_ancestral_simple"]
 
 
@@ -71,10 +73,22 @@ def request_of(case: str):
     """The request of a case, and the golden latent where there is one."""
     if case == UNEVEN_BATCH:
         return batch_request(5), None
+    if case == MIXED:
+        return mixed_prompts(), None
     if case == SHORT_NEGATIVE:
         sample, _ = golden_request("euler_simple")
         return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), None
     return golden_request(case)
+
+
+def mixed_prompts():
+    """Prompts of different lengths, in an order in which a new one comes between known ones."""
+    sample, _ = golden_request("heun_simple")
+    tensors, sigmas = dict(sample.tensors), sample.tensors["sigmas"]
+    for name, rows in (("positive2", 9), ("positive3", 12)):
+        tensors |= {f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows], f"{name}.y": tensors["negative.y"], f"{name}.guidance": tensors["positive.guidance"]}
+    tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
+    return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[3].item(), "strength": 0.5}, "negative": {"until": sigmas[4].item()}})
 
 
 def run(engine: Engine, config: ParallelConfig, case: str):
