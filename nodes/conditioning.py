@@ -1,5 +1,6 @@
 """CONDITIONING -> the transformer's arguments, by ComfyUI's own code; what the backend cannot do is refused by name."""
 
+import comfy.samplers
 import torch
 
 from ..backend.protocol import RefusedError
@@ -9,7 +10,7 @@ from .families import Family
 REFUSED = {
     "control": "a ControlNet",
     "area": "an area (Conditioning Set Area)",
-    "mask": "a mask (Conditioning Set Mask)",
+    "set_area_to_bounds": "a mask whose bounds are an area (Conditioning Set Mask with set_cond_area \"mask bounds\")",
     "hooks": "hooks (LoRA or other hooks on a prompt)",
     "gligen": "GLIGEN boxes",
     "default": "a default for the unmasked area (Cond Set Default Combine)",
@@ -22,43 +23,54 @@ REFUSED = {
     "additional_models": "additional models",
 }
 #: Keys that are harmless at one value, which some nodes write too.
-_NEUTRAL = {"start_percent": 0.0, "end_percent": 1.0, "clip_start_percent": 0.0, "clip_end_percent": 1.0, "strength": 1.0}
-_MEANING = {
-    "start_percent": "a timestep range", "end_percent": "a timestep range", "strength": "a strength of its own",
-    "clip_start_percent": "a scheduled prompt", "clip_end_percent": "a scheduled prompt",
-}
+_NEUTRAL = {"clip_start_percent": 0.0, "clip_end_percent": 1.0}
+#: What runs what these nodes do not.
+REMEDY = "remove that node, or sample with KSampler on the MODEL of Parallel Model"
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: Family):
     """RefusedError for the first thing in ``conditioning`` that the backend would have to drop; ``name`` is the input's."""
-    if len(conditioning) != 1:
-        raise RefusedError(f"{name} holds {len(conditioning)} prompts (Conditioning Combine), but ParallelSampler takes one; use Conditioning Concat or Conditioning Average, or sample with KSampler.")
-    values = conditioning[0][1]
-    for key, what in REFUSED.items():
-        if values.get(key) is not None and key not in family.accepts:
-            raise RefusedError(f"{name} has {what} ({key!r}), which ParallelSampler does not run; remove that node or sample with KSampler.")
-    for key, neutral in _NEUTRAL.items():
-        if values.get(key, neutral) != neutral:
-            raise RefusedError(f"{name} has {_MEANING[key]} ({key!r} is {values[key]}), which ParallelSampler does not run; remove that node or sample with KSampler.")
-    for key in family.needs:
-        if key not in values:
-            raise RefusedError(f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}.")
+    if not conditioning:
+        raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
+    for _, values in conditioning:
+        for key, what in REFUSED.items():
+            given = values.get(key)
+            if given is not None and given is not False and key not in family.accepts:
+                raise RefusedError(f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {REMEDY}.")
+        for key, neutral in _NEUTRAL.items():
+            if values.get(key, neutral) != neutral:
+                raise RefusedError(f"{name} has a scheduled prompt ({key!r} is {values[key]}), which Parallel Sampler does not run; {REMEDY}.")
+        for key in family.needs:
+            if key not in values:
+                raise RefusedError(f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}.")
 
 
-def model_arguments(name: str, conds: list[dict], batch: int, accepted: list[str]) -> dict[str, torch.Tensor]:
+def model_arguments(name: str, cond: dict, batch: int, accepted: list[str]) -> dict[str, torch.Tensor]:
     """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows.
 
-    ``conds``: one entry as comfy.samplers.process_conds leaves it. ``accepted``: the names that the backend takes.
+    ``cond``: one prompt as comfy.samplers.process_conds leaves it. ``accepted``: the names that the backend takes.
     """
-    arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in conds[0]["model_conds"].items()}
+    arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in cond["model_conds"].items()}
     for key, value in arguments.items():
         if key not in accepted:
-            raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); remove the node that sets it or sample with KSampler.")
+            raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {REMEDY}.")
         if isinstance(value, (bool, int, float)):
             arguments[key] = torch.tensor(value)
         elif not isinstance(value, torch.Tensor):
             raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__}, where the backend takes a tensor.")
     return arguments
+
+
+def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
+    """(Sample.prompts' entry, weight by place or None) of a prompt as comfy.samplers.process_conds leaves it; ``noise`` (B, C, [T,] H, W).
+
+    The weight (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
+    """
+    told = {key: float(cond[limit]) for key, limit in (("from", "timestep_start"), ("until", "timestep_end")) if limit in cond}
+    if "mask" not in cond:
+        return {**told, "strength": float(cond.get("strength", 1.0))}, None
+    always = {key: value for key, value in cond.items() if key not in ("timestep_start", "timestep_end")}
+    return told, comfy.samplers.get_area_and_mult(always, noise, None).mult[:, :1]
 
 
 def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:

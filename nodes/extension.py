@@ -8,7 +8,7 @@ from comfy_api.latest import ComfyExtension
 from .demo import ParallelDemoLoader
 from .load import LoadParallelDiT
 from .parallel_config import ParallelConfigNode
-from .sampler import ParallelSampler
+from .sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 
@@ -18,4 +18,4 @@ class ParallelDiTExtension(ComfyExtension):
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
-        return [ParallelConfigNode, LoadParallelDiT, ParallelSampler, ParallelDemoLoader]
+        return [ParallelConfigNode, LoadParallelDiT, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelDemoLoader]

@@ -25,7 +25,8 @@ class Family:
     ``comfy_class``: config -> name of the class in comfy.supported_models. ``unet_config``: config -> ComfyUI's own.
     ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where a
     CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
-    ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks.
+    ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's
+    ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow.
     """
 
     comfy_class: Callable[[dict], str]
@@ -34,6 +35,7 @@ class Family:
     zeros: dict[str, str] = field(default_factory=dict)
     accepts: tuple[str, ...] = ()
     reads: Callable[[dict], dict] = lambda config: {}
+    linear_shift: bool = False
 
 
 def _flux(config: dict) -> dict:
@@ -182,7 +184,7 @@ FAMILIES = {
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
     ),
-    "chroma": Family(lambda config: "Chroma", _chroma),
+    "chroma": Family(lambda config: "Chroma", _chroma, linear_shift=True),
     "sd3": Family(lambda config: "SD3", _sd3, needs=("pooled_output",)),
     "pixart": Family(lambda config: "PixArtAlpha" if _is_pixart_alpha(config) else "PixArtSigma", _pixart),
     "hunyuan-dit": Family(
@@ -199,7 +201,7 @@ FAMILIES = {
         lambda config: "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V", _cogvideox, accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
     "ltxv": Family(lambda config: "LTXV", _ltxv),
-    "qwen-image": Family(lambda config: "QwenImage", _qwen_image),
+    "qwen-image": Family(lambda config: "QwenImage", _qwen_image, linear_shift=True),
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),

@@ -71,10 +71,10 @@ class LoadParallelDiT(io.ComfyNode):
 
 
 def _guidance_of_samplers(prompt: dict, loader_id: str):
-    """cfg and sampler_name of every ParallelSampler that this loader feeds, so that a refusal comes before minutes of loading."""
+    """cfg and sampler_name of every sampler node that this loader feeds, so that a refusal comes before minutes of loading."""
     for node in prompt.values():
         inputs = node["inputs"]
-        if node["class_type"] == "ParallelSampler" and inputs.get("dit") == [loader_id, 0]:
+        if node["class_type"].startswith("ParallelSampler") and inputs.get("dit") == [loader_id, 0]:
             cfg, sampler_name = inputs.get("cfg"), inputs.get("sampler_name")
             if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):  # a linked one is not known yet
                 yield cfg, sampler_name

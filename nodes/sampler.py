@@ -1,25 +1,37 @@
-"""The ParallelSampler node: ComfyUI's own KSampler, with the step loop in a backend.
+"""The sampler nodes: ComfyUI's own KSampler, KSampler (Advanced) and SamplerCustomAdvanced, with the step loop in a backend (remote_solver.py)."""
 
-common_ksampler computes noise, schedule, masks, conditioning, latent scaling, progress and previews, as for any model. A
-wrapper around its innermost call, the solver's loop over steps, hands that loop's inputs to the ranks instead.
-"""
-
-import comfy.model_management
 import comfy.patcher_extension
 import comfy.samplers
-import torch
-from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 
-from ..backend.protocol import Progress, RefusedError, Sample
-from ..backend.solver_names import HALF_LOG_SNR, PERCENTS, SOLVERS
-from .conditioning import check_conditioning, fill_zeros, model_arguments
+from ..backend.protocol import RefusedError
+from ..backend.solver_names import SOLVERS
+from .conditioning import check_conditioning
 from .families import FAMILIES
-from .handle import ParallelDiT, ensure_loaded
 from .load import ParallelDiTType, check_guidance, skips_negative
+from .remote_solver import RemoteSolver
+from .shift import apply_shift
 
-#: Least seconds between two previews; each costs a gather of the latent to rank 0.
-PREVIEW_SECONDS = 0.2
+_SEED_TOOLTIP = "The random seed of the noise; the same seed as in KSampler gives the same picture."
+_DIT = ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT.")
+_STEPS = io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps.")
+_SAMPLER_NAME = io.Combo.Input("sampler_name", options=list(SOLVERS), default="euler", tooltip="The solver, as in KSampler.")
+_POSITIVE = io.Conditioning.Input("positive", tooltip="What the picture should show.")
+_NEGATIVE = io.Conditioning.Input("negative", tooltip="What it should not show; unused where cfg is 1.0.")
+_LATENT = io.Latent.Input("latent_image", tooltip="The latent to denoise: an empty one, or a picture's for image to image.")
+_OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")
+
+
+def _cfg(default: float):
+    return io.Float.Input("cfg", default=default, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Classifier-free guidance: how much the positive prompt is preferred to the negative one. 1.0 skips the negative prompt, as guidance-distilled models (Flux) want it.")
+
+
+def _scheduler(default: str):
+    return io.Combo.Input("scheduler", options=list(comfy.samplers.SCHEDULER_NAMES), default=default, tooltip="How the noise level falls from step to step, as in KSampler.")
+
+
+def _shift(note: str = ""):
+    return io.Float.Input("shift", default=0.0, min=0.0, max=100.0, step=0.01, optional=True, tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX.1, Krea 2 and LTX-Video, of ModelSamplingSD3 or AuraFlow for others.{note}")
 
 
 class ParallelSampler(io.ComfyNode):
@@ -33,86 +45,113 @@ class ParallelSampler(io.ComfyNode):
             category="parallel",
             description="KSampler with the denoising loop on several GPUs: same inputs, same latent.",
             inputs=[
-                ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT."),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip="The random seed of the noise; the same seed as in KSampler gives the same picture."),
-                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps."),
-                io.Float.Input("cfg", default=1.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Classifier-free guidance: how much the positive prompt is preferred to the negative one. 1.0 skips the negative prompt, as guidance-distilled models (Flux) want it."),
-                io.Combo.Input("sampler_name", options=list(SOLVERS), default="euler", tooltip="The solver, as in KSampler."),
-                io.Combo.Input("scheduler", options=list(comfy.samplers.SCHEDULER_NAMES), default="simple", tooltip="How the noise level falls from step to step, as in KSampler."),
-                io.Conditioning.Input("positive", tooltip="What the picture should show."),
-                io.Conditioning.Input("negative", tooltip="What it should not show; unused where cfg is 1.0."),
-                io.Latent.Input("latent_image", tooltip="The latent to denoise: an empty one, or a picture's for image to image."),
+                _DIT,
+                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip=_SEED_TOOLTIP),
+                _STEPS, _cfg(1.0), _SAMPLER_NAME, _scheduler("simple"), _POSITIVE, _NEGATIVE, _LATENT,
                 io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Less than 1.0 keeps the structure of latent_image, for image to image."),
+                _shift(),
             ],
-            outputs=[io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")],
+            outputs=[_OUTPUT],
         )
 
     @classmethod
-    def execute(cls, dit, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise) -> io.NodeOutput:
-        from nodes import common_ksampler  # ComfyUI's own module, whole only once every pack is imported
+    def execute(cls, dit, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise, shift=0.0) -> io.NodeOutput:
+        from nodes import KSampler  # ComfyUI's own module, whole only once every pack is imported
 
-        check_guidance(cfg, sampler_name, dit.config)
-        family = FAMILIES[dit.loaded.family]
-        check_conditioning("positive", positive, dit.loaded.family, family)
-        if skips_negative(cfg, sampler_name):
-            negative = positive  # never computed; whatever it holds cannot matter
-        check_conditioning("negative", negative, dit.loaded.family, family)
-        _check_latent(latent_image, dit.patcher.model.latent_format)
-        dit.config.check_batch(latent_image["samples"].shape[0])
-        model = dit.patcher.clone()
-        model.add_wrapper(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, _RemoteSolver(dit, sampler_name))
-        return io.NodeOutput(*common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise))
+        negative = _check(dit, cfg, sampler_name, positive, negative, latent_image)
+        model, _ = _remote_model(dit, sampler_name, shift)
+        return io.NodeOutput(*KSampler().sample(model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise))
 
 
-class _RemoteSolver:
-    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same answer, computed by the ranks."""
+class ParallelSamplerAdvanced(io.ComfyNode):
+    """As KSampler (Advanced), with a PARALLEL_DIT in place of a MODEL."""
 
-    def __init__(self, dit: ParallelDiT, sampler_name: str):
-        self.dit = dit
-        self.sampler_name = sampler_name
-        self.backend, self.loaded = ensure_loaded(dit)
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ParallelSamplerAdvanced",
+            display_name="Parallel Sampler (Advanced)",
+            category="parallel",
+            description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, for models in two stages.",
+            inputs=[
+                _DIT,
+                io.Combo.Input("add_noise", options=["enable", "disable"], default="enable", tooltip="disable where latent_image brings its noise, from the stage before."),
+                io.Int.Input("noise_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip=_SEED_TOOLTIP),
+                _STEPS, _cfg(8.0), _SAMPLER_NAME, _scheduler(comfy.samplers.SCHEDULER_NAMES[0]), _POSITIVE, _NEGATIVE, _LATENT,
+                io.Int.Input("start_at_step", default=0, min=0, max=10000, tooltip="The first of the steps that are done here."),
+                io.Int.Input("end_at_step", default=10000, min=0, max=10000, tooltip="The step before which to end."),
+                io.Combo.Input("return_with_leftover_noise", options=["disable", "enable"], default="disable", tooltip="enable where another stage goes on from end_at_step."),
+                _shift(),
+            ],
+            outputs=[_OUTPUT],
+        )
 
-    def __call__(self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
-        """noise, latent_image (B, C, [T,] H, W) in the model's latent space -> samples likewise. ``executor``: not called."""
-        tensors = {"noise": noise, "latent": latent_image, "sigmas": sigmas, **self._conditioning(guider, noise.shape[0])}
-        if denoise_mask is not None:
-            tensors["denoise_mask"] = denoise_mask
-        if self.sampler_name in HALF_LOG_SNR:
-            percent_to_sigma = guider.inner_model.model_sampling.percent_to_sigma
-            tensors["percent_sigmas"] = torch.tensor([percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64)
-        config = self.dit.config
-        request = Sample(
-            model=self.loaded.model, sampler=self.sampler_name, cfg=float(guider.cfg), seed=extra_args["seed"],
-            num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, attention=config.attention,
-            preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS, tensors=tensors)
-        management = comfy.model_management
-        result = self.backend.sample(request, _Reporter(callback, noise), management.processing_interrupted)
-        if result is None:
-            management.throw_exception_if_processing_interrupted()
-            raise management.InterruptProcessingException()
-        return result.tensors["samples"].to(noise.device)
+    @classmethod
+    def execute(cls, dit, add_noise, noise_seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, start_at_step, end_at_step, return_with_leftover_noise, shift=0.0) -> io.NodeOutput:
+        from nodes import KSamplerAdvanced
 
-    def _conditioning(self, guider, batch: int) -> dict[str, torch.Tensor]:
-        family, unet_config = FAMILIES[self.loaded.family], guider.inner_model.model_config.unet_config
-        tensors = {}
-        for name in ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]:
-            arguments = model_arguments(name, guider.conds[name], batch, self.loaded.info["conditioning"])
-            for key, value in fill_zeros(arguments, batch, family, unet_config).items():
-                tensors[f"{name}.{key}"] = value
-        return tensors
+        negative = _check(dit, cfg, sampler_name, positive, negative, latent_image)
+        model, _ = _remote_model(dit, sampler_name, shift)
+        return io.NodeOutput(*KSamplerAdvanced().sample(
+            model, add_noise, noise_seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, start_at_step, end_at_step, return_with_leftover_noise))
 
 
-class _Reporter:
-    """Progress of the ranks -> ComfyUI's callback, which draws the bar and the preview and raises on an interrupt."""
+class ParallelSamplerCustom(io.ComfyNode):
+    """As SamplerCustomAdvanced with CFGGuider, with a PARALLEL_DIT in place of a MODEL."""
 
-    def __init__(self, callback, noise: torch.Tensor):
-        self.callback = callback
-        self.latest = noise
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ParallelSamplerCustom",
+            display_name="Parallel Sampler (Custom)",
+            category="parallel",
+            description="The custom sampler with the denoising loop on several GPUs: noise from a NOISE node, any SIGMAS.",
+            inputs=[
+                _DIT,
+                io.Noise.Input("noise", tooltip="From RandomNoise, or DisableNoise where latent_image brings its noise."),
+                _cfg(1.0), _SAMPLER_NAME,
+                io.Sigmas.Input("sigmas", tooltip="The noise levels, from any scheduler node. Those that need a MODEL take Parallel Model's."),
+                _POSITIVE, _NEGATIVE, _LATENT,
+                _shift(" sigmas come as they are: here it is the shift that they were made with, on which ranges of a prompt and the first step of SDE solvers depend."),
+            ],
+            outputs=[
+                io.Latent.Output(display_name="output", tooltip="The latent after the last step, for VAE Decode or another sampler."),
+                io.Latent.Output(display_name="denoised_output", tooltip="The model's prediction of the picture in the last step."),
+            ],
+        )
 
-    def __call__(self, progress: Progress):
-        if "x0" in progress.tensors:
-            self.latest = progress.tensors["x0"].to(self.latest.device)
-        self.callback(progress.step - 1, self.latest, self.latest, progress.total)
+    @classmethod
+    def execute(cls, dit, noise, cfg, sampler_name, sigmas, positive, negative, latent_image, shift=0.0) -> io.NodeOutput:
+        from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced
+
+        negative = _check(dit, cfg, sampler_name, positive, negative, latent_image)
+        model, remote = _remote_model(dit, sampler_name, shift)
+        remote.wants_denoised = True
+        guider = comfy.samplers.CFGGuider(model)
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+        return SamplerCustomAdvanced.execute(noise, guider, comfy.samplers.sampler_object(sampler_name), sigmas, latent_image)
+
+
+def _check(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
+    """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where it is skipped holds nothing that matters."""
+    check_guidance(cfg, sampler_name, dit.config)
+    name, family = dit.loaded.family, FAMILIES[dit.loaded.family]
+    check_conditioning("positive", positive, name, family)
+    if skips_negative(cfg, sampler_name):
+        negative = positive
+    check_conditioning("negative", negative, name, family)
+    _check_latent(latent, dit.patcher.model.latent_format)
+    dit.config.check_batch(latent["samples"].shape[0])
+    return negative
+
+
+def _remote_model(dit, sampler_name: str, shift: float):
+    """(a MODEL whose solver runs on the ranks, that solver)."""
+    model, remote = dit.patcher.clone(), RemoteSolver(dit, sampler_name)
+    model.add_wrapper(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, remote)
+    apply_shift(model, shift, dit.loaded.family, FAMILIES[dit.loaded.family])
+    return model, remote
 
 
 def _check_latent(latent: dict, latent_format):

@@ -53,7 +53,7 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
         prompt = conditioning(stored, branch)
         check_conditioning(branch, prompt, loaded.family, family)
         conds = comfy.samplers.process_conds(patcher.model, sample.tensors["noise"], {branch: comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
-        found = model_arguments(branch, conds[branch], 1, loaded.info["conditioning"])
+        found = model_arguments(branch, conds[branch][0], 1, loaded.info["conditioning"])
         found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
         want = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
         assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {key: value.flatten().tolist() for key, value in want.items() if value.any()}

@@ -1,0 +1,74 @@
+"""One family twice in this process: ComfyUI's own MODEL with the tiny checkpoint's weights, and a PARALLEL_DIT whose rank is this process."""
+
+import importlib.util
+import json
+import sys
+
+import torch
+from backend import mesh, protocol
+from backend.config import ConfigError, ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from comfy_modules import ROOT, comfy_modules
+from parallel_dit.backend import protocol as client_protocol
+from tiny import facts, weights_module, write_checkpoint
+
+with comfy_modules():
+    if "nodes" not in sys.modules:  # ComfyUI's, whatever else on the path has that name
+        spec = importlib.util.spec_from_file_location("nodes", ROOT / "nodes.py")
+        sys.modules["nodes"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["nodes"])
+    import comfy.model_detection
+    import comfy.model_patcher
+    import comfy.supported_models
+    from parallel_dit.backend.config import ParallelConfig as ClientConfig
+    from parallel_dit.nodes import remote_solver
+    from parallel_dit.nodes.families import weightless_patcher
+    from parallel_dit.nodes.handle import ParallelDiT
+
+
+def native_model(family: str) -> comfy.model_patcher.ModelPatcher:
+    """ComfyUI's MODEL of a golden family."""
+    told = facts(family)
+    state = weights_module().state_dict(told["shapes"])
+    # what this version detects, at the tiny widths
+    config = getattr(comfy.supported_models, told["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"]})
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model(state, "")
+    model.load_model_weights(state, "")
+    return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu"))
+
+
+class Rank:
+    """A backend of one rank: the worker's part of a request, without a socket."""
+
+    welcome = client_protocol.Welcome(1, "cpu", {}, [])
+
+    def __init__(self, checkpoint: str):
+        self.engine = Engine(ParallelConfig(), mesh.single())
+        self.engine.load("tiny", checkpoint, "default")
+        self.requests = []
+
+    def sample(self, message, on_progress, should_cancel):
+        header = json.loads(json.dumps({key: value for key, value in vars(message).items() if key != "tensors"}))
+        sample = protocol.Sample(**header, tensors={name: tensor.cpu().clone() for name, tensor in message.tensors.items()})
+        self.requests.append(sample)
+        tensors = {}
+        try:
+            self.engine.check_sample(sample)
+        except (UnsupportedError, ConfigError) as error:
+            raise client_protocol.RefusedError(str(error)) from None
+        total = len(sample.tensors["sigmas"]) - 1
+        callbacks = Callbacks(lambda step, x0: on_progress(client_protocol.Progress(step, total)), on_denoised=lambda x0: tensors.update(denoised=x0))
+        samples, stats = self.engine.sample(sample, callbacks)
+        return client_protocol.Result(stats, {"samples": samples, **tensors})
+
+
+def parallel_dit(family: str, folder, monkeypatch) -> ParallelDiT:
+    """A handle whose requests go to a Rank, its ``backend``."""
+    rank = Rank(str(write_checkpoint(folder / f"{family}.safetensors", family)))
+    facts = rank.engine.facts("tiny")
+    loaded = client_protocol.Loaded("tiny", rank.engine.models["tiny"].family.name, facts)
+    monkeypatch.setattr(remote_solver, "ensure_loaded", lambda handle: (rank, loaded))
+    return ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded)), rank
