@@ -33,6 +33,8 @@ class Run:
     outputs: dict = field(default_factory=dict)
     steps: list = field(default_factory=list)
     previews: int = 0
+    texts: list = field(default_factory=list)  # shown under nodes
+    cached: list = field(default_factory=list)  # nodes that did not run again
     seconds: float = 0.0
 
 
@@ -116,6 +118,8 @@ class ComfyServer:
     def _take(run: Run, prompt_id: str, is_text: bool, payload: bytes, at_step):
         if not is_text:
             run.previews += payload[:4] == b"\0\0\0\1"
+            if payload[:4] == b"\0\0\0\3":
+                run.texts.append(payload[8 + int.from_bytes(payload[4:8], "big"):].decode())
             return
         message = json.loads(payload)
         kind, data = message["type"], message["data"]
@@ -124,6 +128,8 @@ class ComfyServer:
         if kind == "progress":
             run.steps.append((data["value"], data["max"]))
             at_step(data["value"])
+        elif kind == "execution_cached":
+            run.cached += data["nodes"]
         elif kind == "execution_error":
             run.status, run.message = "error", data["exception_message"]
         elif kind in ("execution_success", "execution_interrupted"):

@@ -79,13 +79,59 @@ def test_interrupt_half_way_and_again(comfy):
     assert ranks_of(comfy) == before
 
 
+def test_what_one_sees(comfy):
+    """The terminal's bar, and a line under the node with the steps and the time that is left."""
+    before = len(comfy.log.read_text(errors="replace"))
+    run = comfy.run(graph(steps=60, seed=5))
+    assert run.status == "success" and run.steps == [(step, 60) for step in range(1, 61)]
+    assert re.fullmatch(r"60 steps in [\d.]+ s \([\d.]+ (steps/s|s/step), 2 ranks\)", run.texts[-1]), run.texts
+    assert re.fullmatch(r"step \d+/60, \d\d:\d\d left \([\d.]+ (steps/s|s/step)\)", run.texts[0]), run.texts
+    assert "60/60 [" in comfy.log.read_text(errors="replace")[before:]
+
+
+def test_unchanged_inputs_do_not_run_again_and_a_changed_seed_does(comfy):
+    first, same, other = comfy.run(graph(seed=101)), comfy.run(graph(seed=101)), comfy.run(graph(seed=102))
+    assert first.steps and not same.steps and other.steps == first.steps
+    assert {"3", "4"} <= set(same.cached) and "3" in other.cached and "4" not in other.cached
+    assert error_of(first) == error_of(same) != error_of(other)
+
+
+def history_of(comfy, prompt_id: str) -> dict[str, float]:
+    """What happened when (seconds since 1970) to a queued graph that has ended."""
+    deadline = time.monotonic() + 60
+    while prompt_id not in (history := comfy.get(f"/history/{prompt_id}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return {name: told["timestamp"] / 1000 for name, told in history[prompt_id]["status"]["messages"]}
+
+
+def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy):
+    error_of(comfy.run(graph(seed=6)))
+    behind, pressed, moments = [], [], []
+
+    def press(step):
+        moments.append(time.time())
+        if step == 1:
+            behind.append(comfy.post("/prompt", {"prompt": graph("size20x12", seed=42)})[1]["prompt_id"])
+        if step == 20:
+            pressed.append(time.time())
+            comfy.post("/interrupt", {})
+
+    run = comfy.run(graph(steps=2000, seed=7), press)
+    assert run.status == "interrupted"
+    step = max(later - earlier for earlier, later in zip(moments[1:20], moments[2:20]))
+    stopped, after = [told for told in comfy.get("/history").values()], history_of(comfy, behind[0])
+    interrupted = max(message["timestamp"] / 1000 for told in stopped for name, message in told["status"]["messages"] if name == "execution_interrupted")
+    assert interrupted - pressed[0] < 3 * step + 0.5
+    assert after["execution_start"] - interrupted < 2 and "execution_success" in after
+
+
 @pytest.mark.parametrize("expected, arguments", [
     ("latent_image has the shape", {"change": "channels"}),
     ("NaN|not finite|finite", {"change": "nan"}),
     ("'area'", {"change": "area"}),
     ("'control'", {"change": "control"}),
-    ("2 prompts", {"change": "combine"}),
-    ("timestep range", {"change": "range"}),
+    ("a scheduled prompt", {"change": "scheduled"}),
     ("skips the negative prompt", {"cfg": 1.0, "config": {"cfg_degree": 2, "device": "cpu"}}),
     ("two branches", {"config": {"cfg_degree": 3, "device": "cpu"}}),
     ("at most 16", {"config": {"ulysses_degree": 32, "device": "cpu"}}),

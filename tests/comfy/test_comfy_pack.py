@@ -8,7 +8,7 @@ import pytest
 from backend.config import ParallelConfig
 from comfy_server import PACK
 
-NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelSampler", "ParallelDemoLoader"]
+NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelDemoLoader"]
 WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 
 
@@ -39,6 +39,19 @@ def test_config_inputs_all_have_defaults(comfy):
 def test_seed_can_change_after_each_queue(comfy):
     seed = comfy.get("/object_info/ParallelSampler")["ParallelSampler"]["input"]["required"]["seed"][1]
     assert seed["control_after_generate"] is True and seed["max"] == 2**64 - 1
+
+
+@pytest.mark.parametrize("ours, theirs", [("ParallelSampler", "KSampler"), ("ParallelSamplerAdvanced", "KSamplerAdvanced")])
+def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
+    """The same names in the same order, with dit for model and shift behind them; the same ranges, and KSamplerAdvanced's defaults."""
+    told = {name: comfy.get(f"/object_info/{name}")[name]["input"] for name in (ours, theirs)}
+    names = {name: list(inputs["required"]) for name, inputs in told.items()}
+    assert names[ours] == ["dit" if name == "model" else name for name in names[theirs]] and list(told[ours]["optional"]) == ["shift"]
+    for name in names[theirs][1:]:
+        mine, native = (told[node]["required"][name] for node in (ours, theirs))
+        compared = ("min", "max", "step", "round") + ("default",) * (ours == "ParallelSamplerAdvanced")
+        if len(native) > 1 and native[0] in ("INT", "FLOAT"):
+            assert {key: mine[1].get(key) for key in compared} == {key: native[1].get(key) for key in compared}, name
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

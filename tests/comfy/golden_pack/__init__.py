@@ -1,7 +1,11 @@
-"""TEST ONLY: a golden case as graph objects, and the distance of a LATENT from its result, as nodes of a real ComfyUI."""
+"""TEST ONLY: a golden case as graph objects, the distance of a LATENT from its result, and loaders of encoders without weights, as nodes of a real ComfyUI."""
 
 import json
+import zlib
+from types import SimpleNamespace
 
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 
@@ -12,7 +16,7 @@ class TestGoldenInputs:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"file": ("STRING", {"default": ""}), "change": (["nothing", "nan", "channels", "area", "control", "combine", "range"],)}}
+        return {"required": {"file": ("STRING", {"default": ""}), "change": (["nothing", "nan", "channels", "area", "control", "scheduled"],)}}
 
     def run(self, file, change):
         stored = load_file(file)
@@ -28,10 +32,8 @@ class TestGoldenInputs:
             positive[0][1]["area"] = (4, 4, 0, 0)
         elif change == "control":
             positive[0][1]["control"] = object()
-        elif change == "combine":
-            positive = positive + positive
-        elif change == "range":
-            positive[0][1].update(start_percent=0.0, end_percent=0.5)
+        elif change == "scheduled":
+            positive[0][1].update(clip_start_percent=0.0, clip_end_percent=0.5)
         return positive, negative, latent
 
     @staticmethod
@@ -57,4 +59,68 @@ class TestGoldenError:
         return {"ui": {"text": [json.dumps({"shape": list(got.shape), "error": error})]}}
 
 
-NODE_CLASS_MAPPINGS = {"TestGoldenInputs": TestGoldenInputs, "TestGoldenError": TestGoldenError}
+class TestText:
+    """In place of a text encoder's loader: CONDITIONING of a tiny model's widths, another one for each text."""
+    RETURN_TYPES = ("CLIP",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"width": ("INT", {"default": 64, "max": 4096}), "pooled": ("INT", {"default": 32}), "rows": ("INT", {"default": 12})}}
+
+    def run(self, width, pooled, rows):
+        self.width, self.pooled, self.rows = width, pooled, rows
+        return (self,)
+
+    def tokenize(self, text, **options):
+        return text
+
+    def encode_from_tokens_scheduled(self, text, **options):
+        draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode())))
+        return [[draw(1, self.rows, self.width), {"pooled_output": draw(1, self.pooled)}]]
+
+
+class TestVae:
+    """In place of a VAE's loader: 16 channels of 8 x 8 pixels' mean colour, and 4 frames to one where the pictures are a video."""
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"video": ("BOOLEAN", {"default": False})}}
+
+    def run(self, video):
+        self.video = video
+        return (self,)
+
+    def encode(self, pixels):
+        means = F.avg_pool2d(pixels.movedim(-1, 1)[:, :3], 8) * 2 - 1
+        latent = means.repeat(1, 6, 1, 1)[:, :16]
+        return latent[::4].movedim(1, 0)[None] if self.video else latent
+
+    def decode(self, latent):
+        if latent.ndim == 5:
+            return torch.stack([self.decode(frames).repeat_interleave(4, dim=0)[3:] for frames in latent.movedim(1, 2)])
+        return F.interpolate(latent[:, :3] / 2 + 0.5, scale_factor=8).movedim(1, -1).clamp(0, 1)
+
+
+class TestVision:
+    """In place of a CLIP vision loader."""
+    RETURN_TYPES = ("CLIP_VISION",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    def run(self):
+        return (self,)
+
+    def encode_image(self, image, crop=True):
+        return SimpleNamespace(penultimate_hidden_states=torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(0)) * image.mean())
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision)}
