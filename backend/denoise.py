@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .mesh import Mesh
 from .parallel.comm import Pipe, gather
-from .parallel.rows import Sequence, Span, patches
+from .parallel.rows import Span
 from .parallel.stage import Forward
 from .prompts import mix
 from .request import FreshNoise, Inpaint, Request, problem
@@ -92,9 +92,7 @@ class Denoiser:
 
     def _plan_parts(self):
         request = self.request
-        text = max((c["c_crossattn"].shape[1] for c in request.conditioning.values() if "c_crossattn" in c), default=0)
-        rows = patches(Sequence(text, request.grid.tokens, "first"), request.patches)
-        tracks = [Track(row.image, None) for row in rows]
+        tracks = [Track(span, None) for span in request.patch_spans]
         self.whole = Part(Span(0, request.grid.tokens), tracks, True)
         self.patches = [Part(track.span, [track], index == 0) for index, track in enumerate(tracks)]
 

@@ -129,6 +129,8 @@ class _Workload:
         if self.config.pipefusion_degree == 1 or self.config.patches == 1:
             return 0
         kept = 2 if self.config.stale_kv == "extrapolate" else 1
+        if "sum" in self.checkpoint.family.attention:
+            return kept * self.batch * blocks * self.branches * (self.config.patches * self._sum_bytes + sequence.image * self._width * self.dtype.itemsize)
         return kept * 2 * self.batch * heads * sequence.joint * self._head_size * self.dtype.itemsize * blocks * self.branches
 
     def _sent(self, place, blocks, heads, parts, sp_rank) -> Counter:
@@ -137,19 +139,34 @@ class _Workload:
         sent = Counter()
         u, r, width = config.ulysses_degree, config.ring_degree, self._width
         head = size * self._head_size
+        mixes = "sum" in self.checkpoint.family.attention
         for part in parts:
+            sent += self._mixed(len(blocks), part) if mixes else Counter()
             lengths, own = part.lengths("joint"), len(part.local[0]) + len(part.local[1])
             ring = [sum(lengths[i * u: (i + 1) * u]) for i in range(r)]
             gathered = ring[place["ring"]]
-            sent["ulysses"] += len(blocks) * head * (3 * (self._all_heads - heads) * own + heads * (gathered - own))
+            sent["ulysses"] += 0 if mixes else len(blocks) * head * (3 * (self._all_heads - heads) * own + heads * (gathered - own))
             buffered = config.pipefusion_degree > 1 and config.patches > 1
             passed = gathered * (r - 1) if buffered else sum(ring[(place["ring"] - hop) % r] for hop in range(r - 1))
-            sent["ring"] += len(blocks) * head * 2 * heads * passed
+            sent["ring"] += 0 if mixes else len(blocks) * head * 2 * heads * passed
             if place["pp"] < config.pipefusion_degree - 1:
                 sent["pipeline"] += size * own * width
             sent += self._outputs(place, len(part.local[1]), len(part.image))
         sent["tensor"] = self._reduced(place, blocks, parts) * size
         return sent
+
+    @property
+    def _sum_bytes(self) -> int:
+        """The state of linear attention in float32, for one sample and block."""
+        return 4 * self._all_heads * self._head_size * (self._head_size + 1)
+
+    def _mixed(self, blocks: int, part: Rows) -> Counter:
+        """What the modules of parallel/mixing.py send for one part; a picture is taken to be square."""
+        ranks, calls = part.sp_size, blocks * self.batch * self.branches
+        line = math.isqrt(self.image_rows) + 1
+        rows = len(part.local[1]) if self.config.pipefusion_degree > 1 and self.config.patches > 1 else min(line, len(part.local[1]))
+        others = ranks - 1 if rows == len(part.local[1]) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
+        return Counter(sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks, surroundings=calls * others * rows * self._width * self.dtype.itemsize)
 
     def _outputs(self, place, own: int, rows: int) -> Counter:
         """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged between the guidance branches."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from .config import ParallelConfig
 from .models.spec import Family
 from .noise import FreshNoise
-from .parallel.rows import Span
+from .parallel.rows import Sequence, Span, patches
 from .prompts import SIDES, Prompt, names, side_of
 from .prediction import PREDICTIONS, Prediction
 from .protocol import Sample
@@ -23,6 +23,7 @@ class Request:
 
     percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used.
+    joint_text: rows of text that sit in one sequence with the image's, for the balance of the patches.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
     """
 
@@ -46,6 +47,7 @@ class Request:
     percent_sigmas: dict[float, float]
     batch: int
     items: slice
+    joint_text: int
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -55,6 +57,11 @@ class Request:
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
         """Names of the prompts that count at a noise level."""
         return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
+
+    @property
+    def patch_spans(self) -> list[Span]:
+        """The image rows of every patch, balanced over the joint sequence."""
+        return [rows.image for rows in patches(Sequence(self.joint_text, self.grid.tokens, "first"), self.patches)]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """The model arguments of a branch for some items of this replica's batch."""
@@ -81,10 +88,12 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     tensor = lambda name: sample.tensors[name].to(device, torch.float32)
     tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
+    conditioning = {name: _conditioning(sample, name, shape[0], items, device, dtype) for name in names(sample)}
+    text = max((c["c_crossattn"].shape[1] for c in conditioning.values() if "c_crossattn" in c), default=0) if family.text_position else 0
     return Request(
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
-        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning={name: _conditioning(sample, name, shape[0], items, device, dtype) for name in names(sample)},
+        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, joint_text=text,
         patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
         from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {})

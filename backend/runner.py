@@ -101,7 +101,7 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
     if model.stage is None:
         yield None
         return
-    buffers = KVBuffers(request.noise.shape[0], request.stale_kv == "extrapolate") if request.patches > 1 else None
+    buffers = KVBuffers(request.noise.shape[0], request.stale_kv == "extrapolate", request.patch_spans) if request.patches > 1 else None
     model.stage.begin_request(request.kernel, buffers)
     model.stage.attention.install()
     try:

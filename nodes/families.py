@@ -16,13 +16,14 @@ import torch
 
 from ..backend.protocol import Loaded, RefusedError
 from .latent_formats import LATENT_FORMATS
+from .sana import Sana
 
 
 @dataclass(frozen=True)
 class Family:
     """How ComfyUI builds a family from the diffusers config of its transformer.
 
-    ``comfy_class``: config -> name of the class in comfy.supported_models. ``unet_config``: config -> ComfyUI's own.
+    ``comfy_class``: config -> name of the class in comfy.supported_models, or in OURS. ``unet_config``: config -> ComfyUI's own.
     ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where a
     CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
     ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's
@@ -174,6 +175,8 @@ def _hidream(config: dict) -> dict:
         "num_activated_experts", "axes_dims_rope", "max_resolution")}}
 
 
+#: Classes of models that ComfyUI does not have.
+OURS = {"Sana": Sana}
 #: Keys of a CONDITIONING with which image to video models are given their picture.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 
@@ -204,6 +207,7 @@ FAMILIES = {
     "qwen-image": Family(lambda config: "QwenImage", _qwen_image, linear_shift=True),
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2),
+    "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
 }
@@ -226,12 +230,16 @@ class _ElsewhereModule(torch.nn.Module):
             where.__dict__[leaf] = value
 
 
+def _supported_model(name: str):
+    return OURS[name] if name in OURS else getattr(comfy.supported_models, name)
+
+
 def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
     """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family."""
     if loaded.family not in FAMILIES:
         raise RefusedError(f"the transformer's family is {loaded.family}, which these nodes do not know; they know {', '.join(FAMILIES)}.")
     family, config = FAMILIES[loaded.family], loaded.info["config"]
-    model_config = getattr(comfy.supported_models, family.comfy_class(config))(
+    model_config = _supported_model(family.comfy_class(config))(
         {**family.unet_config(config), "disable_unet_model_creation": True})
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()

@@ -5,17 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend import mesh
+from backend import mesh, request, runner
 from backend.checks import check_sample
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
+from backend.parallel.rows import Span
+from backend.parallel.stage import Forward
 from backend.schedule import DiscreteSchedule
 from families import CASES, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from safetensors.torch import save_file
-from tiny import error_in_std, write_checkpoint
+from tiny import error_in_std, relative, write_checkpoint
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,6 +44,22 @@ def test_diffusers_folder_has_the_same_weights(family, tmp_path):
     assert again.family is single.family
     weights = again.empty.state_dict()
     assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
+
+
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_patches_against_full_buffers_equal_the_whole(family, tmp_path):
+    """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give now."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=3), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    model, sample = engine.models["tiny"], replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=3)
+    built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    x, sigma = built.start(), built.sigmas[0]
+    with torch.inference_mode(), runner.running(model, built) as calls:
+        calls.begin_evaluation(0.0)
+        whole = calls.run(x, sigma, Forward("positive", Span(0, 1)))
+        calls.begin_evaluation(0.0)
+        parts = [calls.run(x, sigma, Forward("positive", Span(0, 1), span, with_text=index == 0)) for index, span in enumerate(built.patch_spans)]
+    assert len(parts) == 3 and relative(torch.cat(parts, dim=1), whole) < 1e-5
 
 
 @pytest.mark.parametrize("kind, zsnr, highest", [("linear", True, 4518.765), ("linear", False, 14.6146), ("sqrt_linear", False, 25.1461)])

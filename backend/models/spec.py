@@ -28,7 +28,7 @@ class Family:
     text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
     text_mask: block argument (B, text) that hides rows of text from every query; a stage hands it to attention instead.
     per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension).
-    attention: kind of each attention call of a block, in order ("joint" | "image" | "cross").
+    attention: kind of each attention call of a block, in order ("joint" | "image" | "cross"), and of each call of mixing.py ("sum" | "surroundings").
     patch: transformer config -> (pt, ph, pw), latent pixels per token.
     skip: block argument that takes an earlier block's image rows; skip_source: (block, blocks in all) -> that block, or None where it takes none.
     schedule: transformer config -> noise levels of a model of discrete timesteps ("eps" and "v" predictions); None for flow models.

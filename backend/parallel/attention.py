@@ -14,6 +14,7 @@ from torch import Tensor
 from ..mesh import Mesh
 from . import comm, kernels, usp
 from .kv import KVBuffers
+from .mixing import Mixing
 from .rows import Rows
 
 
@@ -34,7 +35,7 @@ class LayerCall:
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
-        """(kind, key) of this call: "joint" and "image" attend within the sequence, "cross" to the prompt."""
+        """(kind, key) of this call: "joint" and "image" attend within the sequence, "cross" to the prompt; "sum" and "surroundings" are no attention."""
         index, self.calls = self.calls, self.calls + 1
         return self.kinds[index % len(self.kinds)], (self.branch, self.layer, index)
 
@@ -50,13 +51,18 @@ class Attention:
     _positions: dict[tuple, Tensor] = field(default_factory=dict)
     _last_mask: tuple[Tensor | None, bool] = (None, False)
 
+    def __post_init__(self):
+        self.mixing = Mixing(self)
+
     def install(self):
         """Take the place of torch's function."""
         F.scaled_dot_product_attention = self
+        self.mixing.install()
 
     def uninstall(self):
         """Give torch's function its place back."""
         F.scaled_dot_product_attention = kernels.SDPA
+        self.mixing.uninstall()
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""

@@ -9,16 +9,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .rows import Span
+
 #: A step in sigma is at most this many times the one before, for extrapolation: beyond it the line through two points says little.
 MAX_RATIO = 1.5
 
 
 @dataclass
 class KVBuffers:
-    """Buffers of one request, (2, B, H, rows, D) for each (branch, layer, call). ``batch`` is the request's; calls may cover some items of it."""
+    """Buffers of one request, (2, B, H, rows, D) for each (branch, layer, call). ``batch`` is the request's; calls may cover some items of it.
+
+    Sums and surroundings (see mixing.py) have one buffer in the place of two. ``spans``: the image rows of every patch.
+    """
 
     batch: int
     extrapolate: bool = False
+    spans: list[Span] = field(default_factory=list)
     evaluation: int = -1
     ratio: float = 0.0
     current: dict[tuple, Tensor] = field(default_factory=dict)
@@ -30,7 +36,7 @@ class KVBuffers:
         self.evaluation += 1
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
-    def refresh(self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice) -> tuple[Tensor, Tensor]:
+    def refresh(self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice) -> tuple[Tensor, ...]:
         """Write fresh ``kv`` (2, b, H, n, D) into ``rows`` of ``items``; keys and values (b, H, total, D) to attend to."""
         if where not in self.current:
             self.current[where] = self._empty(kv, total)
@@ -42,10 +48,10 @@ class KVBuffers:
             buffer[:, :, :, rows] = kv
         else:
             buffer.index_copy_(3, rows, kv)
-        return buffer[0], buffer[1]
+        return tuple(buffer)
 
     def _empty(self, kv, total):
-        return kv.new_empty((2, self.batch, kv.shape[2], total, kv.shape[4]))
+        return kv.new_empty((kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4]))
 
     def _begin(self, where: tuple, everything: bool):
         """The first write of an evaluation: ``current`` holds the last one's fresh rows, which become ``previous``."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-sys.path[:0] = [os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")), str(Path(__file__).parent)]
+sys.path[:0] = [os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")), str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
 sys.argv, NAMES = sys.argv[:1], sys.argv[1:]        # ComfyUI reads the arguments as its own
 import torch
 import weights
@@ -22,6 +22,9 @@ import comfy.model_patcher
 import comfy.supported_models
 import comfyui_version
 import nodes
+import pack  # noqa: F401
+from diffusers import SanaTransformer2DModel
+from parallel_dit.nodes.families import OURS
 
 HERE = Path(__file__).parent
 SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "denoise": 1.0, "seed": 42, "start_step": None, "last_step": None}
@@ -30,16 +33,30 @@ SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "
 @dataclass(frozen=True)
 class Case:
     """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
-    constant: entries of the CONDITIONING that are no noise."""
+    constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments."""
 
     comfy_class: str
     unet_config: dict
     latent: tuple[int, ...] | list[tuple[int, ...]]
     conditioning: dict[str, tuple[int, ...]]
     constant: Callable[[], dict] = dict
+    elsewhere: Callable[[], torch.nn.Module] | None = None
+
+
+class Diffusers(torch.nn.Module):
+    """A small SANA of diffusers, called as ComfyUI calls its own models; its keys are diffusers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = SanaTransformer2DModel(num_attention_heads=14, num_layers=3, num_cross_attention_heads=4, cross_attention_dim=448, caption_channels=64)
+        self.dtype = torch.float32
+
+    def forward(self, x, timestep, context, attention_mask, **ignored):
+        return self.model(x, context, timestep, encoder_attention_mask=attention_mask).sample
 
 
 CASES = {
+    "sana": Case("Sana", {"image_model": "sana"}, (1, 32, 7, 9), {"cross_attn": (1, 12, 64)}, constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]}, elsewhere=Diffusers),
     "hidream": Case(
         "HiDream",
         {"image_model": "hidream", "attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": [16, 8, 8], "caption_channels": [48, 64], "max_resolution": [128, 128], "in_channels": 16, "out_channels": 16,
@@ -59,11 +76,14 @@ CASES = {
 
 def build(case: Case):
     """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its checkpoint."""
-    config = getattr(comfy.supported_models, case.comfy_class)(dict(case.unet_config))
+    config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))({**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})})
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({})
-    shapes = {key: list(value.shape) for key, value in model.diffusion_model.state_dict().items()}
-    model.diffusion_model.load_state_dict(weights.state_dict(shapes))
+    if case.elsewhere:
+        model.diffusion_model = case.elsewhere()
+    target = model.diffusion_model.model if case.elsewhere else model.diffusion_model
+    shapes = {key: list(value.shape) for key, value in target.state_dict().items()}
+    target.load_state_dict(weights.state_dict(shapes))
     return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
 
 

@@ -1,0 +1,31 @@
+"""Where a model mixes rows otherwise than by softmax attention, a family's modules call these, by attribute of this module.
+
+One process has every row at hand: then they hand back what they are given. While a request runs on several ranks or in patches, their place is
+taken by parallel/mixing.py, as that of F.scaled_dot_product_attention is by parallel/attention.py.
+"""
+
+from typing import Callable, NamedTuple
+
+from torch import Tensor
+
+
+class Around(NamedTuple):
+    """rows (B, n, F): those asked about and others around them; first: position of the first one in the image; before: how many are in front of those asked about."""
+
+    rows: Tensor
+    first: int
+    before: int
+
+
+def whole_sum(part: Callable[[slice], Tensor]) -> Tensor:
+    """The sum over all image rows of the sequence; ``part``: (slice of the rows at hand) -> its share, (B, ...)."""
+    return part(slice(None))
+
+
+def all_around(x: Tensor, reach: int) -> Around:
+    """The image rows at hand, x (B, n, F), with up to ``reach`` rows of the sequence before and behind them."""
+    return Around(x, 0, 0)
+
+
+#: Name -> function, as they are without ranks and patches.
+ALONE = {"whole_sum": whole_sum, "all_around": all_around}
