@@ -168,10 +168,11 @@ def _listen(address: str) -> socket.socket:
 
 
 class Previews:
-    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags."""
+    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags. Counts them, and the seconds that the ranks waited for them."""
 
     def __init__(self, seconds: float, clock):
         self.seconds, self.clock, self.last = seconds, clock, float("-inf")
+        self.count, self.spent = 0, 0.0
 
     def due(self) -> bool:
         """True where a preview is wanted now; then the next one is ``seconds`` away."""
@@ -180,8 +181,17 @@ class Previews:
         self.last = self.clock()
         return True
 
+    @property
+    def stats(self) -> dict:
+        """For a Result: how many, and what they cost."""
+        return {"previews": self.count, "preview_seconds": self.spent}
+
 
 def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
     """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
-    tensors = {"x0": make_x0()} if job.client_keeps_up and previews.due() else {}
-    job.reply(Progress(step, total, tensors))
+    if not (job.client_keeps_up and previews.due()):
+        job.reply(Progress(step, total))
+        return
+    began = previews.clock()
+    job.reply(Progress(step, total, {"x0": make_x0()}))
+    previews.count, previews.spent = previews.count + 1, previews.spent + previews.clock() - began

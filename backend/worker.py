@@ -129,7 +129,7 @@ class Leader(Worker):
         except Stopped as stopped:
             job.reply(Cancelled(stopped.step))
             return
-        job.reply(Result(stats, {"samples": samples, **tensors}))
+        job.reply(Result(stats | previews.stats, {"samples": samples, **tensors}))
 
 
 def model_key(message: Load) -> str:

@@ -31,6 +31,20 @@ def test_golden_case(name, tmp_path):
     assert error_in_std(to_vae_units(family, samples), latent) <= TOLERANCES.get(family, 1e-4)
 
 
+def test_a_preview_stays_as_it_was(tmp_path):
+    """LTX-Video's latent pixels are its tokens: a view of the step loop's own x0 would change with the next step, while it waits to be sent."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "ltxv.safetensors", "ltxv")), "default")
+    kept, copies = [], []
+
+    def on_step(step, make_x0):
+        kept.append(make_x0())
+        copies.append(kept[-1].clone())
+
+    engine.sample(golden(next(case for case in CASES if case.startswith("ltxv")))[0], Callbacks(on_step))
+    assert len(kept) > 1 and all(x0.equal(copy) for x0, copy in zip(kept, copies))
+
+
 @pytest.mark.parametrize("family", LATENT_FORMATS)
 def test_diffusers_folder_has_the_same_weights(family, tmp_path):
     single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))

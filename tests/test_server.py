@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 from backend import protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
-from backend.server import MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen
+from backend.server import MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress
 
 TOKEN = "correct horse"
 
@@ -222,3 +223,19 @@ def test_previews_are_bounded():
     now[0] = 0.25
     assert previews.due()
     assert not Previews(0, lambda: 0.0).due()
+
+
+def test_previews_are_counted_with_their_cost(server):
+    now, client = [0.0], greeted(server)
+    protocol.send(client, Load("/a"))
+    job, previews = server.next_job(5), Previews(0.2, lambda: now[0])
+
+    def make_x0():
+        now[0] += 0.05
+        return torch.ones(1)
+
+    for step in (1, 2):
+        progress(job, step, 2, previews, make_x0)
+        assert protocol.receive(client) == protocol.Progress(step, 2, {"x0": torch.ones(1)} if step == 1 else {})
+        now[0] += 0.1
+    assert previews.stats == {"previews": 1, "preview_seconds": pytest.approx(0.05)}
