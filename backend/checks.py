@@ -1,5 +1,7 @@
 """What a sampling request must satisfy, checked on rank 0 before any collective starts."""
 
+import math
+
 import torch
 
 from .config import ParallelConfig
@@ -11,7 +13,6 @@ from .prompts import names, side_of
 from .request import request_config
 from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
 from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
-from .tokens import TokenGrid
 
 #: What the dimensions of a prompt's tensors mean, where every family has the same.
 DIMENSIONS = {"c_crossattn": ("batch", "tokens", "width"), "y": ("batch", "width")}
@@ -28,7 +29,11 @@ def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_c
     _check_prompts(sample)
     for branch in names(sample):
         _check_conditioning(sample, branch, family, model_config)
-    _check_rows(sample, config, TokenGrid(tuple(sample.tensors["noise"].shape[1:]), family.patch(model_config)))
+    _check_rows(sample, config, _grid(sample, family, model_config))
+
+
+def _grid(sample, family, model_config):
+    return family.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
 
 
 def _check_settings(sample, config, dtype, device):
@@ -45,7 +50,7 @@ def _check_settings(sample, config, dtype, device):
 
 
 def _check_tensors(sample, family, model_config):
-    tensors, channels = sample.tensors, family.latent_channels(model_config)
+    tensors = sample.tensors
     for name in ("noise", "latent", "sigmas"):
         if name not in tensors:
             raise UnsupportedError(f"the request has no tensor {name!r}.")
@@ -55,8 +60,7 @@ def _check_tensors(sample, family, model_config):
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
     noise, sigmas = tensors["noise"], tensors["sigmas"]
-    if noise.ndim not in (4, 5) or noise.shape[1] != channels:
-        raise UnsupportedError(f"the latent has shape {tuple(noise.shape)} but {family.name} wants {channels} channels in (batch, channels, height, width); make it with the model's own empty-latent node.")
+    _check_shapes(sample, family, model_config)
     if not noise.numel():
         raise UnsupportedError(f"the latent has shape {tuple(noise.shape)}, which holds nothing; make it larger.")
     if tensors["latent"].shape != noise.shape:
@@ -66,6 +70,21 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's {tuple(noise.shape)}; use a mask of the latent's size.")
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise UnsupportedError(f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step.")
+
+
+def _check_shapes(sample, family, model_config):
+    shape, shapes, nested = tuple(sample.tensors["noise"].shape), sample.latent_shapes, family.nested
+    if nested is None:
+        channels = family.latent_channels(model_config)
+        if shapes or len(shape) not in (4, 5) or shape[1] != channels:
+            what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
+            raise UnsupportedError(f"{what} but {family.name} wants {channels} channels in (batch, channels, height, width); make it with the model's own empty-latent node.")
+        return
+    wanted = nested.channels(model_config)
+    if len(shapes) != len(wanted) or any(not isinstance(part, (list, tuple)) or len(part) not in (3, 4) or not all(isinstance(side, int) and side > 0 for side in part) or part[0] != channels for part, channels in zip(shapes, wanted)):
+        raise UnsupportedError(f"the latents have shapes {shapes} but {family.name} wants {' and '.join(f'{name} of {channels} channels' for name, channels in zip(nested.names, wanted))}; make them with the model's own empty-latent node.")
+    if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
+        raise UnsupportedError(f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as (batch, 1, elements of all).")
 
 
 def _check_solver(sample, family):
@@ -123,8 +142,7 @@ def _check_conditioning(sample, branch, family, model_config):
             raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):
             raise UnsupportedError(f"the {branch} conditioning's {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
-    grid = TokenGrid(tuple(sample.tensors["noise"].shape[1:]), family.patch(model_config))
-    reason = family.refusal(model_config, grid, given)
+    reason = family.refusal(model_config, _grid(sample, family, model_config), given)
     if reason:
         raise UnsupportedError(f"the {branch} conditioning: {reason}")
 

@@ -197,7 +197,7 @@ class Denoiser:
         """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none counts."""
         request, rows = self.request, slice(pending.part.span.lo, pending.part.span.hi)
         x, prompts = self.x[:, rows], {branch: request.prompts[branch] for branch in outputs if request.prompts[branch].side == side}
-        predictions = [request.prediction.denoised(x, pending.evaluation.sigma, outputs[branch]) for branch in prompts]
+        predictions = [request.denoised(x, pending.evaluation.sigma, outputs[branch], pending.part.span) for branch in prompts]
         return mix(list(prompts.values()), predictions, rows) if prompts else torch.zeros_like(x)
 
     def _step(self, track: Track, prediction: Tensor | tuple[Tensor, Tensor] | None):

@@ -91,7 +91,8 @@ class _Workload:
     @property
     def _width(self) -> int:
         """Features of a token inside the blocks."""
-        return self.checkpoint.family.heads(self.checkpoint.config) * self._head_size
+        config, family = self.checkpoint.config, self.checkpoint.family
+        return family.width(config) if family.width else family.heads(config) * self._head_size
 
     @property
     def _head_size(self) -> int:

@@ -82,7 +82,8 @@ class Unload:
 class Sample:
     """Denoise one latent.
 
-    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, ``sigmas`` (steps + 1,), ``denoise_mask``
+    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, or (B, 1, L) where a model denoises several latents (video
+    and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each, and they lie flattened behind each other; ``sigmas`` (steps + 1,), ``denoise_mask``
     (broadcast to the latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of sampling
     solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
     model arguments (``c_crossattn``, ``y``, ``guidance``, ...). Further prompts of a side are ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
@@ -101,12 +102,13 @@ class Sample:
     preview_seconds: float = 0.0
     denoised: bool = False
     prompts: dict = field(default_factory=dict)
+    latent_shapes: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done; tensors may hold ``x0`` (B, C, [T,] H, W), the latest denoised prediction."""
+    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction."""
     step: int
     total: int
     tensors: dict = field(default_factory=dict)
@@ -114,7 +116,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """tensors: ``samples`` (B, C, [T,] H, W), float32, in the model's latent space, and ``denoised`` likewise where it was asked for. ``stats``: seconds and counters."""
+    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and ``denoised`` likewise where it was asked for. ``stats``: seconds and counters."""
     stats: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
 

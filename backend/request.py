@@ -1,6 +1,7 @@
 """One sampling request as tensors on this rank's device, and its random numbers."""
 
 from dataclasses import dataclass, replace
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from .prediction import PREDICTIONS, Prediction
 from .protocol import Sample
 from .samplers import Problem
 from .solver_names import PERCENTS
-from .tokens import TokenGrid
+from .tokens import NestedGrid, TokenGrid
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Request:
     """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name -> how it counts; conditioning: name -> model arguments.
 
     percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
-    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used.
+    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
     joint_text: rows of text that sit in one sequence with the image's, for the balance of the patches.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
     """
@@ -35,7 +36,7 @@ class Request:
     noise: Tensor
     latent: Tensor
     mask: Tensor | None
-    grid: TokenGrid
+    grid: TokenGrid | NestedGrid
     prompts: dict[str, Prompt]
     conditioning: dict[str, dict[str, Tensor]]
     patches: int
@@ -48,6 +49,7 @@ class Request:
     batch: int
     items: slice
     joint_text: int
+    carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -68,6 +70,21 @@ class Request:
         batch = self.noise.shape[0]
         return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in self.conditioning[branch].items()}
 
+    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """What the model is given for x (B, N, F) at noise level ``sigma``."""
+        x = self.prediction.model_input(x, sigma)
+        return x if self.carry is None else x * self._carried(0, sigma, x)
+
+    def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
+        """The prediction for x, the rows of ``span``, from the model's output for them."""
+        if self.carry is not None:
+            own, factor = (self._carried(i, sigma, x)[span.lo: span.hi] for i in (1, 2))
+            output = own * x + factor * output
+        return self.prediction.denoised(x, sigma, output)
+
+    def _carried(self, which, sigma, like):
+        return self.grid.per_row([factors[which] for factors in self.carry(sigma)]).to(like)
+
     def start(self) -> Tensor:
         """The solver's first x, (B, N, F)."""
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
@@ -84,7 +101,7 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     shape = sample.tensors["noise"].shape
     mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
     items = slice(mine.lo, mine.hi)
-    grid = TokenGrid(tuple(shape[1:]), family.patch(model_config))
+    grid = family.grid(model_config, shape[1:], sample.latent_shapes)
     tensor = lambda name: sample.tensors[name].to(device, torch.float32)
     tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
@@ -96,7 +113,8 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
         prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, joint_text=text,
         patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
         from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
-        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {})
+        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {},
+        carry=family.nested and family.nested.carry)
 
 
 def _prompt(sample, name, tokens) -> Prompt:

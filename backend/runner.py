@@ -11,7 +11,7 @@ from .memo import Memos, first_block_argument
 from .models.spec import Family
 from .parallel.kv import KVBuffers
 from .parallel.rows import Span
-from .parallel.stage import Forward, Stage, first_output
+from .parallel.stage import Forward, Stage, model_output
 from .request import Request
 
 
@@ -54,12 +54,12 @@ class Runner:
         model, grid = self.model, self.request.grid
         sigma = sigma.to(x.device)
         items = slice(forward.items.lo, forward.items.hi)
-        latent = grid.to_latent(self.request.prediction.model_input(x[items], sigma)).to(model.dtype)
+        latent = grid.to_latent(self.request.model_input(x[items], sigma)).to(model.dtype)
         arguments = model.family.forward_args(model.config, grid, latent, sigma, self.request.arguments(forward.branch, items))
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
-            return model.family.output(first_output(model.transformer, arguments), grid)
+            return model.family.output(model_output(model.transformer, model.family, arguments), grid)
         forward.tokens = grid.tokens
         output = model.stage.forward(arguments, forward)
         if output is None:

@@ -2,10 +2,13 @@
 
 (B, C, [T,] H, W) <-> (B, N, F) with N = t·h·w tokens in raster order and F = C·pt·ph·pw features (channel slowest), the packing of Flux and of
 every raster-order DiT. A latent that the patch size does not divide is padded circularly, as ComfyUI pads it, and cropped on the way back.
+Several latents of one request (nested, as ComfyUI says: video and audio) travel packed, (B, 1, L), and are rows of one sequence.
 """
 
+import math
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,8 +32,12 @@ class TokenGrid:
 
     @property
     def tokens(self) -> int:
-        t, h, w = self.counts
-        return t * h * w
+        return math.prod(self.counts)
+
+    @property
+    def features(self) -> int:
+        """Features of a token."""
+        return self.shape[0] * math.prod(self.patch)
 
     def pad(self, latent: Tensor) -> Tensor:
         """(B, C, [T,] H, W) -> (B, C, [T',] H', W'), every side a multiple of the patch."""
@@ -58,3 +65,54 @@ class TokenGrid:
         x = x.reshape(tokens.shape[0], -1, t * pt, h * ph, w * pw)
         x = x[:, :, : self.extent[0], : self.extent[1], : self.extent[2]]
         return x.reshape(tokens.shape[0], -1, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class NestedGrid:
+    """Several latents as rows of one sequence: parts[i] is the grid of the i-th, ``order`` the parts as their rows follow each other.
+
+    A latent is what ComfyUI packs, (B, 1, L): the latents flattened behind each other. Tokens are (B, N, F), F the features of the widest
+    part; narrower rows end in zeros, which stay zeros in every solver.
+    """
+
+    parts: tuple[TokenGrid, ...]
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(1, L) of one packed latent."""
+        return 1, sum(math.prod(part.shape) for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def features(self) -> int:
+        return max(part.features for part in self.parts)
+
+    def unpack(self, latent: Tensor) -> list[Tensor]:
+        """(B, 1, L) -> the latents (B, C, [T,] H, W)."""
+        pieces = latent.split([math.prod(part.shape) for part in self.parts], dim=2)
+        return [piece.reshape(latent.shape[0], *part.shape) for piece, part in zip(pieces, self.parts)]
+
+    def join(self, rows: list[Tensor]) -> Tensor:
+        """Tokens of each part -> (B, N, F)."""
+        return torch.cat([F.pad(rows[i], (0, self.features - rows[i].shape[2])) for i in self.order], dim=1)
+
+    def divide(self, tokens: Tensor) -> list[Tensor]:
+        """(B, N, F) -> the tokens of each part."""
+        pieces = dict(zip(self.order, tokens.split([self.parts[i].tokens for i in self.order], dim=1)))
+        return [pieces[i][..., : part.features] for i, part in enumerate(self.parts)]
+
+    def to_tokens(self, latent: Tensor) -> Tensor:
+        """(B, 1, L) -> (B, N, F)."""
+        return self.join([part.to_tokens(x) for part, x in zip(self.parts, self.unpack(latent))])
+
+    def to_latent(self, tokens: Tensor) -> Tensor:
+        """(B, N, F) -> (B, 1, L), padding cropped."""
+        return torch.cat([part.to_latent(x).flatten(1)[:, None] for part, x in zip(self.parts, self.divide(tokens))], dim=2)
+
+    def per_row(self, factors: list[Tensor]) -> Tensor:
+        """A number (0-d) for each part -> (N, 1), the number of every row."""
+        return torch.cat([factors[i].expand(self.parts[i].tokens, 1) for i in self.order])

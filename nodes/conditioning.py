@@ -45,12 +45,19 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
                 raise RefusedError(f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}.")
 
 
-def model_arguments(name: str, cond: dict, batch: int, accepted: list[str]) -> dict[str, torch.Tensor]:
+def latent_shapes(cond: dict) -> list[list[int]]:
+    """[C, [T,] H, W] of each of several latents that are packed in one; empty where there is one. ``cond``: as in model_arguments."""
+    known = cond["model_conds"].get("latent_shapes")
+    return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
+
+
+def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], family: Family) -> dict[str, torch.Tensor]:
     """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows.
 
     ``cond``: one prompt as comfy.samplers.process_conds leaves it. ``accepted``: the names that the backend takes.
     """
-    arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in cond["model_conds"].items()}
+    arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in cond["model_conds"].items() if key != "latent_shapes"}
+    arguments = family.translate(arguments)
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {REMEDY}.")

@@ -27,7 +27,8 @@ class Family:
     ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where a
     CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
     ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's
-    ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow.
+    ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow. ``latents``: channels of every latent where the
+    model denoises several at once. ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
     comfy_class: Callable[[dict], str]
@@ -37,6 +38,8 @@ class Family:
     accepts: tuple[str, ...] = ()
     reads: Callable[[dict], dict] = lambda config: {}
     linear_shift: bool = False
+    latents: tuple[int, ...] = ()
+    translate: Callable[[dict], dict] = lambda arguments: arguments
 
 
 def _flux(config: dict) -> dict:
@@ -175,6 +178,52 @@ def _hidream(config: dict) -> dict:
         "num_activated_experts", "axes_dims_rope", "max_resolution")}}
 
 
+def _minimax_h3(config: dict) -> dict:
+    return {
+        "image_model": "minimax_h3", "num_layers": config["num_layers"], "token_refiner_num_layers": config["num_refiner_layers"], "hidden_size": config["hidden_size"], "latents_dim": config["in_channels"],
+        "audio_latents_dim": config["audio_in_channels"], "attention_head_dim": config["attention_head_dim"], "num_attention_heads": config["num_attention_heads"], "ffn_hidden_size": config["ffn_dim"],
+        "text_dim": config["text_dim"], "timestep_input_dim": config["freq_dim"], "time_embed_hidden_size": config["time_embed_hidden_dim"], "time_embed_dim": config["time_embed_dim"],
+        "rope_inv_freq_len": config["rope_freq_dim"],
+    }
+
+
+def _flux2(config: dict) -> dict:
+    return {
+        "image_model": "flux2", "patch_size": 1, "theta": 2000, "mlp_ratio": config["mlp_ratio"], "qkv_bias": False, "ops_bias": False, "global_modulation": True, "mlp_silu_act": True, "vec_in_dim": None, "txt_ids_dims": [3],
+        "in_channels": config["in_channels"], "out_channels": config["out_channels"] or config["in_channels"], "guidance_embed": config["guidance_embeds"], "context_in_dim": config["joint_attention_dim"],
+        "hidden_size": _hidden(config), "num_heads": config["num_attention_heads"], "depth": config["num_layers"], "depth_single_blocks": config["num_single_layers"], "axes_dim": list(config["axes_dims_rope"]),
+        "default_ref_method": "index", "ref_index_scale": 10.0,
+    }
+
+
+def _lumina2(config: dict) -> dict:
+    return {
+        "image_model": "lumina2", "patch_size": config["patch_size"], "in_channels": config["in_channels"], "dim": config["hidden_size"], "cap_feat_dim": config["cap_feat_dim"], "n_layers": config["num_layers"],
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_kv_heads"], "qk_norm": True, "axes_dims": list(config["axes_dim_rope"]), "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 4.0,
+    }
+
+
+def _ideogram4(config: dict) -> dict:
+    return {
+        "image_model": "ideogram4",
+        **{key: config[key] for key in ("in_channels", "num_layers", "attention_head_dim", "num_attention_heads", "intermediate_size", "adaln_dim", "llm_features_dim")},
+    }
+
+
+#: What ComfyUI's MiniMax-H3 carries beside its prompt and the backend knows by itself; everything else there is a picture, video or sound.
+_MINIMAX_KNOWN = ("seed", "audio_scale", "layout")
+
+
+def _minimax_h3_arguments(arguments: dict) -> dict:
+    payload = arguments.pop("minimax_payload", {})
+    if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
+        raise RefusedError("latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; ParallelSampler does not run that: remove the mask or sample with KSampler.")
+    further = sorted(payload.keys() - set(_MINIMAX_KNOWN))
+    if further:
+        raise RefusedError(f"the prompt carries {', '.join(further)} (MiniMax H3 Image To Video, Add Guide or Reference To Video), which ParallelSampler does not run; remove that node or sample with KSampler.")
+    return arguments
+
+
 #: Classes of models that ComfyUI does not have.
 OURS = {"Sana": Sana}
 #: Keys of a CONDITIONING with which image to video models are given their picture.
@@ -210,17 +259,22 @@ FAMILIES = {
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
+    "flux2": Family(lambda config: "Flux2", _flux2),
+    "lumina2": Family(lambda config: "Lumina2", _lumina2),
+    "ideogram4": Family(lambda config: "Ideogram4", _ideogram4),
+    "minimax-h3": Family(
+        lambda config: "MiniMaxH3", _minimax_h3, latents=(24, 32), translate=_minimax_h3_arguments,
+        reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])}),
 }
 
 
 class _ElsewhereModule(torch.nn.Module):
     """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
 
-    dtype = torch.bfloat16
-
-    def __init__(self, attributes: dict):
-        """``attributes``: dotted names that ComfyUI reads -> values."""
+    def __init__(self, dtype: torch.dtype, attributes: dict):
+        """``dtype``: in which the ranks compute; ComfyUI rounds some prompts to it. ``attributes``: dotted names that ComfyUI reads -> values."""
         super().__init__()
+        self.dtype = dtype
         for name, value in attributes.items():
             *path, leaf = name.split(".")
             where = self
@@ -244,6 +298,6 @@ def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
-    model.diffusion_model = _ElsewhereModule(family.reads(config))
+    model.diffusion_model = _ElsewhereModule(getattr(torch, loaded.info["dtype"]), family.reads(config))
     management = comfy.model_management
     return comfy.model_patcher.ModelPatcher(model, management.get_torch_device(), management.unet_offload_device())

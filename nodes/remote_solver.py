@@ -10,7 +10,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 
 from ..backend.protocol import Sample
 from ..backend.solver_names import HALF_LOG_SNR, PERCENTS
-from .conditioning import fill_zeros, mixing, model_arguments
+from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .families import FAMILIES
 from .handle import ParallelDiT, ensure_loaded
 from .load import skips_negative
@@ -32,7 +32,7 @@ class RemoteSolver:
         self.backend, self.loaded = ensure_loaded(dit)
 
     def __call__(self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
-        """noise, latent_image (B, C, [T,] H, W) in the model's latent space -> samples likewise. ``executor``: ComfyUI's own loop."""
+        """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space -> samples likewise. ``executor``: ComfyUI's own loop."""
         if len(sigmas) < 2:  # no step: it scales the latent and asks nothing of the model
             return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar)
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
@@ -59,7 +59,8 @@ class RemoteSolver:
         return Sample(
             model=self.loaded.model, sampler=self.sampler_name, cfg=float(guider.cfg), seed=seed, denoised=self.wants_denoised, prompts=prompts,
             num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, attention=config.attention,
-            preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS, tensors=tensors)
+            preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
+            latent_shapes=latent_shapes(guider.conds["positive"][0]), tensors=tensors)
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
         """(Sample.prompts, their tensors)."""
@@ -68,7 +69,7 @@ class RemoteSolver:
         for side in ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]:
             for index, cond in enumerate(guider.conds[side], 1):
                 name = side if index == 1 else f"{side}{index}"
-                arguments = model_arguments(side, cond, batch, self.loaded.info["conditioning"])
+                arguments = model_arguments(side, cond, batch, self.loaded.info["conditioning"], family)
                 for key, value in fill_zeros(arguments, batch, family, unet_config).items():
                     tensors[f"{name}.{key}"] = value
                 prompts[name], weight = mixing(cond, noise)

@@ -141,7 +141,7 @@ def _check(dit, cfg: float, sampler_name: str, positive: list, negative: list, l
     if skips_negative(cfg, sampler_name):
         negative = positive
     check_conditioning("negative", negative, name, family)
-    _check_latent(latent, dit.patcher.model.latent_format)
+    _check_latent(latent, dit.patcher.model.latent_format, family.latents)
     dit.config.check_batch(latent["samples"].shape[0])
     return negative
 
@@ -154,11 +154,21 @@ def _remote_model(dit, sampler_name: str, shift: float):
     return model, remote
 
 
-def _check_latent(latent: dict, latent_format):
-    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels by itself."""
+def _check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
+    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels, and latents beside it, by itself.
+
+    ``nested``: channels of the latents, where the transformer takes several.
+    """
     samples = latent["samples"]
     if samples.is_nested:
-        raise RefusedError("latent_image holds several latents (video and audio), but this transformer takes one.")
+        channels = tuple(part.shape[1] for part in samples.unbind())
+        if not nested:
+            raise RefusedError("latent_image holds several latents (video and audio), but this transformer takes one.")
+        if channels != nested:
+            raise RefusedError(f"latent_image holds latents of {channels} channels, but this transformer takes {nested}; make them with this model's own empty-latent node.")
+        return
+    if nested and samples.any():
+        raise RefusedError(f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); make them with this model's own nodes.")
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):

@@ -20,6 +20,8 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
     kinds = comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.ModelSamplingDiscreteFlow
     if not isinstance(own, comfy.model_sampling.CONST) or not isinstance(own, kinds):
         raise RefusedError(f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its training; set shift to 0.")
+    if hasattr(own, "audio_shift"):
+        raise RefusedError(f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the video's, which one shift does not tell; set shift to 0.")
     exponential = isinstance(own, kinds[0]) and not family.linear_shift
 
     class ModelSampling(kinds[0] if exponential else kinds[1], comfy.model_sampling.CONST):

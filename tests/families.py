@@ -1,6 +1,7 @@
 """The golden cases of every family as requests: ComfyUI's latent formats, and its model arguments from a CONDITIONING."""
 
 import json
+import math
 
 import torch
 from safetensors import safe_open
@@ -19,13 +20,23 @@ LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
+    "minimax-h3": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0),
 }
+#: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
+STREAMS = {"minimax-h3": (1.0, 4.0)}
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
 ARGUMENTS = {
     "cross_attn": "c_crossattn", "pooled_output": "y", "conditioning_byt5small": "txt_byt5", "conditioning_mt5xl": "encoder_hidden_states_t5",
     "conditioning_llama3": "encoder_hidden_states_llama3",
     "attention_mask_mt5xl": "text_embedding_mask_t5",
 }
+
+
+def left_padded(prompt: torch.Tensor, rows: int = 512) -> torch.Tensor:
+    """ComfyUI's prompt of Flux.2: zeros in front, up to this many rows."""
+    return torch.nn.functional.pad(prompt, (0, 0, rows - prompt.shape[1], 0))
+
+
 #: Golden family -> what else ComfyUI's model makes of a CONDITIONING (arguments -> further arguments).
 FURTHER = {
     "hunyuan-dit": lambda a: {"text_embedding_mask": a.pop("attention_mask"), "image_meta_size": torch.tensor([[320.0, 320.0, 320.0, 320.0, 0.0, 0.0]])},
@@ -33,6 +44,8 @@ FURTHER = {
     "pixart-sigma": lambda a: {"c_size": torch.tensor([[320.0, 320.0]]), "c_ar": torch.ones(1, 1)},
     "chroma": lambda a: {"guidance": torch.zeros(1)},
     "kandinsky5": lambda a: {"c_concat": torch.zeros(1, 17, 3, 12, 16)},
+    "flux2-dev": lambda a: {"c_crossattn": left_padded(a["c_crossattn"])},
+    "lumina2": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the
@@ -44,17 +57,31 @@ CASES = sorted(path.stem for path in GOLDEN.glob("*__*.safetensors") if path.ste
 def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:
     """The request of a case FAMILY__CASE, and the LATENT that ComfyUI returned for it (VAE units)."""
     family = name.split("__")[0]
-    path = GOLDEN / f"{name}.safetensors"
-    stored = load_file(path)
-    with safe_open(path, "pt") as file:
+    stored, shapes = load(name)
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
         args = json.loads(file.metadata()["args"])
-    tensors = {"noise": stored["noise"], "latent": to_model_space(family, stored["latent"]), "sigmas": stored["sigmas"]}
+    tensors = {"noise": stored["noise"], "latent": to_model_space(family, stored["latent"], shapes), "sigmas": stored["sigmas"]}
     if "noise_mask" in stored:
         mask = stored["noise_mask"]
         tensors["denoise_mask"] = mask.unsqueeze(2) if mask.ndim < stored["noise"].ndim else mask
     for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:
         tensors |= {f"{branch}.{key}": value for key, value in arguments(family, stored, branch).items()}
-    return Sample(model, args["sampler"], args["cfg"], args["seed"], tensors=tensors), stored["samples"]
+    return Sample(model, args["sampler"], args["cfg"], args["seed"], latent_shapes=shapes, tensors=tensors), stored["samples"]
+
+
+def load(name: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """The tensors of a case; several latents packed as ComfyUI packs them, (B, 1, L), and their shapes (empty where there is one)."""
+    stored = load_file(GOLDEN / f"{name}.safetensors")
+    shapes = [list(stored[f"noise.{i}"].shape[1:]) for i in range(len(STREAMS.get(name.split("__")[0], ())))]
+    for whole in {key[:-2] for key in stored if key.endswith(".0") and shapes}:
+        stored[whole] = torch.cat([stored.pop(f"{whole}.{i}").flatten(1)[:, None] for i in range(len(shapes))], dim=2)
+    return stored, shapes
+
+
+def _scale(family: str, shapes: list):
+    if not shapes:
+        return LATENT_FORMATS[family][1]
+    return torch.cat([torch.full((math.prod(shape),), factor) for shape, factor in zip(shapes, STREAMS[family])])
 
 
 def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:
@@ -65,13 +92,13 @@ def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]
     return found | further
 
 
-def to_model_space(family: str, latent: torch.Tensor) -> torch.Tensor:
-    """ComfyUI's process_in; an empty latent stays empty."""
-    shift, scale = LATENT_FORMATS[family]
+def to_model_space(family: str, latent: torch.Tensor, shapes: list = []) -> torch.Tensor:
+    """ComfyUI's process_in; an empty latent stays empty. ``shapes``: of the latents, where there are several."""
+    shift, scale = LATENT_FORMATS[family][0], _scale(family, shapes)
     return (latent - shift) * scale if latent.any() else latent
 
 
-def to_vae_units(family: str, samples: torch.Tensor) -> torch.Tensor:
+def to_vae_units(family: str, samples: torch.Tensor, shapes: list = []) -> torch.Tensor:
     """ComfyUI's process_out."""
-    shift, scale = LATENT_FORMATS[family]
+    shift, scale = LATENT_FORMATS[family][0], _scale(family, shapes)
     return samples / scale + shift

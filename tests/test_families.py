@@ -14,6 +14,7 @@ from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
 from backend.parallel.rows import Span
 from backend.parallel.stage import Forward
+from backend.parallel.tensor import Shard
 from backend.schedule import DiscreteSchedule
 from families import CASES, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ def test_golden_case(name, tmp_path):
     sample, latent = golden(name)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    assert error_in_std(to_vae_units(family, samples), latent) <= TOLERANCES.get(family, 1e-4)
+    assert error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent) <= TOLERANCES.get(family, 1e-4)
 
 
 def test_a_preview_stays_as_it_was(tmp_path):
@@ -99,3 +100,28 @@ def test_refusals_name_the_remedy(family, change, words, tmp_path):
     tensors["latent"] = tensors["noise"]
     with pytest.raises(UnsupportedError, match=words):
         check_sample(replace(sample, tensors=tensors), ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family, shapes, words", [
+    ("minimax-h3", [], "make them with the model's own"),
+    ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
+    ("minimax-h3", [[24, 3, 16, 16], [32, 2, 16]], "does not hold latents of shapes"),
+    ("minimax-h3", [[24, 3, 16, 16], [32, 1, 30]], "makes stereo"),
+    ("sd3", [[16, 16, 16], [16, 16, 16]], "holds 2 latents"),
+])
+def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(replace(sample, latent_shapes=shapes), ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+
+
+def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
+    """MiniMax-H3's gated layers: a tensor-parallel rank reads its rows of either half."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "minimax-h3.safetensors", "minimax-h3")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    name = "transformer_blocks.1.ff.net.0.proj.weight"
+    whole = checkpoint.empty.get_parameter(name)
+    rows, columns = len(whole), whole.shape[1]
+    for span in (Span(0, rows // 3), Span(rows // 3, rows), Span(rows - 5, rows)):
+        assert checkpoint._read(checkpoint.sources[name], Shard((span,), (Span(0, columns),)), torch.float32, torch.device("cpu")).equal(whole[span.lo: span.hi])

@@ -8,7 +8,7 @@ from tiny import write_checkpoint
 #: Flux has tests of its own.
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
-CASES = {2: [*FAMILIES, "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask"], 4: FAMILIES}
+CASES = {2: [*FAMILIES, "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask"], 4: FAMILIES}
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from backend.parallel.rows import Sequence, everything, patches
+from backend.tokens import NestedGrid, TokenGrid
 
 
 @pytest.mark.parametrize("text, image, count, sp", [(12, 64, 4, 1), (12, 64, 5, 3), (40, 64, 4, 2), (3, 7, 7, 1), (0, 50, 3, 2), (1, 9, 2, 4)])
@@ -37,3 +38,15 @@ def test_fresh_text_stays_behind(sp):
     shards = [everything(Sequence(11, 8, "last", fresh=4), rank, sp) for rank in range(sp)]
     assert sum(rows.kept for rows in shards) == 7
     assert all(rows.kept == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards)
+
+
+def test_nested_latents_are_rows_of_one_sequence_and_back():
+    """Video padded to its patch and stereo sound, in the model's order; narrower rows end in zeros."""
+    grid = NestedGrid((TokenGrid((3, 2, 5, 4), (1, 2, 2)), TokenGrid((7, 2, 6), (1, 1, 1))), (1, 0))
+    video, audio = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 7, 2, 6)
+    packed = torch.cat([video.flatten(1), audio.flatten(1)], dim=1)[:, None]
+    tokens = grid.to_tokens(packed)
+    assert tokens.shape == (2, grid.tokens, grid.features) == (2, 12 + 12, 12)
+    assert tokens[:, :12, :7].equal(audio.flatten(2).transpose(1, 2)) and not tokens[:, :12, 7:].any()
+    assert grid.to_latent(tokens).equal(packed) and grid.shape == tuple(packed.shape[1:])
+    assert grid.per_row([torch.tensor(1.0), torch.tensor(2.0)]).flatten().tolist() == [2.0] * 12 + [1.0] * 12

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..models import FAMILIES, family_of_class
 from ..models.spec import Family
+from ..parallel.rows import Span
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
@@ -129,13 +130,21 @@ class Checkpoint:
             tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None), dtype=dtype, device=device)
             tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
             return tensor if source.shape is None else tensor.reshape(source.shape)
-        rows = [slice(source.lo + span.lo, source.lo + span.hi) for span in shard.outputs]
+        rows = [slice(source.lo + lo, source.lo + hi) for span in shard.outputs for lo, hi in _in_file(span, source, self.files.shapes[key][0])]
         columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
         return _join([_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)           # one alone stays where it is mapped
+
+
+def _in_file(span: Span, source: Source, rows: int) -> list[tuple[int, int]]:
+    """Where the rows ``span`` of a parameter lie among the file's ``rows``: elsewhere where its halves are exchanged."""
+    if not source.swap:
+        return [(span.lo, span.hi)]
+    half = rows // 2
+    return [(max(span.lo, lo) + move, min(span.hi, hi) + move) for lo, hi, move in ((0, half, half), (half, rows, -half)) if max(span.lo, lo) < min(span.hi, hi)]
 
 
 def open_checkpoint(path: str) -> Checkpoint:

@@ -16,8 +16,8 @@ class Layout:
 
     signature: keys that tell the family; absent: keys that tell another one.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the block number; a name of a whole tensor
-    (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round, {last} being
-    the number of the last block. reshaped: diffusers parameters that the file stores in another shape of as many elements.
+    (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round, {} being
+    the number of every block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as many elements.
     A parameter that ``names`` does not reach is looked for under its own name. spellings: (theirs, ours) replacements, in order, that turn other
     spellings of the file's keys into this one. config: shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
     """
@@ -59,8 +59,8 @@ class Source:
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     """Parameter name -> Source, for a transformer with these parameter shapes."""
     found = {}
-    layout = replace(layout, swapped=tuple(_number_last(name, parameters) for name in layout.swapped))
     blocks = 1 + max((int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0)
+    layout = replace(layout, swapped=tuple(_number_last(name, parameters).replace("{}", str(i)) for name in layout.swapped for i in range(blocks)))
     for file_name, targets in layout.names.items():
         for i in range(blocks if "{}" in file_name else 1):
             _add(found, layout, parameters, file_name.replace("{}", str(i)), [t.replace("{}", str(i)) for t in targets.split()])

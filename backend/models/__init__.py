@@ -1,10 +1,10 @@
 """Model families, one data file each, found by name or by the transformer's class."""
 
 from ..errors import UnsupportedError
-from . import chroma, cogvideox, flux, hidream, hunyuan_dit, hunyuan_video, hunyuan_video15, kandinsky5, krea2, ltxv, pixart, qwen_image, sana, sd3, wan, z_image
+from . import chroma, cogvideox, flux, flux2, hidream, hunyuan_dit, hunyuan_video, hunyuan_video15, ideogram4, kandinsky5, krea2, ltxv, lumina2, minimax_h3, pixart, qwen_image, sana, sd3, wan, z_image
 from .spec import Family
 
-_MODULES = (flux, chroma, sd3, pixart, hunyuan_dit, hunyuan_video15, hunyuan_video, wan, cogvideox, ltxv, qwen_image, z_image, krea2, kandinsky5, hidream, sana)
+_MODULES = (flux, chroma, sd3, pixart, hunyuan_dit, hunyuan_video15, hunyuan_video, wan, cogvideox, ltxv, qwen_image, z_image, krea2, kandinsky5, hidream, sana, minimax_h3, flux2, lumina2, ideogram4)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 

@@ -8,10 +8,26 @@ from torch import Tensor, nn
 
 from ..loading.layout import Layout
 from ..schedule import DiscreteSchedule
-from ..tokens import TokenGrid
+from ..tokens import NestedGrid, TokenGrid
 
 #: How one stream or per-token argument relates to the sequence: its rows are "text", "image" or both ("joint").
 Kind = str
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Several latents of one request, as ComfyUI nests them: names, and config -> patch and channels, in ComfyUI's order.
+
+    order: the latents as their rows follow each other in the model's sequence.
+    carry: sigma (0-d) -> for every latent three numbers (0-d) where the solvers step it at another scale than the model's: the model is given
+    ``input`` times x, and the velocity of x is ``own`` times x plus ``output`` times the model's.
+    """
+
+    names: tuple[str, ...]
+    patches: Callable[[Mapping], tuple[tuple[int, int, int], ...]]
+    channels: Callable[[Mapping], tuple[int, ...]]
+    order: tuple[int, ...]
+    carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -24,12 +40,14 @@ class Family:
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
     joined: block lists whose image argument, and only result, carries text and image rows together in the order of text_position.
     fresh_text: (arguments of the transformer's forward) -> rows at the end of the text (text_position "last") that every block is given anew, and that go no further.
+    counts_text: the model's tail counts the text rows that it was given, so it is handed as many (as it is where every list is joined).
     counts_image: the model counts the image rows between its block lists, so it is handed all of them there.
     text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
     text_mask: block argument (B, text) that hides rows of text from every query; a stage hands it to attention instead.
     per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension).
     attention: kind of each attention call of a block, in order ("joint" | "image" | "cross"), and of each call of mixing.py ("sum" | "surroundings").
-    patch: transformer config -> (pt, ph, pw), latent pixels per token.
+    patch: transformer config -> (pt, ph, pw), latent pixels per token (of the first latent, where there are several).
+    nested: the latents, where the model denoises several at once.
     skip: block argument that takes an earlier block's image rows; skip_source: (block, blocks in all) -> that block, or None where it takes none.
     schedule: transformer config -> noise levels of a model of discrete timesteps ("eps" and "v" predictions); None for flow models.
     clean_inpaint: the part that a mask keeps is given to the model without noise.
@@ -38,9 +56,10 @@ class Family:
     refusal: (transformer config, grid, arguments of one guidance branch) -> why the family cannot run them, as one sentence, or None.
     conditioning: names of model arguments accepted in a request; required: those without which it is refused.
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
-    output: the transformer's output -> tokens (B, N, F).
+    output: the transformer's output (all of its outputs, where latents are nested) -> tokens (B, N, F).
     layout: the key layout of single files.
-    heads: config -> number of attention heads; head_size: config -> features of a head.
+    heads: config -> number of attention heads; head_size: config -> features of a head; width: config -> features of a row between blocks, where
+    they are not those of all heads.
     tp_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers class has no _tp_plan.
     per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart).
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
@@ -59,8 +78,8 @@ class Family:
     conditioning: tuple[str, ...]
     required: tuple[str, ...]
     widths: Callable[[Mapping], dict[str, int]]
-    forward_args: Callable[[Mapping, TokenGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]]
-    output: Callable[[Tensor, TokenGrid], Tensor]
+    forward_args: Callable[[Mapping, TokenGrid | NestedGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]]
+    output: Callable[[Any, TokenGrid | NestedGrid], Tensor]
     layout: Layout
     image: str = "hidden_states"
     text: str | None = None
@@ -68,6 +87,7 @@ class Family:
     joined: tuple[str, ...] = ()
     fresh_text: Callable[[dict], int] = lambda arguments: 0
     counts_image: bool = False
+    counts_text: bool = False
     text_needs_a_row: bool = False
     text_mask: str | None = None
     per_token: Mapping[str, tuple[Kind | tuple[Kind, ...], int]] = field(default_factory=dict)
@@ -75,12 +95,14 @@ class Family:
     skip_source: Callable[[int, int], int | None] = lambda index, total: None
     schedule: Callable[[Mapping], DiscreteSchedule] | None = None
     clean_inpaint: bool = False
+    nested: Nested | None = None
     adjust: Callable[[nn.Module, Mapping], None] | None = None
     prepare: Callable[[nn.Module, TokenGrid], None] | None = None
     refusal: Callable[[Mapping, TokenGrid, dict[str, Tensor]], str | None] = lambda config, grid, cond: None
     attention: tuple[str, ...] = ("joint",)
     heads: Callable[[Mapping], int] = lambda config: config["num_attention_heads"]
     head_size: Callable[[Mapping], int] = lambda config: config["attention_head_dim"]
+    width: Callable[[Mapping], int] | None = None
     tp_plan: Mapping[str, Any] | None = None
     per_feature: tuple[str, ...] = ()
     block_costs: Mapping[str, float] = field(default_factory=dict)
@@ -92,3 +114,10 @@ class Family:
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text rows alone?"""
         return any(fnmatchcase(name, pattern) for pattern in self.text_layers)
+
+    def grid(self, config: Mapping, shape: tuple[int, ...], latent_shapes: list) -> TokenGrid | NestedGrid:
+        """Tokens of a latent (C, [T,] H, W); of nested ones with these shapes."""
+        if self.nested is None:
+            return TokenGrid(tuple(shape), self.patch(config))
+        parts = zip(latent_shapes, self.nested.patches(config))
+        return NestedGrid(tuple(TokenGrid(tuple(part), patch) for part, patch in parts), self.nested.order)

@@ -20,10 +20,10 @@ from .kv import KVBuffers
 from .rows import Rows, Sequence, Span
 
 
-def first_output(transformer: nn.Module, arguments: dict) -> Tensor:
-    """What a transformer returns: of diffusers' classes some return a tuple, others the tensor itself."""
+def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
+    """What a transformer returns, all of it where the latents are nested: of diffusers' classes some return a tuple, others the tensor itself."""
     output = transformer(**arguments, return_dict=False)
-    return output if isinstance(output, Tensor) else output[0]
+    return output if isinstance(output, Tensor) or family.nested else output[0]
 
 
 class StageDone(Exception):
@@ -93,12 +93,12 @@ class Stage:
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
             self.pipe.post((len(forward.items), rows.kept + len(rows.local[1]), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
-    def forward(self, arguments: dict, forward: Forward) -> Tensor | None:
+    def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
         self.current = forward
         forward.fresh = self.family.fresh_text(arguments)
         try:
-            return first_output(self.transformer, arguments)
+            return model_output(self.transformer, self.family, arguments)
         except StageDone:
             return None
         finally:
@@ -237,7 +237,7 @@ class Stage:
         if rows.is_everything:
             return streams
         text = streams["text"]
-        if self.joined[0] and text is not None:                 # the model's tail counts on the text rows that it handed in
+        if (self.joined[0] or self.family.counts_text) and text is not None:                 # the model's tail counts on the text rows that it handed in
             text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
         return {"image": self._whole(streams["image"]), "text": text}
 

@@ -2,7 +2,8 @@
 
 Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units are divided, one all-reduce a pair.
-  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "rowwise", "rowwise behind attention" (inputs are
+  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed colwise" (several runs of outputs, of which
+  diffusers' layer tells), "rowwise", "rowwise behind attention" (inputs are
   attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean summed, where it is over all heads).
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather); activations stay whole.
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343 without the activations' split).
@@ -139,6 +140,8 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
     whole_in, whole_out = Span(0, layer.in_features), Span(0, layer.out_features)
     if style == "colwise":
         return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
+    if style == "packed colwise":
+        return Shard(_pieces(layer._tp_packed_col_blocks, tp), (whole_in,))
     if style == "gated colwise":
         return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
     packed = {"rowwise": [layer.in_features], "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features]}

@@ -8,13 +8,12 @@ from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Loaded
 from comfy_modules import comfy_modules
-from families import LATENT_FORMATS, golden, to_vae_units
-from safetensors.torch import load_file
-from tiny import GOLDEN, facts, write_checkpoint
+from families import LATENT_FORMATS, golden, load, to_vae_units
+from tiny import facts, write_checkpoint
 
 with comfy_modules():
     import comfy.samplers
-    from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, model_arguments
+    from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, latent_shapes, model_arguments
     from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.families import weightless_patcher
 
@@ -27,7 +26,7 @@ def test_every_family_of_the_backend_has_a_node_side():
 def loaded(request, tmp_path_factory):
     """(golden family, what the backend tells of the loaded model)."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path_factory.mktemp("models") / f"{request.param}.safetensors", request.param)))
-    info = {"config": json.loads(json.dumps(checkpoint.config)), "conditioning": list(checkpoint.family.conditioning), "latent_format": None}
+    info = {"config": json.loads(json.dumps(checkpoint.config)), "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"}
     return request.param, Loaded("m", checkpoint.family.name, info)
 
 
@@ -47,13 +46,14 @@ def test_unet_config_is_comfyuis(loaded):
 
 def test_arguments_are_those_of_the_golden_requests(loaded):
     name, loaded = loaded
-    stored, (sample, _) = load_file(GOLDEN / f"{name}__euler_simple.safetensors"), golden(f"{name}__euler_simple")
+    (stored, shapes), (sample, _) = load(f"{name}__euler_simple"), golden(f"{name}__euler_simple")
     patcher, family = weightless_patcher(loaded), NODE_FAMILIES[loaded.family]
     for branch in ("positive", "negative"):
         prompt = conditioning(stored, branch)
         check_conditioning(branch, prompt, loaded.family, family)
-        conds = comfy.samplers.process_conds(patcher.model, sample.tensors["noise"], {branch: comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
-        found = model_arguments(branch, conds[branch][0], 1, loaded.info["conditioning"])
+        conds = comfy.samplers.process_conds(patcher.model, sample.tensors["noise"], {branch: comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"), latent_shapes=[[1, *shape] for shape in shapes])
+        assert latent_shapes(conds[branch][0]) == shapes
+        found = model_arguments(branch, conds[branch][0], 1, loaded.info["conditioning"], family)
         found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
         want = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
         assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {key: value.flatten().tolist() for key, value in want.items() if value.any()}
@@ -61,6 +61,7 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
 
 def test_latents_are_scaled_as_in_the_golden_files(loaded):
     name, loaded = loaded
-    stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
-    out = weightless_patcher(loaded).model.process_latent_out(stored["x0_step5"])
-    assert torch.allclose(out, to_vae_units(name, stored["x0_step5"]), atol=1e-6)
+    stored, shapes = load(f"{name}__euler_simple")
+    model = weightless_patcher(loaded).model
+    model.latent_shapes = [[1, *shape] for shape in shapes]
+    assert torch.allclose(model.process_latent_out(stored["x0_step5"]), to_vae_units(name, stored["x0_step5"], shapes), atol=1e-6)

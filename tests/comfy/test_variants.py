@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backend.loading.checkpoint import open_checkpoint
-from backend.parallel.stage import first_output
+from backend.parallel.stage import model_output
 from backend.tokens import TokenGrid
 from comfy_modules import comfy_modules
 from safetensors.torch import save_file
@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 with comfy_modules():
     import comfy.ops
     from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
+    from comfy.ldm.flux.model import Flux
     from comfy.ldm.hydit.models import HunYuanDiT
+    from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
     from comfy.ldm.kandinsky5.model import Kandinsky5
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
     from comfy.ldm.pixart.pixartms import PixArtMS
@@ -47,6 +49,16 @@ def kandinsky5(**fields):
     return Kandinsky5(model_dim=256, time_dim=128, ff_dim=512, in_text_dim=64, in_text_dim2=32, num_text_blocks=1, num_visual_blocks=2, **fields, **HERE)
 
 
+def klein():
+    return Flux(
+        patch_size=1, theta=2000, mlp_ratio=3.0, qkv_bias=False, ops_bias=False, global_modulation=True, mlp_silu_act=True, vec_in_dim=None, txt_ids_dims=[3], in_channels=128, out_channels=128, context_in_dim=64, hidden_size=128,
+        num_heads=2, depth=1, depth_single_blocks=2, axes_dim=[16, 16, 16, 16], guidance_embed=False, **HERE)
+
+
+def ideogram4():
+    return Ideogram4Transformer2DModel(in_channels=128, num_layers=2, num_attention_heads=2, attention_head_dim=128, intermediate_size=256, adaln_dim=64, llm_features_dim=64, **HERE)
+
+
 TEXT, VIDEO = {"c_crossattn": randn(1, 12, 64)}, randn(1, 16, 3, 9, 10)
 T5 = {"c_crossattn": randn(1, 77, 64), "encoder_hidden_states_t5": randn(1, 256, 64), "text_embedding_mask": hidden_rows(77, 40), "text_embedding_mask_t5": hidden_rows(256, 100),
       "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]])}
@@ -61,8 +73,12 @@ VARIANTS = {
     "cogvideox 1.5 image to video": (lambda: cogvideox(in_channels=32, ofs_embed_dim=128), VIDEO, {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)}),
     "wan 2.1 image to video": (lambda: wan("i2v"), VIDEO, {**IMAGE, "clip_fea": randn(1, 257, 1280)}),
     "kandinsky 5 image to video": (kandinsky5, randn(1, 16, 3, 8, 10), {**TEXT, "y": randn(1, 32), "c_concat": (randn(1, 17, 3, 8, 10) > 0).float(), "time_dim_replace": randn(1, 16, 1, 8, 10)}),
+    "flux.2 klein": (klein, randn(1, 128, 7, 8), TEXT),
+    "ideogram 4 with hidden rows": (ideogram4, randn(1, 128, 7, 8), {**TEXT, "attention_mask": hidden_rows(12, 9)}),
     "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
 }
+#: Families whose ComfyUI module takes the noise level itself, not a thousand times it.
+TAKE_SIGMA = ("flux2", "ideogram4")
 
 
 def weights(module):
@@ -84,9 +100,9 @@ def test_one_call_is_comfyuis(name, tmp_path):
     assert set(cond) <= set(family.conditioning) and family.refusal(config, grid, cond) is None
     if family.prepare:
         family.prepare(ours, grid)
-    out = family.output(first_output(ours, family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()})), grid)
+    out = family.output(model_output(ours, family, family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()})), grid)
 
-    timestep = family.schedule(config).timestep(SIGMA)[None].float() if family.schedule else SIGMA[None] * 1000
+    timestep = family.schedule(config).timestep(SIGMA)[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
     further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}
     want = module(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent, timestep, cond["c_crossattn"].clone(), **further)
     assert ((grid.to_latent(out) - want).abs().max() / want.std()).item() < 1e-4

@@ -1,12 +1,12 @@
-"""Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and FAMILY__euler_simple.safetensors of new families.
+"""Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and FAMILY__CASE.safetensors, by default euler_simple.
 
-    COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY [FAMILY ...]         # with ComfyUI's Python; on the CPU in float32
+    COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY[__CASE] [...]         # with ComfyUI's Python; on the CPU in float32
 """
 
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 options.cpu = True
 import comfy.model_patcher
+import comfy.nested_tensor
 import comfy.supported_models
 import comfyui_version
 import nodes
@@ -33,7 +34,8 @@ SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "
 @dataclass(frozen=True)
 class Case:
     """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
-    constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments."""
+    constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments; settings: those
+    that are not SETTINGS; renamed: module's key -> file's."""
 
     comfy_class: str
     unet_config: dict
@@ -41,6 +43,8 @@ class Case:
     conditioning: dict[str, tuple[int, ...]]
     constant: Callable[[], dict] = dict
     elsewhere: Callable[[], torch.nn.Module] | None = None
+    settings: dict = field(default_factory=dict)
+    renamed: Callable[[str], str] = lambda key: key
 
 
 class Diffusers(torch.nn.Module):
@@ -53,6 +57,16 @@ class Diffusers(torch.nn.Module):
 
     def forward(self, x, timestep, context, attention_mask, **ignored):
         return self.model(x, context, timestep, encoder_attention_mask=attention_mask).sample
+
+
+FLUX2 = {
+    "image_model": "flux2", "patch_size": 1, "theta": 2000, "mlp_ratio": 3.0, "qkv_bias": False, "ops_bias": False, "global_modulation": True, "mlp_silu_act": True, "vec_in_dim": None, "txt_ids_dims": [3], "in_channels": 128,
+    "out_channels": 128, "context_in_dim": 64, "hidden_size": 256, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 16, 16, 16], "default_ref_method": "index", "ref_index_scale": 10.0}
+
+
+def scales(key: str) -> str:
+    """Released files call the weights of these norms scales."""
+    return key.replace("query_norm.weight", "query_norm.scale").replace("key_norm.weight", "key_norm.scale")
 
 
 CASES = {
@@ -71,19 +85,36 @@ CASES = {
         {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [32, 48, 48], "rope_scale_factor": [1.0, 1.0, 1.0], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 64, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2,
          "num_visual_blocks": 4},
         (1, 16, 16, 20), {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)}),
+    "flux2-dev": Case("Flux2", FLUX2 | {"guidance_embed": True}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, lambda: {"guidance": torch.tensor(4.0)}, renamed=scales),
+    "lumina2": Case(
+        "Lumina2",
+        {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 192, "cap_feat_dim": 64, "n_layers": 4, "qk_norm": True, "n_heads": 4, "n_kv_heads": 2, "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512], "rope_theta": 10000.0,
+         "ffn_dim_multiplier": 4.0},
+        (1, 16, 15, 18), {"cross_attn": (1, 12, 64)}, lambda: {"attention_mask": torch.ones(1, 12, dtype=torch.long)}),
+    "ideogram4": Case(
+        "Ideogram4",
+        {"image_model": "ideogram4", "in_channels": 128, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 128, "intermediate_size": 512, "adaln_dim": 64, "llm_features_dim": 96},
+        (1, 128, 9, 10), {"cross_attn": (1, 12, 96)}),
+    "minimax-h3__ancestral_13x18": Case(
+        "MiniMaxH3",
+        {"image_model": "minimax_h3", "num_layers": 4, "token_refiner_num_layers": 2, "hidden_size": 512, "latents_dim": 24, "audio_latents_dim": 32, "attention_head_dim": 128, "num_attention_heads": 4, "ffn_hidden_size": 1024,
+         "text_dim": 64, "timestep_input_dim": 256, "time_embed_hidden_size": 512, "time_embed_dim": 256, "rope_inv_freq_len": 16},
+        [(1, 24, 3, 13, 18), (1, 32, 2, 15)], {"cross_attn": (1, 12, 64)}, settings={"sampler": "euler_ancestral", "steps": 4, "seed": 7}),
 }
 
 
 def build(case: Case):
     """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its checkpoint."""
     config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))({**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})})
+    config.unet_config |= case.unet_config           # Ideogram 4's class puts the released widths over it
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({})
     if case.elsewhere:
         model.diffusion_model = case.elsewhere()
     target = model.diffusion_model.model if case.elsewhere else model.diffusion_model
-    shapes = {key: list(value.shape) for key, value in target.state_dict().items()}
-    target.load_state_dict(weights.state_dict(shapes))
+    shapes = {case.renamed(key): list(value.shape) for key, value in target.state_dict().items()}
+    state = weights.state_dict(shapes)
+    target.load_state_dict({key: state[case.renamed(key)] for key in target.state_dict()})
     return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
 
 
@@ -99,22 +130,25 @@ def conditioning(values: dict) -> list:
 
 def make(name: str):
     """Write both files of a family."""
-    case = CASES[name]
+    case, (family, _, run) = CASES[name], name.partition("__")
     patcher, shapes = build(case)
-    (HERE / f"{name}.json").write_text(json.dumps({"family": name, "comfy_class": case.comfy_class, "unet_config": case.unet_config, "shapes": shapes}, indent=0) + "\n")
-    latent, prompts, stored = torch.zeros(case.latent), {"positive": prompt(case, 100), "negative": prompt(case, 101)}, {}
-    keep = lambda step, x0, x, total: stored.__setitem__(f"x0_step{step}", x0.clone())
+    (HERE / f"{family}.json").write_text(json.dumps({"family": family, "comfy_class": case.comfy_class, "unet_config": case.unet_config, "shapes": shapes}, indent=0) + "\n")
+    latent = comfy.nested_tensor.NestedTensor([torch.zeros(shape) for shape in case.latent]) if isinstance(case.latent, list) else torch.zeros(case.latent)
+    prompts, stored, settings = {"positive": prompt(case, 100), "negative": prompt(case, 101)}, {}, SETTINGS | case.settings
+    keep = lambda name, value: stored.update({f"{name}.{i}": part for i, part in enumerate(value.unbind())} if value.is_nested else {name: value})
     sampling = patcher.get_model_object("model_sampling")
     stored |= {f"{branch}.{key}": value for branch, values in prompts.items() for key, value in values.items()}
-    noise = nodes.comfy.sample.prepare_noise(latent, SETTINGS["seed"])
-    sampler = nodes.comfy.samplers.KSampler(patcher, SETTINGS["steps"], patcher.load_device, SETTINGS["sampler"], SETTINGS["scheduler"], 1.0, patcher.model_options)
+    noise = nodes.comfy.sample.prepare_noise(latent, settings["seed"])
+    steps = (settings["steps"], settings["cfg"], settings["sampler"], settings["scheduler"])
+    sampler = nodes.comfy.samplers.KSampler(patcher, steps[0], patcher.load_device, *steps[2:], 1.0, patcher.model_options)
     with torch.inference_mode():
-        stored["samples"] = nodes.comfy.sample.sample(
-            patcher, noise, SETTINGS["steps"], SETTINGS["cfg"], SETTINGS["sampler"], SETTINGS["scheduler"], conditioning(prompts["positive"]), conditioning(prompts["negative"]), latent, seed=SETTINGS["seed"], callback=keep)
-    stored |= {"latent": latent, "noise": noise, "sigmas": sampler.sigmas}
-    facts = {"comfy": comfyui_version.__version__, "family": name, "args": json.dumps(SETTINGS), "model_sampling": type(sampling).__mro__[1].__name__, "shift": str(getattr(sampling, "shift", None))}
-    save_file({key: value.clone().contiguous() for key, value in stored.items()}, HERE / f"{name}__euler_simple.safetensors", metadata=facts)
-    print(name, {key: (tuple(stored[key].shape), round(stored[key].std().item(), 3)) for key in ("samples", "x0_step0", "x0_step5")})
+        samples = nodes.comfy.sample.sample(
+            patcher, noise, *steps, conditioning(prompts["positive"]), conditioning(prompts["negative"]), latent, seed=settings["seed"], callback=lambda step, x0, x, total: keep(f"x0_step{step}", x0) if step + 1 == total else None)
+    for key, value in {"samples": samples, "latent": latent, "noise": noise, "sigmas": sampler.sigmas}.items():
+        keep(key, value)
+    facts = {"comfy": comfyui_version.__version__, "family": family, "args": json.dumps(settings), "model_sampling": type(sampling).__mro__[1].__name__, "shift": str(getattr(sampling, "shift", None))}
+    save_file({key: value.clone().contiguous() for key, value in stored.items()}, HERE / f"{family}__{run or 'euler_simple'}.safetensors", metadata=facts)
+    print(name, {key: (tuple(value.shape), round(value.std().item(), 3)) for key, value in stored.items() if key.startswith(("samples", "x0"))})
 
 
 for name in NAMES:

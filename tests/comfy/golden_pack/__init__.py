@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from comfy.nested_tensor import NestedTensor
 from safetensors.torch import load_file
 
 
@@ -21,7 +22,7 @@ class TestGoldenInputs:
     def run(self, file, change):
         stored = load_file(file)
         positive, negative = (self._conditioning(stored, name) for name in ("positive", "negative"))
-        latent = {"samples": stored["latent"]}
+        latent = {"samples": self._latent(stored, "latent")}
         if "noise_mask" in stored:
             latent["noise_mask"] = stored["noise_mask"]
         if change == "nan":
@@ -35,6 +36,10 @@ class TestGoldenInputs:
         elif change == "scheduled":
             positive[0][1].update(clip_start_percent=0.0, clip_end_percent=0.5)
         return positive, negative, latent
+
+    @staticmethod
+    def _latent(stored, name):
+        return stored[name] if name in stored else NestedTensor([stored[f"{name}.0"], stored[f"{name}.1"]])
 
     @staticmethod
     def _conditioning(stored, name):
@@ -54,9 +59,10 @@ class TestGoldenError:
         return {"required": {"samples": ("LATENT",), "file": ("STRING", {"default": ""})}}
 
     def run(self, samples, file):
-        want, got = load_file(file)["samples"], samples["samples"]
-        error = ((got - want) / want.std()).abs().max().item() if got.shape == want.shape else None
-        return {"ui": {"text": [json.dumps({"shape": list(got.shape), "error": error})]}}
+        want, got = TestGoldenInputs._latent(load_file(file), "samples"), samples["samples"]
+        pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
+        errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
+        return {"ui": {"text": [json.dumps({"shape": list(got.shape), "error": None if None in errors else max(errors)})]}}
 
 
 class TestText:
