@@ -150,7 +150,7 @@ def _check_conditioning(sample, branch, family, model_config):
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
     """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises UnsupportedError."""
     stages, counts, tp = config.pipefusion_degree, config.stage_counts, config.tensor_parallel_degree
-    if stages > blocks:
+    if stages > max(1, blocks):                              # no blocks: a transformer that runs whole
         raise UnsupportedError(f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set pipefusion_degree to {blocks} or less.")
     if counts and sum(counts) != blocks:
         raise UnsupportedError(f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but {name} has {blocks}; make the numbers add up to {blocks}.")
@@ -159,6 +159,13 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
     local = heads // tp if config.split_scheme == "megatron" else heads
     if config.ulysses_degree > local:
         raise UnsupportedError(f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has {local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or less and use ring_degree for the rest.")
+
+
+def check_family(family: Family, config: ParallelConfig):
+    """Refuse methods that the structure of a transformer without a family file does not allow. Raises UnsupportedError."""
+    for degree in ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree") if family.whole_only else ():
+        if getattr(config, degree) > 1:
+            raise UnsupportedError(f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or data_parallel_degree instead; docs/adding_a_model.md says how to add a family.")
 
 
 def _check_rows(sample, config, grid):

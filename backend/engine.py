@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from .checks import check_model, check_sample
+from .checks import check_family, check_model, check_sample
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
@@ -36,6 +36,7 @@ class Engine:
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
         checkpoint = open_checkpoint(path)
+        check_family(checkpoint.family, self.config)
         check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
         if self.mesh.tp.size > 1:
             tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
@@ -61,7 +62,7 @@ class Engine:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
         cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
-        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos)
+        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos, checkpoint.generic)
 
     def stage_blocks(self, checkpoint: Checkpoint) -> list[range]:
         """The blocks of every pipeline stage: those that the configuration lists, or a split by the blocks' work."""
@@ -87,6 +88,7 @@ class Engine:
             "config": model.config,
             "conditioning": list(model.family.conditioning),
             "latent_format": model.latent_format,
+            "generic": model.generic,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,

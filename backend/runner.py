@@ -17,7 +17,10 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every row and block: then the model is untouched."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every row and block: then the model is untouched.
+
+    generic: what clients must know where no family file describes the model (Checkpoint.generic).
+    """
 
     transformer: nn.Module
     family: Family
@@ -28,6 +31,7 @@ class LoadedModel:
     sharded: bool
     latent_format: str | None
     memos: Memos
+    generic: dict | None = None
 
 
 class Runner:

@@ -15,6 +15,7 @@ import comfy.supported_models
 import torch
 
 from ..backend.protocol import Loaded, RefusedError
+from . import generic
 from .latent_formats import LATENT_FORMATS
 from .sana import Sana
 
@@ -288,13 +289,22 @@ def _supported_model(name: str):
     return OURS[name] if name in OURS else getattr(comfy.supported_models, name)
 
 
-def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family."""
+def family_named(loaded: Loaded) -> Family:
+    """The entry of a loaded transformer, or that of one that the backend recognised by its structure; RefusedError for a family of another version."""
+    if loaded.info.get("generic"):
+        return Family(comfy_class=lambda config: "", unet_config=lambda config: {})
     if loaded.family not in FAMILIES:
         raise RefusedError(f"the transformer's family is {loaded.family}, which these nodes do not know; they know {', '.join(FAMILIES)}.")
-    family, config = FAMILIES[loaded.family], loaded.info["config"]
-    model_config = _supported_model(family.comfy_class(config))(
-        {**family.unet_config(config), "disable_unet_model_creation": True})
+    return FAMILIES[loaded.family]
+
+
+def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
+    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family."""
+    family, config = family_named(loaded), loaded.info["config"]
+    if loaded.info.get("generic"):
+        model_config = generic.model_config(loaded.info["generic"])
+    else:
+        model_config = _supported_model(family.comfy_class(config))({**family.unet_config(config), "disable_unet_model_creation": True})
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})

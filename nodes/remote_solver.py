@@ -11,7 +11,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from ..backend.protocol import Sample
 from ..backend.solver_names import HALF_LOG_SNR, PERCENTS
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
-from .families import FAMILIES
+from .families import family_named
 from .handle import ParallelDiT, ensure_loaded
 from .load import skips_negative
 from .progress import Reporter
@@ -64,7 +64,7 @@ class RemoteSolver:
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
         """(Sample.prompts, their tensors)."""
-        family, unet_config = FAMILIES[self.loaded.family], guider.inner_model.model_config.unet_config
+        family, unet_config = family_named(self.loaded), guider.inner_model.model_config.unet_config
         batch, prompts, tensors = noise.shape[0], {}, {}
         for side in ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]:
             for index, cond in enumerate(guider.conds[side], 1):

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..backend.protocol import RefusedError
 from ..backend.solver_names import SOLVERS
 from .conditioning import check_conditioning
-from .families import FAMILIES
+from .families import family_named
 from .load import ParallelDiTType, check_guidance, skips_negative
 from .remote_solver import RemoteSolver
 from .shift import apply_shift
@@ -136,7 +136,7 @@ class ParallelSamplerCustom(io.ComfyNode):
 def _check(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
     """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where it is skipped holds nothing that matters."""
     check_guidance(cfg, sampler_name, dit.config)
-    name, family = dit.loaded.family, FAMILIES[dit.loaded.family]
+    name, family = dit.loaded.family, family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
     if skips_negative(cfg, sampler_name):
         negative = positive
@@ -150,7 +150,7 @@ def _remote_model(dit, sampler_name: str, shift: float):
     """(a MODEL whose solver runs on the ranks, that solver)."""
     model, remote = dit.patcher.clone(), RemoteSolver(dit, sampler_name)
     model.add_wrapper(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, remote)
-    apply_shift(model, shift, dit.loaded.family, FAMILIES[dit.loaded.family])
+    apply_shift(model, shift, dit.loaded.family, family_named(dit.loaded))
     return model, remote
 
 

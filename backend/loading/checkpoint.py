@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..models import FAMILIES, family_of_class
+from ..models import FAMILIES, fallback, family_of_class
 from ..models.spec import Family
 from ..parallel.rows import Span
 from ..parallel.tensor import Shard
@@ -30,7 +30,10 @@ Change = Callable[[str, torch.Tensor, Shard | None], torch.Tensor]
 
 @dataclass
 class Checkpoint:
-    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class; keys: the layout's keys -> the file's, where they differ."""
+    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class; keys: the layout's keys -> the file's, where they differ.
+
+    pipeline: configurations of the parts beside a diffusers folder's transformer: "scheduler", "vae", where they are there.
+    """
 
     name: str
     family: Family
@@ -39,6 +42,16 @@ class Checkpoint:
     keys: Mapping[str, str] = field(default_factory=dict)
     single_file: bool = False
     latent_format: str | None = None
+    pipeline: dict = field(default_factory=dict)
+
+    @property
+    def generic(self) -> dict | None:
+        """What a client needs to know of a transformer that no family file describes; None where one does."""
+        if self.family.name in FAMILIES:
+            return None
+        video = fallback.is_video(getattr(diffusers, self.family.transformer))
+        return {"prediction": self.family.prediction, "latent_channels": self.family.latent_channels(self.config), "latent_dimensions": 3 if video else 2,
+                "conditioning": list(self.family.conditioning), "whole_only": self.family.whole_only, "pipeline": self.pipeline}
 
     @cached_property
     def empty(self) -> nn.Module:
@@ -162,13 +175,22 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not (inner / "config.json").is_file():
         raise UnsupportedError(f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder.")
     config = json.loads((inner / "config.json").read_text())
-    name = config.get("_class_name", "")
-    family = family_of_class(name)
+    cls = _transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
-    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    parameters = inspect.signature(cls.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}        # older folders do not name what came later
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
-    return Checkpoint(folder.name, family, config, ScaledFiles(folder_files(inner)), latent_format=latent_format)
+    pipeline = {part: json.loads(path.read_text()) for part, path in (("scheduler", folder / "scheduler/scheduler_config.json"), ("vae", folder / "vae/config.json")) if path.is_file()}
+    family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
+    return Checkpoint(folder.name, family, config, ScaledFiles(folder_files(inner)), latent_format=latent_format, pipeline=pipeline)
+
+
+def _transformer_class(folder: Path, config: dict) -> type:
+    name = config.get("_class_name", "")
+    cls = getattr(diffusers, name, None)
+    if cls is None or "Transformer" not in name:
+        raise UnsupportedError(f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers.")
+    return cls
 
 
 def _open_single_file(path: Path) -> Checkpoint:

@@ -1,6 +1,5 @@
 """Model families, one data file each, found by name or by the transformer's class."""
 
-from ..errors import UnsupportedError
 from . import chroma, cogvideox, flux, flux2, hidream, hunyuan_dit, hunyuan_video, hunyuan_video15, ideogram4, kandinsky5, krea2, ltxv, lumina2, minimax_h3, pixart, qwen_image, sana, sd3, wan, z_image
 from .spec import Family
 
@@ -8,10 +7,6 @@ _MODULES = (flux, chroma, sd3, pixart, hunyuan_dit, hunyuan_video15, hunyuan_vid
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
-def family_of_class(transformer: str) -> Family:
-    """The family of a diffusers transformer class; UnsupportedError for one that has no file here."""
-    for family in FAMILIES.values():
-        if family.transformer == transformer:
-            return family
-    known = ", ".join(family.transformer for family in FAMILIES.values())
-    raise UnsupportedError(f"the transformer class {transformer} is not supported yet; supported: {known}.")
+def family_of_class(transformer: str) -> Family | None:
+    """The family of a diffusers transformer class; None for one that has no file here."""
+    return next((family for family in FAMILIES.values() if family.transformer == transformer), None)

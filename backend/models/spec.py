@@ -61,6 +61,7 @@ class Family:
     heads: config -> number of attention heads; head_size: config -> features of a head; width: config -> features of a row between blocks, where
     they are not those of all heads.
     tp_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers class has no _tp_plan.
+    whole_only: why rows cannot be cut, so that only CFG and data parallelism run; None where they can.
     per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart).
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
@@ -105,6 +106,7 @@ class Family:
     width: Callable[[Mapping], int] | None = None
     tp_plan: Mapping[str, Any] | None = None
     per_feature: tuple[str, ...] = ()
+    whole_only: str | None = None
     block_costs: Mapping[str, float] = field(default_factory=dict)
     modulation: tuple[str, ...] = ()
     modulation_input: str = "temb"

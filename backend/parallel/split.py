@@ -8,6 +8,8 @@ def stage_blocks(costs: list[float], stages: int) -> list[range]:
 
     Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages`` <= number of blocks.
     """
+    if not costs:
+        return [range(0)] * stages
     upto = [0, *accumulate(costs)]
     # best[n][i]: (dearest stage, sum of squares, cuts) for the first i blocks on n stages
     best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1)}

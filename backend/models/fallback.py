@@ -1,0 +1,352 @@
+"""Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
+
+The family is made from the class's signature and from what a shallow copy with random weights does (probe.py). CFG and data parallelism are always there; the
+methods that cut rows (Ulysses, ring, PipeFusion) where a self-check passes: every patch run alone against full key/value buffers equals the full
+forward. What a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity where there is none.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..loading.layout import Layout
+from ..schedule import DiscreteSchedule
+from ..tokens import TokenGrid
+from .probe import BlockCall, Trace, shallow, trace
+from .spec import Family
+
+#: Parameter of a forward -> names that configurations have for its width.
+WIDTHS = {
+    "encoder_hidden_states": ("joint_attention_dim", "text_embed_dim", "caption_channels", "caption_projection_dim", "cross_attention_dim", "text_dim", "cap_feat_dim", "context_in_dim"),
+    "pooled_projections": ("pooled_projection_dim",),
+}
+#: Parameter of a forward -> ComfyUI's name of what fills it.
+CONDITIONING = {"encoder_hidden_states": "c_crossattn", "pooled_projections": "y", "guidance": "guidance", "encoder_attention_mask": "attention_mask"}
+#: Pixels of a latent cell's side, for classes that want the picture's size.
+PIXELS = 8
+#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells what it counts.
+PROBES = (((6, 5), 7), ((6, 7), 11))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the latent has a time axis; scale: of sigma to its timestep."""
+
+    names: tuple[str, ...]
+    packed: bool
+    video: bool
+    scale: float = 1.0
+    guided: bool = False
+
+    def __call__(self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> dict:
+        """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
+        batch = latent.shape[0]
+        values = {
+            "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
+            "encoder_hidden_states": lambda: cond["c_crossattn"],
+            "timestep": lambda: (sigma * self.scale).expand(batch).to(latent.device),
+            "pooled_projections": lambda: cond["y"],
+            "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
+            "encoder_attention_mask": lambda: cond.get("attention_mask", torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device)),
+            "img_ids": lambda: _positions(grid, latent),
+            "txt_ids": lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3),
+            "original_size": lambda: _pixels(grid, latent), "target_size": lambda: _pixels(grid, latent), "crop_coords": lambda: latent.new_zeros(batch, 2),
+            "num_frames": lambda: grid.counts[0], "height": lambda: grid.counts[1], "width": lambda: grid.counts[2],
+        }
+        return {name: values[name]() for name in self.names}
+
+
+#: What Inputs can fill.
+FILLABLE = ("hidden_states", "timestep", "img_ids", "txt_ids", "original_size", "target_size", "crop_coords", "num_frames", "height", "width", *CONDITIONING)
+
+
+def _positions(grid, latent):
+    y, x = torch.meshgrid(*(torch.arange(count, device=latent.device) for count in grid.counts[1:]), indexing="ij")
+    return torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3).to(latent.dtype)
+
+
+def _pixels(grid, latent):
+    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
+
+
+def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
+    """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's scheduler_config.json, where there is one.
+
+    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut, Family.whole_only says why.
+    """
+    return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
+
+
+@lru_cache(maxsize=4)
+def _family(cls: type, config: str, scheduler: str) -> Family:
+    config, scheduler = json.loads(config), json.loads(scheduler)
+    inputs = _inputs(cls, config)
+    probe = _Probe(cls, config, inputs)
+    first, schedule = probe.run(*PROBES[0]), _schedule(scheduler)
+    _check_inputs(cls, first)
+    channels, patch, heads, head_size = probe.channels, probe.patch, first.heads, first.head_size       # nothing below may hold on to the probe
+    widths = {CONDITIONING[name]: probe.width(name) for name in WIDTHS if name in inputs.names}
+    inputs = replace(inputs, scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep)
+    whole = Family(
+        name=cls.__name__, transformer=cls.__name__, prediction=_prediction(scheduler), schedule=(lambda config: schedule) if schedule else None,
+        block_lists=(), returns=("image",), patch=lambda config: patch, latent_channels=lambda config: channels,
+        conditioning=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names), required=tuple(widths), widths=lambda config: widths,
+        forward_args=lambda config, grid, latent, sigma, cond: inputs(config, grid, latent, schedule.timestep(sigma) if schedule else sigma, cond),
+        output=lambda output, grid: output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels]),
+        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}), heads=lambda config: max(1, heads), head_size=lambda config: head_size)
+    try:
+        return _cut(replace(whole, **_structure(first, probe.run(*PROBES[1]), probe)), probe)
+    except _Whole as reason:
+        return replace(whole, whole_only=str(reason))
+
+
+class _Whole(Exception):
+    """Why this transformer runs with all of its rows only."""
+
+
+def _cut(family: Family, probe: "_Probe") -> Family:
+    """The family, once its patches have been checked; blocks that fail on a text stream without rows are given one."""
+    try:
+        _check_patches(probe, family)
+    except _Whole:
+        family = replace(family, text_needs_a_row=True)
+        if family.text is None:
+            raise
+        _check_patches(probe, family)
+    return family
+
+
+def _check_inputs(cls: type, first: Trace):
+    """Refuse a class that would run, but on inputs of which it cannot be seen whether they are right."""
+    if not first.timestep:
+        raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and cannot run without one: its timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000. docs/adding_a_model.md says how to add a family.")
+    for call in first.blocks:
+        for name, value in call.arguments.items():
+            if value is None and ("rotary" in name or "rope" in name):
+                raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and cannot run without one: its pipeline computes {name!r}, which the blocks are not given here. docs/adding_a_model.md says how to add a family.")
+
+
+def _inputs(cls, config) -> Inputs:
+    parameters = [p for p in inspect.signature(cls.forward).parameters.values() if p.name not in ("self", "return_dict")]
+    for p in parameters:
+        if p.default is p.empty and p.name not in FILLABLE:
+            raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and cannot run without one: its forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to add a family.")
+    names = tuple(p.name for p in parameters if p.name in FILLABLE)
+    if "hidden_states" not in names or "timestep" not in names:
+        raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and its forward takes no hidden_states and timestep; it is no denoiser of latents.")
+    return Inputs(names, packed="img_ids" in names, video=is_video(cls), guided=bool(config.get("guidance_embeds")))
+
+
+def is_video(cls: type) -> bool:
+    """Has the latent of this class a time axis?"""
+    return "3D" in cls.__name__
+
+
+class _Probe:
+    """The shallow copy and its requests."""
+
+    def __init__(self, cls, config, inputs: Inputs):
+        self.cls, self.config, self.inputs = cls, config, inputs
+        side = config.get("patch_size") or 1
+        sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
+        time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
+        self.patch = (1, 2, 2) if inputs.packed else (time, *sides)
+        self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
+        self.transformer = self._try(lambda: shallow(cls, {key: value for key, value in config.items() if key in inspect.signature(cls.__init__).parameters}))
+
+    def width(self, name: str) -> int:
+        """Features of an argument that comes from a CONDITIONING."""
+        known = [self.config[key] for key in WIDTHS[name] if isinstance(self.config.get(key), int)]
+        if not known:
+            raise UnsupportedError(f"the transformer class {self.cls.__name__} has no family file, and its configuration names no width of {name} ({', '.join(WIDTHS[name])}).")
+        return known[0]
+
+    def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
+        """A grid of ``counts`` tokens (two frames of them for video) and arguments with random tensors; ``seed`` is the latent's."""
+        sizes = [count * step for count, step in zip(counts, self.patch[1:])]
+        shape = (self.channels, *([2 * self.patch[0]] if self.inputs.video else []), *sizes)
+        grid, generator = TokenGrid(shape, self.patch), torch.Generator().manual_seed(100)
+        cond = {CONDITIONING[name]: torch.randn(1, *([text] if name == "encoder_hidden_states" else []), self.width(name), generator=generator) for name in WIDTHS if name in self.inputs.names}
+        latent = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
+        return grid, self.inputs(self.config, grid, latent, torch.tensor(0.5), {**cond, "guidance": torch.tensor([3.5])})
+
+    def run(self, counts, text, seed: int = 0) -> Trace:
+        return self._try(lambda: trace(self.transformer, self.request(counts, text, seed)[1]))
+
+    def _try(self, action):
+        try:
+            return action()
+        except UnsupportedError:
+            raise
+        except Exception as error:                      # whatever a foreign forward raises
+            raise UnsupportedError(f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed ({type(error).__name__}: {error}); docs/adding_a_model.md says how to add a family.") from error
+
+
+# ---------------------------------------------------------------------- structure
+def _structure(small: Trace, large: Trace, probe: _Probe) -> dict:
+    """Fields of Family that describe the blocks; _Whole where they are of no known form."""
+    sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
+    calls = list(zip(small.blocks, large.blocks))
+    kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
+    lists = [name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)] or [name for name, streams in kinds.items() if "image" in streams]
+    if not lists:
+        raise _Whole("no list of blocks passes rows of the latent from one to the next")
+    calls = [pair for pair in calls if pair[0].list_name in lists]
+    joined = tuple(name for name in lists if "joint" in kinds[name])
+    apart = [name for name in lists if name not in joined]
+    streams = kinds[apart[0]] if apart else {"image": kinds[joined[0]]["joint"]}
+    if any(kinds[name] != streams for name in apart) or any(kinds[name]["joint"] != streams["image"] for name in joined):
+        raise _Whole("its lists of blocks name their arguments differently")
+    texts = bool(joined) or "text" in streams
+    return dict(
+        block_lists=tuple(lists), joined=joined, image=streams["image"], text=streams.get("text"), returns=_returns(calls, streams, apart),
+        text_position=_text_position(small, probe, sizes[0]) if texts else None, attention=_attention(calls, sizes), per_token=_per_token(calls, streams, sizes, texts))
+
+
+def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
+    """Kind of stream -> name of the argument, of the three-dimensional ones that the block also returns in the same shape."""
+    shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
+    found = {}
+    for name, value in call.arguments.items():
+        if isinstance(value, Tensor) and value.ndim == 3 and tuple(value.shape) in shapes:
+            kind = _kind((value.shape[1], again.arguments[name].shape[1]), sizes)
+            if kind:
+                found.setdefault(kind, name)
+    return found
+
+
+def _kind(rows: tuple[int, int], sizes) -> str | None:
+    """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the same in both."""
+    (image, text), (image2, text2) = sizes
+    if rows == (image, image2):
+        return "image"
+    if rows[0] - text == rows[1] - text2 >= 0:
+        return "text"
+    if rows[0] - image - text == rows[1] - image2 - text2 >= 0:
+        return "joint"
+    return None
+
+
+def _returns(calls, streams, apart) -> tuple[str, ...]:
+    """The order in which blocks that keep text apart return their streams."""
+    for call, _ in calls:
+        if call.list_name in apart:
+            shapes = {tuple(call.arguments[name].shape): kind for kind, name in streams.items()}
+            kinds = tuple(shapes.get(tuple(output.shape)) for output in call.outputs if isinstance(output, Tensor))
+            if sorted(kinds, key=str) != sorted(streams, key=str):
+                raise _Whole(f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in")
+            return kinds
+    return ("image",)
+
+
+def _attention(calls, sizes) -> tuple[str, ...]:
+    """Kinds of the attention calls of a block, the same in every block."""
+    kinds = {tuple(_attention_kind(rows, again, sizes) for rows, again in zip(call.attention, other.attention)) for call, other in calls}
+    if len(kinds) > 1 or kinds == {()}:
+        raise _Whole("its blocks do not attend through scaled_dot_product_attention alone" if kinds == {()} else "its blocks attend in different ways")
+    return kinds.pop()
+
+
+def _attention_kind(rows, again, sizes):
+    query, key = (_kind((rows[i], again[i]), sizes) for i in (0, 1))
+    if query == key and query in ("image", "joint"):
+        return query
+    if query == "image" and key == "text":
+        return "cross"
+    raise _Whole(f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and prompt, nor the prompt")
+
+
+def _per_token(calls, streams, sizes, texts) -> dict:
+    """Arguments, besides the streams and masks, that have a row for every token, and in which dimension."""
+    found = {}
+    for call, again in calls:
+        masks = {mask.data_ptr() for mask in call.masks}
+        for name, value in call.arguments.items():
+            parts, others = (v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name]))
+            if name in streams.values() or not parts or not all(isinstance(part, Tensor) for part in parts) or any(part.data_ptr() in masks for part in parts):
+                continue
+            places = [_place(part.shape, other.shape, sizes) for part, other in zip(parts, others)]
+            if any(places):
+                if None in places or len({dim for _, dim in places}) > 1:
+                    raise _Whole(f"its blocks take {name!r}, of which only a part has a row for every token")
+                kinds = tuple(kind for kind, _ in places)
+                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], places[0][1])
+    if not texts and any(kind == "text" for kind, _ in found.values()):
+        found = {name: place for name, place in found.items() if place[0] != "text"}            # the prompt itself, whole on every rank
+    return found
+
+
+def _place(shape, other, sizes):
+    """(kind, dimension) of the first dimension that counts tokens, or None."""
+    kinds = [(_kind((a, b), sizes), dim) for dim, (a, b) in enumerate(zip(shape, other)) if a != b]
+    return next(((kind, dim) for kind, dim in kinds if kind), None)
+
+
+def _text_position(small: Trace, probe: _Probe, size) -> str:
+    """Where text sits among the keys of the first attention: the rows that another latent leaves as they are."""
+    other = probe.run(*PROBES[0], seed=1)
+    changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
+    image, rows = size[0], len(changed)
+    for position, expected in (("first", [False] * (rows - image) + [True] * image), ("last", [True] * image + [False] * (rows - image))):
+        if changed.tolist() == expected:
+            return position
+    raise _Whole("rows of the prompt and of the latent are mixed in its attention")
+
+
+# ---------------------------------------------------------------------- self-check
+def _check_patches(probe: _Probe, cut: Family, patches: int = 3):
+    """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the full forward."""
+    from .. import mesh                                     # here, since they know families
+    from ..parallel.kv import KVBuffers
+    from ..parallel.rows import Sequence, Span, patches as patch_rows
+    from ..parallel.stage import Forward, Stage, model_output
+
+    grid, arguments = probe.request(*PROBES[0])
+    lists = {name: list(getattr(probe.transformer, name)) for name in cut.block_lists}
+    total = sum(len(getattr(probe.transformer, name)) for name in cut.block_lists)
+    with torch.inference_mode():
+        reference = cut.output(model_output(probe.transformer, cut, arguments), grid)
+        stage, buffers = Stage(probe.transformer, cut, mesh.single(), range(total)), KVBuffers(1)
+        stage.begin_request("auto", buffers)
+        stage.attention.install()
+        try:
+            spans = [None, *(rows.image for rows in patch_rows(Sequence(0, grid.tokens, None), patches))]
+            for span in spans:
+                buffers.begin_evaluation(0.0)
+                rows = slice(None) if span is None else slice(span.lo, span.hi)
+                output = cut.output(stage.forward(arguments, Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens)), grid)
+                error = ((output - reference)[:, rows].norm() / reference[:, rows].norm()).item()
+                if not error < 1e-4:
+                    raise _Whole(f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} computed alone are {error:.1e} from the full forward")
+        except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+            raise _Whole(f"a self-check failed ({type(error).__name__}: {error})") from error
+        finally:
+            stage.attention.uninstall()
+            for name, blocks in lists.items():              # without their wrappers again
+                setattr(probe.transformer, name, nn.ModuleList(blocks))
+
+
+# ---------------------------------------------------------------------- what the output means
+def _prediction(scheduler: Mapping | None) -> str:
+    if not scheduler or "FlowMatch" in scheduler.get("_class_name", ""):
+        return "flow"
+    kind = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}.get(scheduler.get("prediction_type", "epsilon"))
+    if kind is None:
+        raise UnsupportedError(f"the pipeline's scheduler predicts {scheduler['prediction_type']!r}; epsilon, v_prediction and flow are supported.")
+    return kind
+
+
+def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
+    if _prediction(scheduler) == "flow":
+        return None
+    kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
+    if scheduler.get("beta_schedule", "linear") not in kinds:
+        raise UnsupportedError(f"the pipeline's scheduler has the beta_schedule {scheduler['beta_schedule']!r}; {', '.join(kinds)} are supported.")
+    return DiscreteSchedule(scheduler.get("beta_start", 0.0001), scheduler.get("beta_end", 0.02), kinds[scheduler.get("beta_schedule", "linear")],
+                            bool(scheduler.get("rescale_betas_zero_snr")), scheduler.get("num_train_timesteps", 1000))

@@ -1,0 +1,112 @@
+"""What a transformer of any diffusers class does inside, seen by running a shallow copy of it with random weights.
+
+Streams are found by identity: what one block returns is the very tensor that the next one takes, as in diffusers' TransformerBlockRegistry. Which rows
+they have is found by running two sizes of latent and prompt.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+#: Blocks of each list that a shallow copy keeps: one hands its output to the other.
+DEPTH = 2
+#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike): drawing each anew takes a minute for a large model.
+POOL = 1_000_003
+
+
+@dataclass
+class BlockCall:
+    """One block's arguments by name, its outputs, and the rows of queries and keys of each attention call in it."""
+
+    list_name: str
+    arguments: dict
+    outputs: tuple
+    attention: list[tuple[int, int]] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, rows, D), and what the timestep embedding was given."""
+
+    blocks: list[BlockCall]
+    keys: Tensor | None
+    heads: int
+    head_size: int
+    timestep: float | None
+    output: Tensor
+
+
+def shallow(cls: type, config: dict) -> nn.Module:
+    """A transformer of ``cls`` with DEPTH blocks in each list and random float32 weights (seed 0), on the CPU."""
+    with init_empty_weights(include_buffers=False):
+        transformer = cls(**config)
+    for name, modules in transformer.named_children():
+        if isinstance(modules, nn.ModuleList) and len(modules) > DEPTH and len({type(module) for module in modules}) == 1:
+            setattr(transformer, name, modules[:DEPTH])
+    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
+    for module in transformer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            value = numbers.repeat(-(-parameter.numel() // POOL))[: parameter.numel()].view(parameter.shape)
+            value = value / max(1, parameter[0].numel() if parameter.ndim > 1 else 10) ** 0.5
+            setattr(module, name, nn.Parameter(value + float(parameter.ndim == 1 and name == "weight"), requires_grad=False))
+    return transformer.eval()
+
+
+def trace(transformer: nn.Module, arguments: dict) -> Trace:
+    """Run a forward and write down what its blocks were given and gave."""
+    calls: list[BlockCall] = []
+    found = Trace(calls, None, 0, 0, None, torch.empty(0))
+    hooks = [hook for name, block in _blocks(transformer) for hook in _watch(name, block, calls)]
+    hooks += [module.register_forward_pre_hook(lambda module, args: _note_timestep(found, module, args))
+              for module in transformer.modules() if type(module).__name__.endswith("Timesteps")]
+    attend = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _watched(attend, calls, found)
+    try:
+        with torch.inference_mode():
+            output = transformer(**arguments, return_dict=False)
+    finally:
+        F.scaled_dot_product_attention = attend
+        for hook in hooks:
+            hook.remove()
+    found.output = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def _blocks(transformer):
+    return [(name, block) for name, modules in transformer.named_children() if isinstance(modules, nn.ModuleList) for block in modules]
+
+
+def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
+    signature = inspect.signature(block.forward)
+
+    def before(module, args, kwargs):
+        calls.append(BlockCall(name, dict(signature.bind(*args, **kwargs).arguments), ()))
+
+    def after(module, args, output):
+        calls[-1].outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+    return [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+
+
+def _note_timestep(found: Trace, module: nn.Module, args: tuple):
+    """Timesteps' own scale counts too: some classes take 0..1 and multiply there."""
+    if found.timestep is None:
+        found.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
+
+
+def _watched(attend: Callable, calls: list[BlockCall], found: Trace) -> Callable:
+    def watched(query, key, value, attn_mask=None, *args, **kwargs):
+        if calls and not calls[-1].outputs:                     # inside a block
+            calls[-1].attention.append((query.shape[2], key.shape[2]))
+            calls[-1].masks += [] if attn_mask is None else [attn_mask]
+            if found.heads == 0:
+                found.heads, found.head_size = query.shape[1], query.shape[3]
+            found.keys = found.keys if found.keys is not None else key.clone()
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+    return watched

@@ -1,0 +1,56 @@
+"""ComfyUI's model object for a transformer whose family has no entry: schedules from the pipeline's scheduler, latent scaling from its VAE."""
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.supported_models_base
+import torch
+
+#: Keys of a CONDITIONING -> the transformer's arguments.
+ARGUMENTS = {"cross_attn": "c_crossattn", "pooled_output": "y", "attention_mask": "attention_mask"}
+#: The backend's prediction -> ComfyUI's model type.
+MODEL_TYPES = {"flow": comfy.model_base.ModelType.FLOW, "eps": comfy.model_base.ModelType.EPS, "v": comfy.model_base.ModelType.V_PREDICTION}
+
+
+class GenericModel(comfy.model_base.BaseModel):
+    """Hands on the parts of a CONDITIONING that the transformer takes."""
+
+    def extra_conds(self, **kwargs):
+        found = super().extra_conds(**kwargs)
+        accepted = self.model_config.unet_config["accepted"]
+        for key, name in ARGUMENTS.items():
+            if kwargs.get(key) is not None and name in accepted:
+                found[name] = comfy.conds.CONDRegular(kwargs[key])
+        if "guidance" in accepted:
+            found["guidance"] = comfy.conds.CONDRegular(torch.FloatTensor([kwargs.get("guidance", 3.5)]))
+        return found
+
+
+def model_config(info: dict):
+    """ComfyUI's description of a model, from Loaded.info of a fallback family."""
+    scheduler, vae = info["pipeline"].get("scheduler", {}), info["pipeline"].get("vae", {})
+    settings = {"shift": scheduler.get("shift", 1.0)} if info["prediction"] == "flow" else {
+        "beta_schedule": {"scaled_linear": "linear", "linear": "sqrt_linear"}[scheduler.get("beta_schedule", "linear")],
+        "linear_start": scheduler.get("beta_start", 0.0001), "linear_end": scheduler.get("beta_end", 0.02), "timesteps": scheduler.get("num_train_timesteps", 1000),
+        "zsnr": bool(scheduler.get("rescale_betas_zero_snr"))}
+    members = {"latent_format": staticmethod(lambda: _latent_format(info, vae)), "sampling_settings": settings, "unet_extra_config": {}, "inpaint_model": lambda self: False,
+               "get_model": lambda self, state_dict: GenericModel(self, model_type=MODEL_TYPES[info["prediction"]])}
+    config = type("Generic", (comfy.supported_models_base.BASE,), members)
+    return config({"disable_unet_model_creation": True, "accepted": info["conditioning"]})
+
+
+def _latent_format(info: dict, vae: dict):
+    """Scaling of the VAE's latents: its scale and shift, or its mean and deviation of each channel."""
+    shape = (1, info["latent_channels"], *[1] * info["latent_dimensions"])
+    channels = lambda name, neutral: torch.tensor(vae[name]).view(shape) if vae.get(name) else neutral
+    scale, shift = vae.get("scaling_factor") or 1.0, vae.get("shift_factor") or 0.0
+    mean, deviation = channels("latents_mean", shift), channels("latents_std", 1.0)
+    format = comfy.latent_formats.LatentFormat()
+    format.latent_channels, format.latent_dimensions = info["latent_channels"], info["latent_dimensions"]
+    format.process_in = lambda latent: (latent - _like(mean, latent)) * scale / _like(deviation, latent)
+    format.process_out = lambda latent: latent * _like(deviation, latent) / scale + _like(mean, latent)
+    return format
+
+
+def _like(value, latent):
+    return value.to(latent) if isinstance(value, torch.Tensor) else value

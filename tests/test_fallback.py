@@ -1,0 +1,108 @@
+"""Transformers that no family file describes: what is recognised, what runs, and what is refused and why."""
+
+import diffusers
+import pytest
+import torch
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.models.fallback import family
+from fallback_models import CONFIGS, CUT, configuration, request, write
+from launch import run_ranks
+from tiny import relative
+
+
+def recognised(name: str, scheduler=None):
+    return family(getattr(diffusers, name), configuration(name), scheduler)
+
+
+def test_structures():
+    aura, cogview, sky = (recognised(name) for name in CUT)
+    assert (aura.block_lists, aura.joined) == (("joint_transformer_blocks", "single_transformer_blocks"), ("single_transformer_blocks",))
+    assert (aura.text, aura.returns, aura.text_position, aura.attention, aura.per_token) == ("encoder_hidden_states", ("text", "image"), "first", ("joint",), {})
+    assert (cogview.returns, cogview.per_token) == (("image", "text"), {"image_rotary_emb": ("image", 0)})
+    assert (sky.text, sky.returns, sky.attention, sky.per_token) == (None, ("image",), ("image", "cross"), {"rotary_emb": ("image", 1)})
+    assert [found.heads({}) for found in (aura, cogview, sky)] == [4, 4, 4] and sky.patch({}) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"])
+def test_agrees_with_the_family_files(name):
+    """Recognised by structure, a class is what its family file says."""
+    from backend.models import family_of_class
+    small = {"FluxTransformer2DModel": dict(in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=20, axes_dims_rope=[4, 4, 8]),
+             "SD3Transformer2DModel": dict(sample_size=32, in_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24, caption_projection_dim=64, pooled_projection_dim=20, out_channels=4),
+             "WanTransformer3DModel": dict(patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=24, freq_dim=16, ffn_dim=32, num_layers=3)}
+    CONFIGS[name] = small[name]
+    try:
+        found, told = recognised(name), family_of_class(name)
+    finally:
+        del CONFIGS[name]
+    for fact in ("block_lists", "joined", "image", "text", "returns", "text_position", "per_token"):
+        assert getattr(found, fact) == getattr(told, fact), fact
+    assert found.attention == told.attention[: len(found.attention)] and not found.whole_only
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_process_equals_the_plain_loop(name, tmp_path):
+    """Euler with guidance, by hand, over the transformer itself: timesteps of 0 to 1000, velocity."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load(name, str(write(tmp_path / name, name)), "fp32")
+    sample = request(name)
+    engine.check_sample(sample)
+    have, _ = engine.sample(sample, Callbacks())
+    transformer, x = getattr(diffusers, name).from_pretrained(tmp_path / name / "transformer").eval(), sample.tensors["noise"]
+    sizes = {key: torch.tensor([[128.0, 96.0]]) for key in ("original_size", "target_size")} | {"crop_coords": torch.zeros(1, 2)} if "CogView" in name else {}
+    scale = 1.0 if name.startswith("AuraFlow") else 1000.0                             # it multiplies by 1000 itself
+    for sigma, following in zip(sample.tensors["sigmas"], sample.tensors["sigmas"][1:]):
+        with torch.inference_mode():
+            positive, negative = (transformer(hidden_states=x, timestep=(sigma * scale).expand(1), encoder_hidden_states=sample.tensors[f"{branch}.c_crossattn"], **sizes, return_dict=False)[0] for branch in ("positive", "negative"))
+        x = x + (following - sigma) * (negative + 3.0 * (positive - negative))
+    assert relative(have, x) < 1e-5
+
+
+def test_ranks_equal_the_single_process(tmp_path):
+    """CFG, Ulysses, ring, tensor parallelism and a pipeline of one patch to 1e-5; PipeFusion's patches drift."""
+    for name in CUT:
+        write(tmp_path / name, name)
+    rows = run_ranks("fallback.py", 2, tmp_path, str(tmp_path), " ".join(CUT))
+    assert len(rows) == 6 * len(CUT)
+    assert not [row for row in rows if not row["stale"] and row["relative"] > 1e-5]
+    assert all(1e-6 < row["relative"] < 0.25 for row in rows if row["stale"])
+
+
+def test_rows_that_cannot_be_cut_are_refused_and_cfg_is_not(tmp_path):
+    name, says = "SanaVideoTransformer3DModel", "a"
+    folder = str(write(tmp_path / name, name))
+    for degree in ("ulysses_degree", "pipefusion_degree", "ring_degree"):
+        with pytest.raises(UnsupportedError, match=f"{degree} is 2, but {name} runs with CFG and data parallelism only: it has no family file, and {says}"):
+            Engine(ParallelConfig(**{degree: 2}), mesh.single()).check_load(folder, "default")
+    Engine(ParallelConfig(cfg_degree=2), mesh.single()).check_load(folder, "default")
+
+
+@pytest.mark.parametrize("name, config, says", [
+    ("DiTTransformer2DModel", dict(sample_size=16, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8), "a trial of it failed"),
+    ("AllegroTransformer3DModel", dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=24, sample_width=16, sample_height=16, sample_frames=8, caption_channels=24), "its pipeline computes 'image_rotary_emb'"),
+    ("PRXTransformer2DModel", dict(patch_size=2, in_channels=4, context_in_dim=24, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]), "nothing tells whether it counts to 1 or to 1000"),
+    ("OmniGenTransformer2DModel", {}, "its forward needs 'input_ids'")])
+def test_classes_that_cannot_be_filled(name, config, says, monkeypatch):
+    monkeypatch.setitem(CONFIGS, name, config)
+    with pytest.raises(UnsupportedError, match=says):
+        recognised(name)
+
+
+def test_what_the_output_means_comes_from_the_scheduler():
+    beta = {"_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    name = CUT[1]
+    assert recognised(name).prediction == recognised(name, {"_class_name": "FlowMatchEulerDiscreteScheduler"}).prediction == "flow"
+    assert recognised(name, beta).prediction == "eps" and recognised(name, beta | {"prediction_type": "v_prediction"}).prediction == "v"
+    assert recognised(name, beta).schedule({}).sigmas[-1] == pytest.approx(14.6146, rel=1e-4)
+    with pytest.raises(UnsupportedError, match="predicts 'sample'"):
+        recognised(name, beta | {"prediction_type": "sample"})
+
+
+def test_folder_of_something_else(tmp_path):
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    with pytest.raises(UnsupportedError, match="holds a AutoencoderKL, which is no transformer of diffusers"):
+        Engine(ParallelConfig(), mesh.single()).check_load(str(tmp_path), "default")
