@@ -12,7 +12,7 @@ from torch import Tensor
 from .rows import Span
 
 #: A step in sigma is at most this many times the one before, for extrapolation: beyond it the line through two points says little.
-MAX_RATIO = 1.5
+MAX_RATIO = 1.0
 
 
 @dataclass
