@@ -1,5 +1,10 @@
 """Transformers that no family file describes: what is recognised, what runs, and what is refused and why."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import diffusers
 import pytest
 import torch
@@ -10,7 +15,6 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.models.fallback import family
 from fallback_models import CONFIGS, CUT, configuration, request, write
-from launch import run_ranks
 from tiny import relative
 
 
@@ -62,14 +66,19 @@ def test_one_process_equals_the_plain_loop(name, tmp_path):
     assert relative(have, x) < 1e-5
 
 
-def test_ranks_equal_the_single_process(tmp_path):
-    """CFG, Ulysses, ring, tensor parallelism and a pipeline of one patch to 1e-5; PipeFusion's patches drift."""
-    for name in CUT:
+def test_self_check_command(tmp_path):
+    """scripts/check_family.py over all of them: exact methods to 1e-5, PipeFusion's patches drift, and what cannot be cut is refused."""
+    for name in CONFIGS:
         write(tmp_path / name, name)
-    rows = run_ranks("fallback.py", 2, tmp_path, str(tmp_path), " ".join(CUT))
-    assert len(rows) == 6 * len(CUT)
-    assert not [row for row in rows if not row["stale"] and row["relative"] > 1e-5]
-    assert all(1e-6 < row["relative"] < 0.25 for row in rows if row["stale"])
+    command = [sys.executable, str(Path(__file__).parents[1] / "scripts/check_family.py"), *(str(tmp_path / name) for name in CONFIGS), "--json", str(tmp_path / "out.json")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    rows = json.loads((tmp_path / "out.json").read_text())
+    cut = [row for row in rows if row["model"] in CUT]
+    assert len(cut) == 8 * len(CUT) and [row["method"] for row in cut if "refused" in row] == ["tensor_parallel_degree 2"] * len(CUT)     # no plan for megatron
+    assert all(row["error"] < 1e-5 for row in cut if row.get("stale") is False) and all(1e-6 < row["error"] < 0.25 for row in cut if row.get("stale"))
+    whole = {row["method"] for row in rows if row["model"] not in CUT and "refused" not in row}
+    assert whole == {"cfg_degree 2", "data_parallel_degree 2"}
 
 
 def test_rows_that_cannot_be_cut_are_refused_and_cfg_is_not(tmp_path):

@@ -1,0 +1,128 @@
+"""Self-check of a transformer: every parallel method of two ranks against one process, on the CPU, with random prompts.
+
+    python scripts/check_family.py MODEL [MODEL ...]
+
+MODEL is a file or a diffusers folder; small ones do (any widths, random weights). Prints how the blocks are taken apart and the relative difference of each method's
+latent. Exact methods must stay below 1e-5; PipeFusion's stale steps drift, and no drift at all would mean that nothing was stale. Ends with status 1 where a check fails.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"
+import diffusers
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import Checkpoint, open_checkpoint
+from backend.models.fallback import is_video
+from backend.protocol import Sample
+
+METHODS = [dict(cfg_degree=2), dict(data_parallel_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(tensor_parallel_degree=2, split_scheme="row"),
+           dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)]
+#: Largest relative difference of exact methods (float32), and what stale keys and values may do to random weights in a few steps.
+EXACT, STALE = 1e-5, 0.25
+#: Facts of a family that say how blocks are taken apart.
+FACTS = ("block_lists", "joined", "image", "text", "returns", "text_position", "attention", "per_token")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--size", default="12x16", help="rows x columns of the latent (12x16)")
+    parser.add_argument("--frames", type=int, default=3, help="of the latent of a video model")
+    parser.add_argument("--text", type=int, default=9, help="text tokens")
+    parser.add_argument("--conditioning", help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model arguments, for families that need more than a prompt")
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    return parser.parse_args()
+
+
+def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
+    """Three Euler steps with two prompts, of as many samples as there are replicas."""
+    family, generator = checkpoint.family, torch.Generator().manual_seed(3)
+    frames = [chosen.frames] if is_video(getattr(diffusers, family.transformer)) else []
+    noise = torch.randn(2, family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")), generator=generator)
+    if family.schedule:
+        sigmas = torch.cat([family.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
+    else:
+        sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
+    given = load_file(chosen.conditioning) if chosen.conditioning else {
+        f"{branch}.{name}": torch.randn(1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator)
+        for branch in ("positive", "negative") for name, width in family.widths(checkpoint.config).items()} | {
+        f"{branch}.guidance": torch.tensor([3.5]) for branch in ("positive", "negative") if "guidance" in family.conditioning}
+    return Sample("model", "euler", 3.0, 0, num_pipeline_patch=config.num_pipeline_patch, tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given})
+
+
+def latent(model: str, chosen, config: ParallelConfig, place: mesh.Mesh) -> torch.Tensor:
+    """What one way of running gives."""
+    engine = Engine(config, place)
+    sample = request(engine.check_load(model, "fp32"), chosen, config)
+    engine.load("model", model, "fp32")
+    engine.check_sample(sample)
+    return engine.sample(sample, Callbacks())[0]
+
+
+def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
+    """One method's difference, or why it does not run."""
+    config = ParallelConfig(**degrees)
+    row = {"model": Path(model).name, "method": ", ".join(f"{name} {value}" for name, value in degrees.items())}
+    try:
+        difference = latent(model, chosen, config, mesh.build(config, "cpu")) - reference
+    except UnsupportedError as reason:
+        return row | {"refused": str(reason), "passed": True}
+    error = (difference.norm() / reference.norm()).item()
+    stale = config.pipefusion_degree > 1 and config.patches > 1
+    return row | {"error": error, "stale": stale, "passed": 0 < error < STALE if stale else error < EXACT}
+
+
+def facts(model: str) -> str:
+    family = open_checkpoint(model).family
+    return f"{model}: family {family.name}\n" + "\n".join(f"  {name}: {getattr(family, name)}" for name in FACTS)
+
+
+def check(chosen) -> list[dict]:
+    """All methods of all models; the same list on every rank."""
+    torch.set_num_threads(1)
+    rows = []
+    for model in chosen.models:
+        reference = latent(model, chosen, ParallelConfig(), mesh.single())
+        if dist.get_rank() == 0:
+            print(facts(model), flush=True)
+        for degrees in METHODS:
+            rows.append(compare(model, chosen, degrees, reference))
+            if dist.get_rank() == 0:
+                row = rows[-1]
+                print(f"  {'ok  ' if row['passed'] else 'FAIL'} {row['method']}: {row.get('refused') or format(row['error'], '.1e')}{' (stale)' if row.get('stale') else ''}", flush=True)
+    return rows
+
+
+def main():
+    chosen = options()
+    if "RANK" not in os.environ:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__, *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env=environment).returncode)
+    dist.init_process_group("gloo")
+    rows = check(chosen)
+    leader = dist.get_rank() == 0
+    if leader and chosen.json:
+        chosen.json.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0 if all(row["passed"] for row in rows) or not leader else 1)
+
+
+if __name__ == "__main__":
+    main()
