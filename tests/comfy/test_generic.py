@@ -22,7 +22,7 @@ def loaded(folder, name, vae=None, **scheduler):
         (folder / "vae/config.json").write_text(json.dumps(vae))
     checkpoint = open_checkpoint(str(folder))
     return Loaded("m", checkpoint.family.name, {
-        "config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "generic": json.loads(json.dumps(checkpoint.generic))})
+        "config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32", "generic": json.loads(json.dumps(checkpoint.generic))})
 
 
 def test_flow_with_the_schedulers_shift(tmp_path):
