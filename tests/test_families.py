@@ -1,7 +1,9 @@
 """Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation away; and from a diffusers folder."""
 
 import json
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +127,10 @@ def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
     rows, columns = len(whole), whole.shape[1]
     for span in (Span(0, rows // 3), Span(rows // 3, rows), Span(rows - 5, rows)):
         assert checkpoint._read(checkpoint.sources[name], Shard((span,), (Span(0, columns),)), torch.float32, torch.device("cpu")).equal(whole[span.lo: span.hi])
+
+
+def test_the_readme_has_the_table_of_families():
+    """scripts/families_table.py --write brings it up to date."""
+    root = Path(__file__).parents[1]
+    text = (root / "README.md").read_text()
+    assert runpy.run_path(str(root / "scripts/families_table.py"))["put_into"](text) == text
