@@ -1,6 +1,9 @@
 """Load -> parallelize -> sample, on one rank. Every rank calls the same methods in the same order."""
 
+import hashlib
+import json
 import time
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -11,12 +14,14 @@ from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint, open_checkpoint
+from .loading.lora import LoraUse
+from .loading.fused import FusedWeights
 from .memo import remember
 from .mesh import Mesh
 from .parallel import comm, sharding, split, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
-from .protocol import Sample
+from .protocol import LORAS, Sample
 from .request import Request, build
 from .runner import LoadedModel, running
 
@@ -29,6 +34,8 @@ class Engine:
     def __init__(self, config: ParallelConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.models: dict[str, LoadedModel] = {}
+        #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``, as one object.
+        self.stacks: dict[str, tuple[LoraUse, ...]] = {}
 
     # ------------------------------------------------------------------ loading
     def check_load(self, path: str, weight_dtype: str) -> Checkpoint:
@@ -53,7 +60,9 @@ class Engine:
             cuts = tensor.shards(transformer, family, self.config.split_scheme, self.mesh)
             tensor.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
-        bytes_read = checkpoint.load(blocks, dtype, torch.device("cpu") if sharded else self.mesh.device, cuts)
+        device = torch.device("cpu") if sharded else self.mesh.device
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts)
+        weights = FusedWeights(checkpoint, cuts, dtype, device)
         memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},
                          family, torch.device("cpu") if self.config.offload_modulation else self.mesh.device)
         memos.go_home()
@@ -62,7 +71,7 @@ class Engine:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
         cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
-        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos, checkpoint.generic)
+        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
 
     def stage_blocks(self, checkpoint: Checkpoint) -> list[range]:
         """The blocks of every pipeline stage: those that the configuration lists, or a split by the blocks' work."""
@@ -75,9 +84,30 @@ class Engine:
             return WEIGHT_DTYPES[weight_dtype]
         return checkpoint.dtype if self.mesh.device.type == "cuda" else torch.float32
 
+    def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
+        """Refuse LoRAs that do not fit the loaded model ``key``, reading headers only; for each a warning, empty where it fits in full. Raises UnsupportedError."""
+        return [lora.warning for lora in self.models[key].weights.open(stack)]
+
+    def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
+        """A name for the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled, and the weights are there once."""
+        if not stack:
+            return key
+        digest = hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()
+        name = f"{key}{LORAS}{digest[:16]}"
+        self.models[name], self.stacks[name] = self.models[key], stack
+        return name
+
+    def ready(self, name: str) -> LoadedModel:
+        """The model of that name, with its LoRAs and no others in the weights."""
+        model = self.models[name]
+        model.weights.fuse(self.stacks.get(name, ()))
+        return model
+
     def unload(self, key: str):
-        """Free a model; no error where it is not loaded."""
-        self.models.pop(key, None)
+        """Free a model under all its names; no error where it is not loaded."""
+        model = self.models.get(key)
+        self.models = {name: other for name, other in self.models.items() if other is not model}
+        self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -100,6 +130,8 @@ class Engine:
         if sample.model not in self.models:
             raise UnsupportedError(f"the model {sample.model!r} is not loaded in this backend; run LoadParallelDiT again.")
         model = self.models[sample.model]
+        if self.stacks.get(sample.model, ()) != model.weights.stack:
+            self.check_loras(sample.model, self.stacks.get(sample.model, ()))
         check_sample(sample, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
 
     @torch.inference_mode()
@@ -109,7 +141,7 @@ class Engine:
         callbacks.on_step gets the number of steps done and a function that makes x0 as a latent.
         """
         comm.SENT.clear()
-        model = self.models[sample.model]
+        model = self.ready(sample.model)
         request = build(sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank)
         started = time.perf_counter()
         on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))

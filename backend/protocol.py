@@ -27,6 +27,8 @@ SMALL_PART = 1 << 15
 #: Longest integer in a header, enough for 64 bits and a sign.
 MAX_DIGITS = 21
 VERSION = 1
+#: Stands in the names of models with LoRAs, behind the name of the model without.
+LORAS = "+"
 
 
 class ProtocolError(ConnectionError):
@@ -59,22 +61,32 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Load:
-    """Load the transformer at ``path`` (a file or a diffusers folder); a no-op where it is loaded already."""
+    """Load the transformer at ``path`` (a file or a diffusers folder); a no-op where it is loaded already.
+
+    ``loras``, [[path, strength], ...] in the order in which they are added, are checked here and fused when the model is sampled.
+    """
     path: str
     weight_dtype: str = "default"
+    loras: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """``model`` names the loaded transformer in later requests; ``info`` is the family's facts for the client."""
+    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client, and
+    ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out."""
     model: str
     family: str
     info: dict = field(default_factory=dict)
 
+    @property
+    def base(self) -> str:
+        """Names the transformer without its LoRAs; the weights are held once for all models of one base."""
+        return self.model.partition(LORAS)[0]
+
 
 @dataclass(frozen=True)
 class Unload:
-    """Free the transformer ``model`` on every rank (no error where it is not loaded)."""
+    """Free the transformer ``model`` on every rank, whatever its LoRAs (no error where it is not loaded)."""
     model: str
 
 

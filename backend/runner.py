@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .memo import Memos, first_block_argument
+from .loading.fused import FusedWeights
 from .models.spec import Family
 from .parallel.kv import KVBuffers
 from .parallel.rows import Span
@@ -31,6 +32,7 @@ class LoadedModel:
     sharded: bool
     latent_format: str | None
     memos: Memos
+    weights: FusedWeights
     generic: dict | None = None
 
 

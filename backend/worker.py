@@ -24,6 +24,7 @@ from .denoise import Callbacks, Cancelled as Stopped
 from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
+from .loading.lora import lora_stack
 from .protocol import Cancelled, Failure, Load, Loaded, Ping, Result, Sample, Shutdown, Unload, Welcome
 from .server import Job, Previews, Server, progress
 
@@ -54,8 +55,11 @@ class Worker:
                     pass                            # rank 0 tells the client
 
     def load(self, message: Load) -> list[str]:
-        """Load on this rank; the reasons of all ranks that could not (then no rank keeps it)."""
+        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then no rank keeps it)."""
         key, reason = model_key(message), ""
+        if key in self.engine.models:
+            self.engine.name(key, lora_stack(message.loras))
+            return []
         try:
             self.engine.load(key, message.path, message.weight_dtype)
         except Exception as error:                  # out of memory, a disk that fails: this rank's peers must hear of it
@@ -73,7 +77,7 @@ class Leader(Worker):
     def __init__(self, config: ParallelConfig, device: str, address: str, token: str):
         super().__init__(config, device)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
-        self.server = Server(address, token, welcome, models=lambda: list(self.engine.models))
+        self.server = Server(address, token, welcome, models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()))
         self.handlers = {Load: self.on_load, Unload: self.on_unload, Sample: self.on_sample}
 
     def lead(self):
@@ -101,14 +105,18 @@ class Leader(Worker):
             job.reply(Failure(str(error)))
 
     def on_load(self, job: Job, message: Load):
-        key = model_key(message)
+        key, stack = model_key(message), lora_stack(message.loras)
         if key not in self.engine.models:
             self.engine.check_load(message.path, message.weight_dtype)
             self.dispatcher.tell(message)
             reasons = self.load(message)
             if reasons:
                 raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
-        job.reply(Loaded(key, self.engine.models[key].family.name, self.engine.facts(key)))
+        warnings = self.engine.check_loras(key, stack)
+        if stack:
+            self.dispatcher.tell(message)
+        name = self.engine.name(key, stack)
+        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings}))
 
     def on_unload(self, job: Job, message: Unload):
         self.dispatcher.tell(message)

@@ -32,16 +32,16 @@ class Backend:
     def welcome(self):
         return self.client.welcome
 
-    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None) -> Loaded:
+    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None, loras=()) -> Loaded:
         """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs;
-        with it, all others make room first. ``check`` as in BackendClient.request."""
+        with it, all others make room first. ``check`` as in BackendClient.request. ``loras``: (path, strength) of each, in order."""
         key = (path, weight_dtype)
         with self._busy:
             for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
                 self._request(Unload(self.models.pop(other)), check)
-            loaded = self._request(Load(path, weight_dtype), check)
-            replaced, self.models[key] = self.models.get(key, loaded.model), loaded.model
-            if replaced != loaded.model:  # the file has changed since
+            loaded = self._request(Load(path, weight_dtype, [list(lora) for lora in loras]), check)
+            replaced, self.models[key] = self.models.get(key, loaded.base), loaded.base
+            if replaced != loaded.base:  # the file has changed since
                 self._request(Unload(replaced), check)
             return loaded
 

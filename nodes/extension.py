@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension
 
 from .demo import ParallelDemoLoader
 from .load import LoadParallelDiT
+from .lora import ParallelLoRA
 from .parallel_config import ParallelConfigNode
 from .sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
 
@@ -18,4 +19,4 @@ class ParallelDiTExtension(ComfyExtension):
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
-        return [ParallelConfigNode, LoadParallelDiT, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelDemoLoader]
+        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelDemoLoader]

@@ -5,7 +5,7 @@ whenever a handle is used: a dead backend is launched and loaded again, weights 
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import comfy.model_management
 import comfy.model_patcher
@@ -21,13 +21,14 @@ _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class ParallelDiT:
-    """A PARALLEL_DIT: where a transformer is loaded, and ComfyUI's weightless ``patcher`` for it."""
+    """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs that are added, (path, strength) each."""
 
     config: ParallelConfig
     path: str
     weight_dtype: str
     loaded: Loaded
     patcher: comfy.model_patcher.ModelPatcher
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
@@ -44,12 +45,21 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
     return handle
 
 
+def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
+    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable; errors as in ``load``."""
+    loras = (*handle.loras, (path, strength))
+    _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
+    found = replace(handle, loaded=loaded, loras=loras)
+    _handles.add(found)
+    return found
+
+
 def ensure_loaded(handle: ParallelDiT) -> tuple[Backend, Loaded]:
     """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in ``load``."""
-    return _load(handle.config, handle.path, handle.weight_dtype)
+    return _load(handle.config, handle.path, handle.weight_dtype, handle.loras)
 
 
-def _load(config: ParallelConfig, path: str, weight_dtype: str) -> tuple[Backend, Loaded]:
+def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = ()) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
     if (at_hand is None or not at_hand.alive(check)) and config.device != "cpu":
@@ -58,7 +68,7 @@ def _load(config: ParallelConfig, path: str, weight_dtype: str) -> tuple[Backend
         comfy.model_management.soft_empty_cache()
     backend = backend_for(config, check)
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
-    return backend, backend.load(path, weight_dtype, keep, check)
+    return backend, backend.load(path, weight_dtype, keep, check, loras)
 
 
 def _on_detach(config: ParallelConfig, path: str, weight_dtype: str):

@@ -71,10 +71,14 @@ class LoadParallelDiT(io.ComfyNode):
 
 
 def _guidance_of_samplers(prompt: dict, loader_id: str):
-    """cfg and sampler_name of every sampler node that this loader feeds, so that a refusal comes before minutes of loading."""
-    for node in prompt.values():
+    """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a refusal comes before minutes of loading."""
+    for key, node in prompt.items():
         inputs = node["inputs"]
-        if node["class_type"].startswith("ParallelSampler") and inputs.get("dit") == [loader_id, 0]:
+        if inputs.get("dit") != [loader_id, 0]:
+            continue
+        if node["class_type"] == "ParallelLoRA":
+            yield from _guidance_of_samplers(prompt, key)
+        if node["class_type"].startswith("ParallelSampler"):
             cfg, sampler_name = inputs.get("cfg"), inputs.get("sampler_name")
             if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):  # a linked one is not known yet
                 yield cfg, sampler_name

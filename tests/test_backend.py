@@ -13,7 +13,9 @@ import torch
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
-from tiny import error_in_std, golden_request, to_vae_units, write_checkpoint
+from loras import write_mixed
+from safetensors.torch import save_file
+from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkpoint
 
 CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
 
@@ -162,6 +164,26 @@ def test_bad_files_are_refused_and_the_backend_stays(backend, checkpoint, folder
         assert "\n" not in str(error.value), name
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
+    """A model with LoRAs beside the one without, sampled in turn; one that does not fit is refused."""
+    path = str(write_mixed(folder / "lora.safetensors", facts("flux-dev")["shapes"]))
+    plain, golden = request_for(backend, checkpoint)
+    with_lora = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.8)]).model)
+    weaker = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.4)]).model)
+    first, *between, last = (backend.sample(request).tensors["samples"] for request in (with_lora, weaker, plain, with_lora))
+    assert error_in_std(to_vae_units(between[1]), golden) <= 1e-4
+    assert first.equal(last) and all(error_in_std(one, first) > 1e-2 for one in between)
+    save_file({"img_in.lora_A.weight": torch.ones(2, 128), "img_in.lora_B.weight": torch.ones(256, 2)}, folder / "control.safetensors")
+    for loras, says in (([(str(folder / "control.safetensors"), 1.0)], "made for another model"), ([(path, "1")], "not a pair"), ([("/nowhere", 1.0)], "no LoRA at")):
+        with pytest.raises(protocol.RefusedError, match=says):
+            backend.load(checkpoint, loras=loras)
+    Path(path).unlink()
+    with pytest.raises(protocol.RefusedError, match="no LoRA at"):
+        backend.sample(weaker)
+    assert backend.client.request(protocol.Ping()).models == [plain.model]
+    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), golden) <= 1e-4
 
 
 def test_more_stages_than_blocks_is_refused_at_load():

@@ -12,7 +12,7 @@ from backend import protocol, tensors
 from backend.protocol import MAGIC, MESSAGES, PREFIX, ProtocolError, Sample
 
 EXAMPLES = {
-    "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Load": protocol.Load("/a"),
+    "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]),
     "Loaded": protocol.Loaded("m", "flux", {"a": 1}), "Unload": protocol.Unload("m"),
     "Sample": Sample("m", "euler", 3.5, 1, latent_shapes=[[24, 3, 16, 16], [32, 2, 15]], tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}),
     "Progress": protocol.Progress(1, 2, {"x0": torch.zeros(1)}), "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +17,11 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..models import FAMILIES, fallback, family_of_class
 from ..models.spec import Family
-from ..parallel.rows import Span
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
 from .layout import Source, sources
 from .scaled import ScaledFiles
-
-#: Called with a parameter's name, this rank's piece of it as it was read, and its Shard (None: all of it) -> what is kept.
-Change = Callable[[str, torch.Tensor, Shard | None], torch.Tensor]
 
 
 @dataclass
@@ -80,9 +76,14 @@ class Checkpoint:
         return [costs.get(name.rpartition(".")[0], 1.0) for name in self.block_names]
 
     @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole parameters and stored tables, whatever pieces of them are loaded."""
+        return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
+
+    @cached_property
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
-        shapes = {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
+        shapes = self.shapes
         found = sources(self.family.layout, shapes) if self.single_file else {name: Source(name) for name in shapes}
         found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
         missing = [name for name, _ in self.empty.named_parameters() if name not in found]     # tables that are buffers can be computed
@@ -113,51 +114,41 @@ class Checkpoint:
         return torch.bfloat16 if common.itemsize == 1 else common
 
     def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {},
-             changes: Sequence[Change] = (), on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+             on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
 
-        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read. ``changes`` are applied to every tensor
-        in order, as it is read. ``on_progress`` is told how many values of how many are loaded.
+        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read.
+        ``on_progress`` is told how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
-        wanted = {name: source for name, source in self.sources.items() if not name.startswith(absent or ("\0",))}
+        wanted = [name for name in self.sources if not name.startswith(absent or ("\0",))]
         self.files.bytes_read = 0
         weights, empty = {}, self.empty.state_dict()
         done, total = 0, sum(empty[name].numel() for name in wanted)
-        for name, source in wanted.items():
-            shard = shards.get(name.rpartition(".")[0])
-            tensor = self._read(source, shard, dtype, device)
-            for change in changes:
-                tensor = change(name, tensor, shard)
-            weights[name] = tensor
-            done += tensor.numel()
+        for name in wanted:
+            weights[name] = self.read(name, dtype, device, shards.get(name.rpartition(".")[0]))
+            done += weights[name].numel()
             on_progress(done, total)
         self.empty.load_state_dict(weights, strict=False, assign=True)
         for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)
         return self.files.bytes_read
 
-    def _read(self, source: Source, shard: Shard | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> torch.Tensor:
+        """A parameter's values, or the piece of them that ``shard`` keeps, from the file."""
+        source = self.sources[name]
         key = self._key(source)
         if shard is None:
             tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None), dtype=dtype, device=device)
             tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
             return tensor if source.shape is None else tensor.reshape(source.shape)
-        rows = [slice(source.lo + lo, source.lo + hi) for span in shard.outputs for lo, hi in _in_file(span, source, self.files.shapes[key][0])]
+        rows = [slice(span.lo, span.hi) for span in source.rows(shard.outputs, self.shapes[name][0])]
         columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
         return _join([_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)           # one alone stays where it is mapped
-
-
-def _in_file(span: Span, source: Source, rows: int) -> list[tuple[int, int]]:
-    """Where the rows ``span`` of a parameter lie among the file's ``rows``: elsewhere where its halves are exchanged."""
-    if not source.swap:
-        return [(span.lo, span.hi)]
-    half = rows // 2
-    return [(max(span.lo, lo) + move, min(span.hi, hi) + move) for lo, hi, move in ((0, half, half), (half, rows, -half)) if max(span.lo, lo) < min(span.hi, hi)]
 
 
 def open_checkpoint(path: str) -> Checkpoint:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Callable, Iterable, Mapping
 
+from ..parallel.rows import Span
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 #: Prefixes under which full checkpoints keep their transformer.
@@ -34,12 +36,13 @@ class Layout:
     def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file is of another layout."""
         for prefix in PREFIXES:
-            found = {self._spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
+            found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
             if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
                 return found
         return None
 
-    def _spell(self, key):
+    def spell(self, key: str) -> str:
+        """A key of another spelling in this one."""
         for theirs, ours in self.spellings:
             key = key.replace(theirs, ours)
         return key
@@ -54,6 +57,14 @@ class Source:
     hi: int | None = None
     swap: bool = False
     shape: tuple[int, ...] | None = None
+
+    def rows(self, spans: Iterable[Span], count: int) -> list[Span]:
+        """Where the file keeps the rows ``spans`` of a parameter that has ``count``."""
+        if not self.swap:
+            return [Span(self.lo + span.lo, self.lo + span.hi) for span in spans]
+        half = count // 2
+        parts = [(Span(span.lo, min(span.hi, half)), Span(max(span.lo, half), span.hi)) for span in spans]
+        return [Span(part.lo + shift, part.hi + shift) for pair in parts for part, shift in zip(pair, (self.lo + half, self.lo - half)) if part.lo < part.hi]
 
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:

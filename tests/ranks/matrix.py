@@ -13,11 +13,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine, describe
+from backend.loading.lora import lora_stack
+from backend.parallel import sharding
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
@@ -32,6 +35,8 @@ SHORT_NEGATIVE = "negative of 7 rows"
 MIXED = "mixed prompts"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
+#: With LoRAs of every kind in the weights.
+LORA = "LoRA"
 
 
 def configurations(world: int) -> list[ParallelConfig]:
@@ -78,6 +83,9 @@ def request_of(case: str):
     if case == SHORT_NEGATIVE:
         sample, _ = golden_request("euler_simple")
         return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), None
+    if case == LORA:
+        sample = batch_request(2)
+        return replace(sample, tensors={**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}), None
     return golden_request(case)
 
 
@@ -91,9 +99,25 @@ def mixed_prompts():
     return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[3].item(), "strength": 0.5}, "negative": {"until": sigmas[4].item()}})
 
 
-def run(engine: Engine, config: ParallelConfig, case: str):
+def has_lora_case(world: int, config: ParallelConfig) -> bool:
+    """Every way to cut weights, once."""
+    return world == 2 or (config.tensor_parallel_degree > 1 and (config.pipefusion_degree > 1 or config.split_scheme == "2d"))
+
+
+def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
+    """The latent with LoRAs, and whether this rank's weights are what they were once they are gone."""
+    model = engine.models["tiny"].transformer
+    held = lambda: [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters() if not p.is_meta]
+    sharding.reshard(model)
+    before = held()
+    (samples, _), _ = run(engine, config, LORA, engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])))
+    engine.ready("tiny")
+    return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
+
+
+def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
     sample, golden = request_of(case)
-    sample = replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
+    sample = replace(sample, model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
     engine.check_sample(sample)
     return engine.sample(sample, Callbacks()), golden
 
@@ -110,11 +134,12 @@ class SingleProcess:
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())
         self.engine.load("tiny", checkpoint, "default")
+        self.checkpoint = checkpoint
         self.results = {}
 
     def __call__(self, case: str) -> torch.Tensor:
         if case not in self.results:
-            self.results[case] = run(self.engine, self.engine.config, case)[0][0]
+            self.results[case] = run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
         return self.results[case]
 
 
@@ -137,6 +162,13 @@ def main(checkpoint: str, out: str):
                         "variant": name, "case": case, "relative": relative(samples, reference(case)),
                         "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"],
                         "described": described(engine, variant, checkpoint) if case == "size20x12" and name != "all warm-up" else None, "bytes_read": engine.models["tiny"].bytes_read})
+        if has_lora_case(world, config):
+            samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
+            everyone = [None] * world
+            dist.all_gather_object(everyone, restored)
+            if rank == 0:
+                rows.append({"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
+                             "golden": 0.0, "bytes_sent": {}, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
         mesh.close(engine.mesh)                     # its groups' threads would pile up
     if rank == 0:
         Path(out).write_text(json.dumps(rows))

@@ -129,4 +129,44 @@ class TestVision:
         return SimpleNamespace(penultimate_hidden_states=torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(0)) * image.mean())
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision)}
+class TestNativeModel:
+    """ComfyUI's own model of a golden family in float32, from its FAMILY.json and a single file: what UNETLoader makes of files of released sizes."""
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"family": ("STRING", {"default": ""}), "file": ("STRING", {"default": ""})}}
+
+    def run(self, family, file):
+        import comfy.model_patcher
+        import comfy.supported_models
+
+        with open(family) as text:
+            facts = json.load(text)
+        # this entry of Flux came after the golden files
+        config = getattr(comfy.supported_models, facts["comfy_class"])(({"txt_ids_dims": []} if facts["comfy_class"] == "Flux" else {}) | facts["unet_config"])
+        config.set_inference_dtype(torch.float32, None)
+        model = config.get_model({}, device="cpu").eval()
+        model.load_model_weights(load_file(file), "")
+        return (comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu")),)
+
+
+class TestLatentError:
+    """ui text: JSON with the largest difference of two latents, in standard deviations of the second."""
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"ours": ("LATENT",), "theirs": ("LATENT",)}}
+
+    def run(self, ours, theirs):
+        a, b = ours["samples"], theirs["samples"]
+        return {"ui": {"text": [json.dumps(((a - b) / b.std()).abs().max().item())]}}
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision, TestNativeModel, TestLatentError)}

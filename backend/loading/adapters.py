@@ -1,0 +1,183 @@
+"""What a LoRA file adds to one matrix of weights: the kinds of adapters, each of which gives any rows and columns of its difference.
+
+The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa and LoKr (arXiv 2309.14859), whole
+differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..parallel.rows import Span
+from .files import TensorFiles
+
+Spans = Iterable[Span]
+Matrix = tuple[int, int]
+
+
+def matrix(shape: tuple[int, ...]) -> Matrix:
+    """A tensor's shape as rows and everything else: (n,) is (n, 1), a convolution (out, in, h, w) is (out, in h w)."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of ``files``: ``keys``, role -> key. The tensor that it belongs to is seen as a matrix of ``shape``. strength * scale * difference is added to it."""
+
+    files: TensorFiles
+    keys: Mapping[str, str]
+    shape: Matrix
+
+    #: Sets of roles, one of which a file must have in full.
+    ROLES = ()
+
+    @property
+    def size(self) -> Matrix:
+        """Rows and columns of the difference, from the headers alone."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int | None:
+        """What alpha is divided by; None where this kind has no alpha."""
+        raise NotImplementedError
+
+    def difference(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
+        """These rows and columns of the difference, in float32; of the file only what they need is read."""
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank; 1 where the file names no alpha."""
+        return self.files.read(self.keys["alpha"]).float().item() / self.rank if "alpha" in self.keys and self.rank else 1.0
+
+    @property
+    def needs_the_whole(self) -> bool:
+        """Whether one entry of the result depends on entries of the weight other than its own."""
+        return "dora_scale" in self.keys
+
+    def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
+        """``weight`` (float32), these rows and columns of it, with the adapter."""
+        return weight + strength * self.scale * self.difference(rows, columns, weight.device)
+
+    def applied_to(self, weight: Tensor, strength: float) -> Tensor:
+        """The whole ``weight`` (float32, of ``shape``) with the adapter."""
+        everything = (Span(0, self.shape[0]),), (Span(0, self.shape[1]),)
+        if not self.needs_the_whole:
+            return self.add_to(weight, strength, *everything)
+        magnitude = self._read("dora_scale", weight.device)
+        turned = weight + self.scale * self.difference(*everything, weight.device)
+        by_row = magnitude.shape[0] == weight.shape[0]
+        norm = (weight.norm(dim=1, keepdim=True) if by_row else turned.norm(dim=0, keepdim=True)) + torch.finfo(torch.float32).eps
+        return weight + strength * (turned * (magnitude / norm) - weight)
+
+    def _shape(self, role: str) -> Matrix:
+        return matrix(self.files.shapes[self.keys[role]])
+
+    def _read(self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None) -> Tensor:
+        """Rows and columns (all by default) of the file's tensor, as a matrix in float32."""
+        key = self.keys[role]
+        if len(self.files.shapes[key]) == 2:
+            parts = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
+        else:
+            whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
+            parts = [[whole[r, c] for c in _slices(columns)] for r in _slices(rows)]
+        return torch.cat([torch.cat(row, dim=1) for row in parts]).to(device, torch.float32)
+
+
+class LoRA(Adapter):
+    """up @ down."""
+
+    ROLES = ({"up", "down"},)
+
+    @property
+    def size(self):
+        return self._shape("up")[0], self._shape("down")[1]
+
+    @property
+    def rank(self):
+        return self._shape("down")[0]
+
+    def difference(self, rows, columns, device):
+        return self._read("up", device, rows=rows) @ self._read("down", device, columns=columns)
+
+
+class LoHa(Adapter):
+    """(w1_a @ w1_b) * (w2_a @ w2_b)."""
+
+    ROLES = ({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},)
+
+    @property
+    def size(self):
+        return self._shape("hada_w1_a")[0], self._shape("hada_w1_b")[1]
+
+    @property
+    def rank(self):
+        return self._shape("hada_w1_b")[0]
+
+    def difference(self, rows, columns, device):
+        one, two = (self._read(f"hada_{w}_a", device, rows=rows) @ self._read(f"hada_{w}_b", device, columns=columns) for w in ("w1", "w2"))
+        return one * two
+
+
+class LoKr(Adapter):
+    """Kronecker product of w1 and w2, either of which may be a product of two."""
+
+    ROLES = ({"lokr_w1", "lokr_w2"}, {"lokr_w1", "lokr_w2_a", "lokr_w2_b"}, {"lokr_w1_a", "lokr_w1_b", "lokr_w2"}, {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"})
+
+    @property
+    def size(self):
+        one, two = self._factor_shape("lokr_w1"), self._factor_shape("lokr_w2")
+        return one[0] * two[0], one[1] * two[1]
+
+    @property
+    def rank(self):
+        return next((self._shape(role)[0] for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys), None)
+
+    def difference(self, rows, columns, device):
+        one, two = self._factor("lokr_w1", device), self._factor("lokr_w2", device)
+        return torch.cat([torch.cat([self._part(one, two, r, c) for c in columns], dim=1) for r in rows])
+
+    @staticmethod
+    def _part(one, two, rows, columns):
+        """Of the product: the blocks that meet ``rows`` and ``columns``, cut to them."""
+        tall, broad = two.shape
+        top, left = rows.lo // tall, columns.lo // broad
+        blocks = torch.kron(one[top: -(-rows.hi // tall), left: -(-columns.hi // broad)].contiguous(), two)
+        return blocks[rows.lo - top * tall: rows.hi - top * tall, columns.lo - left * broad: columns.hi - left * broad]
+
+    def _factor_shape(self, name):
+        return self._shape(name) if name in self.keys else (self._shape(f"{name}_a")[0], self._shape(f"{name}_b")[1])
+
+    def _factor(self, name, device):
+        return self._read(name, device) if name in self.keys else self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
+
+
+class Difference(Adapter):
+    """The difference itself, in the tensor's own shape or flat."""
+
+    ROLES = ({"difference"},)
+
+    @property
+    def size(self):
+        shape = self.files.shapes[self.keys["difference"]]
+        return self.shape if shape == (math.prod(self.shape),) else matrix(shape)
+
+    @property
+    def rank(self):
+        return None
+
+    def difference(self, rows, columns, device):
+        if len(self.files.shapes[self.keys["difference"]]) == 2:
+            return self._read("difference", device, rows, columns)
+        whole = self.files.read(self.keys["difference"]).reshape(self.shape).to(device, torch.float32)
+        return torch.cat([torch.cat([whole[r, c] for c in _slices(columns)], dim=1) for r in _slices(rows)])
+
+
+KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
+
+
+def _slices(spans: Spans | None) -> list[slice]:
+    return [slice(None)] if spans is None else [slice(span.lo, span.hi) for span in spans]
