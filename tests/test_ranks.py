@@ -38,6 +38,12 @@ LORA = "LoRA"
 DRIFT = {"stale": 0.15, "stale, uneven patches": 0.25}
 
 
+def test_last_prediction_is_that_of_the_whole_batch(rows):
+    """An ancestral step into 0 ends in it."""
+    ancestral = [row for row in rows if row["case"] in ("batch of 5", "euler_ancestral_simple")]
+    assert ancestral and all(row["denoised"] < 1e-6 for row in ancestral)
+
+
 def test_pipefusion_drifts_a_little(rows):
     """Stale keys and values change the result, within DRIFT; no drift would mean that nothing was stale."""
     stale = [row for row in rows if row["variant"] in DRIFT]

@@ -119,7 +119,9 @@ def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
     sample, golden = request_of(case)
     sample = replace(sample, model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
     engine.check_sample(sample)
-    return engine.sample(sample, Callbacks()), golden
+    last = []
+    samples, stats = engine.sample(replace(sample, denoised=True), Callbacks(on_denoised=last.append))
+    return (samples, {**stats, "denoised": last[0]}), golden
 
 
 def described(engine: Engine, config: ParallelConfig, checkpoint: str) -> dict[str, int]:
@@ -160,7 +162,7 @@ def main(checkpoint: str, out: str):
                     rows.append({
                         "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
                         "variant": name, "case": case, "relative": relative(samples, reference(case)),
-                        "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"],
+                        "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"],
                         "described": described(engine, variant, checkpoint) if case == "size20x12" and name != "all warm-up" else None, "bytes_read": engine.models["tiny"].bytes_read})
         if has_lora_case(world, config):
             samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
