@@ -22,10 +22,8 @@ REFUSED = {
     "attention_mask_img_shape": "an attention mask over the picture (style models)",
     "additional_models": "additional models",
 }
-#: Keys that are harmless at one value, which some nodes write too.
-_NEUTRAL = {"clip_start_percent": 0.0, "clip_end_percent": 1.0}
-#: What runs what these nodes do not.
-REMEDY = "remove that node, or sample with KSampler on the MODEL of Parallel Model"
+#: What ComfyUI does around the transformer; the rest needs its weights in ComfyUI's process.
+_AROUND = {"area", "set_area_to_bounds", "default"}
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: Family):
@@ -36,13 +34,14 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
         for key, what in REFUSED.items():
             given = values.get(key)
             if given is not None and given is not False and key not in family.accepts:
-                raise RefusedError(f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {REMEDY}.")
-        for key, neutral in _NEUTRAL.items():
-            if values.get(key, neutral) != neutral:
-                raise RefusedError(f"{name} has a scheduled prompt ({key!r} is {values[key]}), which Parallel Sampler does not run; {REMEDY}.")
+                raise RefusedError(f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {_remedy(key)}.")
         for key in family.needs:
             if key not in values:
                 raise RefusedError(f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}.")
+
+
+def _remedy(key: str) -> str:
+    return "remove that node, or sample with KSampler on the MODEL of Parallel Model" if key in _AROUND else "remove that node, or sample with KSampler and an ordinary MODEL"
 
 
 def latent_shapes(cond: dict) -> list[list[int]]:
@@ -60,7 +59,7 @@ def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], fami
     arguments = family.translate(arguments)
     for key, value in arguments.items():
         if key not in accepted:
-            raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {REMEDY}.")
+            raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}.")
         if isinstance(value, (bool, int, float)):
             arguments[key] = torch.tensor(value)
         elif not isinstance(value, torch.Tensor):

@@ -17,7 +17,7 @@ class TestGoldenInputs:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"file": ("STRING", {"default": ""}), "change": (["nothing", "nan", "channels", "area", "control", "scheduled"],)}}
+        return {"required": {"file": ("STRING", {"default": ""}), "change": (["nothing", "nan", "channels", "area", "control"],)}}
 
     def run(self, file, change):
         stored = load_file(file)
@@ -33,8 +33,6 @@ class TestGoldenInputs:
             positive[0][1]["area"] = (4, 4, 0, 0)
         elif change == "control":
             positive[0][1]["control"] = object()
-        elif change == "scheduled":
-            positive[0][1].update(clip_start_percent=0.0, clip_end_percent=0.5)
         return positive, negative, latent
 
     @staticmethod
