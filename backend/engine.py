@@ -62,8 +62,8 @@ class Engine:
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
         bytes_read = checkpoint.load(blocks, dtype, device, cuts)
-        weights = FusedWeights(checkpoint, cuts, dtype, device)
-        memos = remember({name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},
+        weights = FusedWeights(checkpoint, cuts, device)
+        memos = remember(transformer, {name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},
                          family, torch.device("cpu") if self.config.offload_modulation else self.mesh.device)
         memos.go_home()
         if sharded:

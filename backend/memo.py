@@ -32,29 +32,30 @@ class Moment:
 class Memo(nn.Module):
     """Answers from memory what ``layer`` would compute again: kind "modulation" once a model call, "prompt" once a request."""
 
-    def __init__(self, layer: nn.Module, kind: str, moment: Moment):
+    def __init__(self, layer: nn.Module, kind: str, moment: Moment, shared: bool = False):
+        """``shared``: what is computed ahead holds for all items of a batch."""
         super().__init__()
-        self.layer, self.kind, self.moment = layer, kind, moment
+        self.layer, self.kind, self.moment, self.shared = layer, kind, moment, shared
         self.known: dict[tuple, Tensor] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *further) -> Tensor:
         moment = self.moment
         if moment.branch is None:
-            return self.layer(x)
+            return self.layer(x, *further)
         call = moment.evaluation if self.kind == "modulation" else None
         whole = self.known.get((moment.branch, call, None))
         if whole is not None:
-            return whole[moment.items.lo: moment.items.hi]
+            return whole if self.shared else whole[moment.items.lo: moment.items.hi]
         key = (moment.branch, call, moment.items)
         if key not in self.known:
             COMPUTED[self.kind] += 1
-            self.known[key] = self.layer(x)
+            self.known[key] = self.layer(x, *further)
         return self.known[key]
 
     def compute_ahead(self, branch: str, inputs: Tensor, home: torch.device):
         """Fill the answers of every model call of a branch; ``inputs`` (calls, B, D). The weights are back at ``home`` afterwards."""
         COMPUTED[self.kind] += 1
-        for call, answer in enumerate(self.layer.to(inputs.device)(inputs)):
+        for call, answer in enumerate(self.layer.to(inputs.device)(inputs.to(next(self.layer.parameters()).dtype))):
             self.known[branch, call, None] = answer
         self.layer.to(home)
 
@@ -94,17 +95,17 @@ class Memos:
             layer.compute_ahead(branch, inputs, self.home)
 
 
-def remember(blocks: dict[str, nn.Module], family: Family, home: torch.device) -> Memos:
-    """Put a Memo in front of every layer of ``blocks`` (name -> block) that the family names."""
+def remember(transformer: nn.Module, blocks: dict[str, nn.Module], family: Family, home: torch.device) -> Memos:
+    """Put a Memo in front of every layer of ``blocks`` (name -> block), and every module of the transformer, that the family names."""
     memos = Memos(home)
-    for block in blocks.values():
-        for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only)):
-            names = [name for name, _ in block.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-            for name in names:
-                parent, leaf = block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-                memo = Memo(getattr(parent, leaf), kind, memos.moment)
-                setattr(parent, leaf, memo)
-                memos.layers.append(memo)
+    wanted = [(block, kind, patterns) for block in blocks.values() for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only))]
+    for where, kind, patterns in [*wanted, (transformer, "prompt", family.prompt_modules)]:
+        names = [name for name, _ in where.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        for name in names:
+            parent, leaf = where.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            memo = Memo(getattr(parent, leaf), kind, memos.moment, family.modulation_shared)
+            setattr(parent, leaf, memo)
+            memos.layers.append(memo)
     return memos
 
 
@@ -118,7 +119,7 @@ class _Captured(Exception):
 
 def first_block_argument(transformer: nn.Module, family: Family, arguments: dict, name: str) -> Tensor:
     """What the transformer's own head makes of ``arguments`` and hands to its blocks as ``name``."""
-    first = getattr(transformer, family.block_lists[0])[0]
+    first = transformer.get_submodule(family.block_lists[0])[0]
 
     names = first.names if isinstance(first, StagedBlock) else positional_names(first)
 

@@ -16,6 +16,7 @@ import torch
 
 from ..backend.protocol import Loaded, RefusedError
 from . import generic
+from .flux3 import Flux3
 from .latent_formats import LATENT_FORMATS
 from .sana import Sana
 
@@ -226,7 +227,7 @@ def _minimax_h3_arguments(arguments: dict) -> dict:
 
 
 #: Classes of models that ComfyUI does not have.
-OURS = {"Sana": Sana}
+OURS = {"Sana": Sana, "Flux3": Flux3}
 #: Keys of a CONDITIONING with which image to video models are given their picture.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 
@@ -261,6 +262,7 @@ FAMILIES = {
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
     "flux2": Family(lambda config: "Flux2", _flux2),
+    "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}),
     "lumina2": Family(lambda config: "Lumina2", _lumina2),
     "ideogram4": Family(lambda config: "Ideogram4", _ideogram4),
     "minimax-h3": Family(

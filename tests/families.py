@@ -20,7 +20,7 @@ LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
-    "minimax-h3": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0),
+    "minimax-h3": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0),
 }
 #: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
 STREAMS = {"minimax-h3": (1.0, 4.0)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend import mesh, request, runner
+from backend import memo, mesh, request, runner
 from backend.checks import check_sample
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
@@ -126,7 +126,7 @@ def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
     whole = checkpoint.empty.get_parameter(name)
     rows, columns = len(whole), whole.shape[1]
     for span in (Span(0, rows // 3), Span(rows // 3, rows), Span(rows - 5, rows)):
-        assert checkpoint._read(checkpoint.sources[name], Shard((span,), (Span(0, columns),)), torch.float32, torch.device("cpu")).equal(whole[span.lo: span.hi])
+        assert checkpoint.read(name, torch.float32, torch.device("cpu"), Shard((span,), (Span(0, columns),))).equal(whole[span.lo: span.hi])
 
 
 def test_the_readme_has_the_table_of_families():
@@ -134,3 +134,25 @@ def test_the_readme_has_the_table_of_families():
     root = Path(__file__).parents[1]
     text = (root / "README.md").read_text()
     assert runpy.run_path(str(root / "scripts/families_table.py"))["put_into"](text) == text
+
+
+@pytest.mark.parametrize("family, prompt, modulation", [("minimax-h3", 2, 4), ("lumina2", 3, 6), ("flux3", 5, 0)])
+def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
+    """Refiners of the prompt once a request and branch, modulation once for all steps."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
+    assert memo.COMPUTED == {kind: 2 * count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count}
+
+
+@pytest.mark.parametrize("family, kept", [("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")), ("flux3", ("single_transformer_blocks.0.attn.norm_q",))])
+def test_parts_stay_in_float32(family, kept, tmp_path):
+    """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would hardly tell steps apart."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "bf16")
+    transformer = engine.models["tiny"].transformer
+    assert all(transformer.get_parameter(f"{name}.weight").dtype == torch.float32 for name in kept)
+    assert sum(parameter.dtype == torch.bfloat16 for parameter in transformer.parameters()) > 20
+    sample, latent = golden(f"{family}__euler_simple")
+    samples, _ = engine.sample(sample, Callbacks())
+    assert relative(to_vae_units(family, samples, sample.latent_shapes), latent) < 0.2

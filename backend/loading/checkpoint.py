@@ -63,7 +63,7 @@ class Checkpoint:
     @property
     def block_names(self) -> list[str]:
         """Names of all blocks in pipeline order."""
-        return [f"{name}.{i}" for name in self.family.block_lists for i in range(len(getattr(self.empty, name)))]
+        return [f"{name}.{i}" for name in self.family.block_lists for i in range(len(self.empty.get_submodule(name)))]
 
     @property
     def block_count(self) -> int:
@@ -126,7 +126,7 @@ class Checkpoint:
         weights, empty = {}, self.empty.state_dict()
         done, total = 0, sum(empty[name].numel() for name in wanted)
         for name in wanted:
-            weights[name] = self.read(name, dtype, device, shards.get(name.rpartition(".")[0]))
+            weights[name] = self.read(name, torch.float32 if self.family.is_float32(name) else dtype, device, shards.get(name.rpartition(".")[0]))
             done += weights[name].numel()
             on_progress(done, total)
         self.empty.load_state_dict(weights, strict=False, assign=True)

@@ -36,12 +36,12 @@ Patches = Mapping[str, list[Patch]]
 class FusedWeights:
     """The parameters that this rank holds of a loaded ``checkpoint``, and the ``stack`` of LoRAs that is in them.
 
-    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``dtype``: that of the parameters; ``device``: where the checkpoint was read
+    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the checkpoint was read
     to, again the same for the same bits.
     """
 
-    def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype, device: torch.device):
-        self.checkpoint, self.cuts, self.dtype, self.device = checkpoint, cuts, dtype, device
+    def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
+        self.checkpoint, self.cuts, self.device = checkpoint, cuts, device
         parameters = dict(checkpoint.empty.named_parameters())
         # by module, which stays the same whatever is wrapped around it later
         self.places = {name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name, parameter in parameters.items() if not parameter.is_meta}
@@ -57,7 +57,7 @@ class FusedWeights:
     def fuse(self, stack: Stack):
         """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing are left alone. Raises UnsupportedError.
 
-        A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to the model's dtype.
+        A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to the parameter's dtype.
         """
         if stack == self.stack:
             return
@@ -98,11 +98,11 @@ class FusedWeights:
                 rows, columns = self._kept(name, shard, here)
                 value = _cut(wholes[name], rows, columns).reshape(parameter.shape if here is None else (len(here), *parameter.shape[1:]))
             else:
-                value = self.checkpoint.read(name, torch.float32 if name in patches else self.dtype, self.device, shard)
+                value = self.checkpoint.read(name, torch.float32 if name in patches else parameter.dtype, self.device, shard)
                 value = value if here is None else value[here.lo: here.hi]
                 if name in patches and value.numel():
                     value = self._sum(name, value, patches[name], *self._kept(name, shard, here))
-            sharding.assign(parameter, value.to(self.dtype))
+            sharding.assign(parameter, value.to(parameter.dtype))
 
     def _kept(self, name: str, shard: Shard | None, here: Span | None) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Rows and columns of a parameter that this rank keeps."""

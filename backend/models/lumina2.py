@@ -1,4 +1,4 @@
-"""Lumina Image 2.0 of Alpha-VLLM: 26 blocks over one stream of text and image with grouped queries, behind two refiner blocks for each."""
+"""Lumina Image 2.0 of Alpha-VLLM: two blocks over the image, then 26 over one stream of text and image, with grouped queries; two more refine the prompt."""
 
 import torch
 
@@ -61,12 +61,14 @@ FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
     prediction="flow",
-    block_lists=("layers",),
+    block_lists=("noise_refiner", "layers"),
+    image_first=("noise_refiner",),
     joined=("layers",),
     text_position="first",
     returns=("image",),
     per_token={"image_rotary_emb": ("joint", 1)},
     modulation=("norm1.linear",),
+    prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
     head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
     adjust=adjust,
     tp_plan={"*.feed_forward.linear_1": "colwise", "*.feed_forward.linear_3": "colwise", "*.feed_forward.linear_2": "rowwise", **COMMON},

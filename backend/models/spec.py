@@ -40,6 +40,7 @@ class Family:
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
     joined: block lists whose image argument, and only result, carries text and image rows together in the order of text_position.
     fresh_text: (arguments of the transformer's forward) -> rows at the end of the text (text_position "last") that every block is given anew, and that go no further.
+    image_first: block lists, the first ones, whose blocks are given image rows alone; "joint" there means those, and the text enters behind them.
     counts_text: the model's tail counts the text rows that it was given, so it is handed as many (as it is where every list is joined).
     counts_image: the model counts the image rows between its block lists, so it is handed all of them there.
     text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
@@ -64,8 +65,11 @@ class Family:
     whole_only: why rows cannot be cut, so that only CFG and data parallelism run; None where they can.
     per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart).
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
+    modulation_shared: that argument is (rows, D), the same for all items of a batch.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
+    prompt_modules: the same of modules of the transformer before its blocks, whose every input is the prompt's.
     text_layers: layers of a block (patterns) that text rows alone pass through.
+    float32: parameters (patterns) that stay in float32 whatever the precision of the others.
     block_costs: block list -> relative work of one of its blocks (1.0 where not named), for balanced pipeline stages.
     """
 
@@ -89,6 +93,7 @@ class Family:
     fresh_text: Callable[[dict], int] = lambda arguments: 0
     counts_image: bool = False
     counts_text: bool = False
+    image_first: tuple[str, ...] = ()
     text_needs_a_row: bool = False
     text_mask: str | None = None
     per_token: Mapping[str, tuple[Kind | tuple[Kind, ...], int]] = field(default_factory=dict)
@@ -110,8 +115,15 @@ class Family:
     block_costs: Mapping[str, float] = field(default_factory=dict)
     modulation: tuple[str, ...] = ()
     modulation_input: str = "temb"
+    modulation_shared: bool = False
     prompt_only: tuple[str, ...] = ()
+    prompt_modules: tuple[str, ...] = ()
     text_layers: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+
+    def is_float32(self, name: str) -> bool:
+        """Does the parameter ``name`` stay in float32?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.float32)
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text rows alone?"""

@@ -13,7 +13,7 @@ PREFETCH = 1
 
 def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
     """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs and its predecessor does."""
-    blocks = [block for name in block_lists for block in getattr(transformer, name)]
+    blocks = [block for name in block_lists for block in transformer.get_submodule(name)]
     for block in blocks:
         fully_shard(block, mesh=mesh.weights)
     fully_shard(transformer, mesh=mesh.weights)

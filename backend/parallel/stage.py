@@ -61,12 +61,13 @@ class Stage:
         self.joined: list[bool] = []
         self.skip_sources: list[int | None] = []
         for name in family.block_lists:
-            modules = getattr(transformer, name)
+            modules = transformer.get_submodule(name)
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, self.total, block)
                 self.joined.append(name in family.joined)
                 self.total += 1
         self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
+        self.entry = sum(len(transformer.get_submodule(name)) for name in family.image_first)        # the block at which text enters
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
@@ -91,7 +92,7 @@ class Stage:
         if self.pipe and not self.mesh.pp.first:
             rows = self._rows(forward, self.sequences[forward.branch])
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
-            self.pipe.post((len(forward.items), rows.kept + len(rows.local[1]), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post((len(forward.items), self._text_received(rows) + len(rows.local[1]), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -109,7 +110,7 @@ class Stage:
         """Stand in for block ``index``; ``names`` are its positional parameters. Returns what the block returns."""
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
-        if index == 0:
+        if index in (0, self.entry):
             streams = self._enter(streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
@@ -124,21 +125,26 @@ class Stage:
             raise StageDone
         if index == self.total - 1:
             streams = self._leave(streams)
+        elif index == self.entry - 1:
+            return self._whole(streams["image"])
         elif self.family.counts_image and self.joined[index] != self.joined[index + 1]:
             streams["image"] = self._whole(streams["image"])
         if self.joined[index]:
             return self._join(streams)
+        if index < self.entry:
+            return streams["image"]
         out = tuple(streams[name] for name in self.family.returns)
         return out if len(out) > 1 else out[0]
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
         image, rows = call[self.family.image], self.current.rows
+        enters = index in (0, self.entry)
         if not self.joined[index]:
-            streams = {"image": image, "text": call[self.family.text] if self.family.text else None}
+            streams = {"image": image, "text": call[self.family.text] if self.family.text and index >= self.entry else None}
         else:
-            streams = self._split(image, image.shape[1] - self.current.tokens if index == 0 else rows.kept + rows.sequence.fresh)
-        return streams if index == 0 else self._own(streams)
+            streams = self._split(image, image.shape[1] - self.current.tokens if enters else rows.kept + rows.sequence.fresh)
+        return streams if enters else self._own(streams)
 
     def _own(self, streams):
         """This rank's rows of what the model hands over whole: image rows between block lists, and fresh text."""
@@ -176,7 +182,7 @@ class Stage:
         if stand_in:
             streams = {**streams, "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2])}
         call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
-        if family.text and not self.joined[index]:
+        if family.text and not self.joined[index] and index >= self.entry:
             call[family.text] = streams["text"]
         if not forward.rows.is_everything:
             for name, (kind, dim) in family.per_token.items():
@@ -192,6 +198,8 @@ class Stage:
         self.attention.call = None
         if self.joined[index]:
             return self._split(out, streams["text"].shape[1])
+        if index < self.entry:
+            return {"text": None, "image": out}
         streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
         return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
 
@@ -219,8 +227,12 @@ class Stage:
         self.like = both
         if text is None:
             return {"image": both, "text": None}
-        kept = self.current.rows.kept
+        kept = self._text_received(self.current.rows)
         return {"text": torch.cat([both[:, :kept], text[:, kept:]], dim=1), "image": both[:, kept:]}
+
+    def _text_received(self, rows):
+        """Text rows that come from the stage before: none where the text enters with this one's first block."""
+        return rows.kept if self.blocks.start > self.entry else 0
 
     def _send(self, streams):
         text, image = streams["text"], streams["image"]
@@ -237,7 +249,7 @@ class Stage:
         if rows.is_everything:
             return streams
         text = streams["text"]
-        if (self.joined[0] or self.family.counts_text) and text is not None:                 # the model's tail counts on the text rows that it handed in
+        if (self.joined[self.entry] or self.family.counts_text) and text is not None:                 # the model's tail counts on the text rows that it handed in
             text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
         return {"image": self._whole(streams["image"]), "text": text}
 

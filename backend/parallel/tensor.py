@@ -94,7 +94,7 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
 
     UnsupportedError where the scheme does not fit the transformer.
     """
-    layers = {name: module for name, module in transformer.named_modules() if name.split(".")[0] in family.block_lists}
+    layers = {name: module for name, module in transformer.named_modules() if name.startswith(tuple(f"{blocks}." for blocks in family.block_lists))}
     if scheme != "megatron":
         return {name: _whole_activations(module, scheme, mesh) for name, module in layers.items() if isinstance(module, nn.Linear)}
     plan = family.tp_plan or transformer._tp_plan
@@ -177,7 +177,7 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
                 if isinstance(getattr(module, count, None), int):
                     setattr(module, count, getattr(module, count) // tp.size)
     for name in family.block_lists if family.per_feature else ():
-        for block in getattr(transformer, name):
+        for block in transformer.get_submodule(name):
             block.register_forward_pre_hook(partial(_own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp), with_kwargs=True)
 
 

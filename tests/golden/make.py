@@ -24,7 +24,8 @@ import comfy.supported_models
 import comfyui_version
 import nodes
 import pack  # noqa: F401
-from diffusers import SanaTransformer2DModel
+from diffusers import Flux3Transformer2DModel, SanaTransformer2DModel
+from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers
 from parallel_dit.nodes.families import OURS
 
 HERE = Path(__file__).parent
@@ -35,7 +36,7 @@ SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "
 class Case:
     """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
     constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments; settings: those
-    that are not SETTINGS; renamed: module's key -> file's."""
+    that are not SETTINGS; renamed: module's key -> file's; converted: the file's tensors -> the module's, where names are not all."""
 
     comfy_class: str
     unet_config: dict
@@ -45,6 +46,7 @@ class Case:
     elsewhere: Callable[[], torch.nn.Module] | None = None
     settings: dict = field(default_factory=dict)
     renamed: Callable[[str], str] = lambda key: key
+    converted: Callable[[dict], dict] | None = None
 
 
 class Diffusers(torch.nn.Module):
@@ -69,7 +71,38 @@ def scales(key: str) -> str:
     return key.replace("query_norm.weight", "query_norm.scale").replace("key_norm.weight", "key_norm.scale")
 
 
+class DiffusersFlux3(torch.nn.Module):
+    """A small FLUX.3 of diffusers, called as ComfyUI calls its own models."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Flux3Transformer2DModel(num_layers=4, num_single_layers=2, attention_head_dim=32, num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(8, 8, 8, 8))
+        self.dtype = torch.float32
+
+    def forward(self, x, timestep, context, **ignored):
+        height, width, rows = *x.shape[-2:], context.shape[1]
+        image = torch.cartesian_prod(torch.arange(1), torch.arange(height), torch.arange(width), torch.arange(1)).float() * 0.5
+        text = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(rows))
+        out = self.model(x.flatten(2).transpose(1, 2), context, timestep / 1000, image, text, return_dict=False)[0]
+        return out.transpose(1, 2).reshape(x.shape)
+
+
+FLUX3 = {
+    "attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out", "attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale", "ff.linear_in": "mlp_in",
+    "ff.linear_out": "mlp_out", "single_transformer_blocks.": "single_blocks.", "x_embedders.": "emb_in.", "context_embedder.": "txt_in.", "timestep_embedder.linear_1": "time_in.in_layer", "timestep_embedder.linear_2": "time_in.out_layer",
+    "proj_out.": "final_layer.image.linear.", "norm_out.linear": "final_layer.image.adaLN_modulation.1", "modulations.image.linear": "modulations.image.lin", "modulations.image_cond.linear": "modulations.image_cond.lin",
+    "modulations.txt.linear": "modulations.txt.lin"}
+
+
+def flux3_file(key: str) -> str:
+    """Black Forest Labs' name of a parameter of diffusers'."""
+    for ours, theirs in FLUX3.items():
+        key = key.replace(ours, theirs)
+    return "content_" + key if key.startswith("mode_blocks.") else key
+
+
 CASES = {
+    "flux3": Case("Flux3", {"image_model": "flux3"}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersFlux3, renamed=flux3_file, converted=convert_flux3_transformer_checkpoint_to_diffusers),
     "sana": Case("Sana", {"image_model": "sana"}, (1, 32, 7, 9), {"cross_attn": (1, 12, 64)}, constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]}, elsewhere=Diffusers),
     "hidream": Case(
         "HiDream",
@@ -114,7 +147,7 @@ def build(case: Case):
     target = model.diffusion_model.model if case.elsewhere else model.diffusion_model
     shapes = {case.renamed(key): list(value.shape) for key, value in target.state_dict().items()}
     state = weights.state_dict(shapes)
-    target.load_state_dict({key: state[case.renamed(key)] for key in target.state_dict()})
+    target.load_state_dict(case.converted(state) if case.converted else {key: state[case.renamed(key)] for key in target.state_dict()})
     return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
 
 
