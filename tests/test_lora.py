@@ -1,5 +1,7 @@
 """LoRAs in every spelling, on every layout of weights: what they add, that it goes again to the last bit, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from backend import mesh
@@ -245,3 +247,25 @@ def test_what_fits_in_part_is_used_with_a_warning(flux, tmp_path):
     warning, = flux.check_loras("m", lora_stack([[path, 1.0]]))
     assert warning.startswith("3 keys of the LoRA part.safetensors were not loaded") and all(key in warning for key in (*OTHERS, "lora_te_text_model.alpha"))
     assert len(change(flux, path, load_file(path), 1.0)) == 3
+
+
+def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
+    """The sum is rounded once, from the file's values; a diffusers folder takes the single file's names too. Both go back to the last bit."""
+    file, added = lora({ATTENTION: (768, 256)}, "kohya")
+    path, state = write(tmp_path / "lora.safetensors", file), load_file(folder / "flux-dev.safetensors")
+    float8 = write(tmp_path / "float8.safetensors", {key: value.to(torch.float8_e4m3fn) if value.ndim == 2 else value for key, value in state.items()})
+    inside = tmp_path / "transformer"
+    inside.mkdir()
+    write(inside / "diffusion_pytorch_model.safetensors", {name: value.contiguous() for name, value in parameters(flux).items()})
+    checkpoint = flux.models["m"].weights.checkpoint
+    (inside / "config.json").write_text(json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config}))
+    stored = load_file(float8)[f"{ATTENTION}.weight"].float()
+    for source, weight_dtype, want in ((float8, "bf16", (stored + STRENGTH * added[ATTENTION]).bfloat16()), (str(inside), "fp32", state[f"{ATTENTION}.weight"] + STRENGTH * added[ATTENTION])):
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.load("m", source, weight_dtype)
+        plain = parameters(engine)
+        fuse(engine, (path, STRENGTH))
+        got = torch.cat([parameters(engine)[f"transformer_blocks.0.attn.to_{part}.weight"] for part in "qkv"])
+        assert got.dtype == want.dtype and (got != want).float().mean() < 1e-3 and torch.allclose(got, want, rtol=1e-2, atol=1e-6)
+        fuse(engine)
+        assert equal(parameters(engine), plain)
