@@ -95,7 +95,7 @@ def test_unknown_class(folder):
     other = folder / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"}))
-    with pytest.raises(UnsupportedError, match="UNet2DConditionModel is not supported"):
+    with pytest.raises(UnsupportedError, match="holds a UNet2DConditionModel, which is no transformer of diffusers"):
         open_checkpoint(str(other))
 
 
