@@ -13,6 +13,9 @@ from .prompts import names, side_of
 from .request import request_config
 from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
 from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
+from .tokens import NestedGrid, TokenGrid
+
+Tensor = torch.Tensor
 
 #: What the dimensions of a prompt's tensors mean, where every family has the same.
 DIMENSIONS = {"c_crossattn": ("batch", "tokens", "width"), "y": ("batch", "width")}
@@ -29,7 +32,7 @@ def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_c
     _check_prompts(sample)
     for branch in names(sample):
         _check_conditioning(sample, branch, family, model_config)
-    _check_rows(sample, config, _grid(sample, family, model_config))
+    check_rows(request_config(sample, config), _grid(sample, family, model_config))
 
 
 def _grid(sample, family, model_config):
@@ -42,11 +45,25 @@ def _check_settings(sample, config, dtype, device):
     if not 0 <= sample.seed < 1 << 64:
         raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
     request_config(sample, config).validate()
-    reason = kernels.unavailable(sample.attention, device, dtype)
-    if reason:
-        raise UnsupportedError(reason)
+    check_kernel(sample.attention, device, dtype)
     if config.cfg_degree == 2 and not _has_negative(sample):
         raise UnsupportedError(f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a rank would idle; set cfg_degree to 1 or cfg above 1.")
+
+
+def check_kernel(attention: str, device: str, dtype: torch.dtype):
+    """Refuse an attention kernel that cannot run here. Raises UnsupportedError."""
+    reason = kernels.unavailable(attention, device, dtype)
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def check_numbers(tensors: dict[str, Tensor]):
+    """Refuse NaN and infinity, and types of a byte. Raises UnsupportedError. A sum tells of both in one pass over the tensor, and overflows itself at worst."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and value.dtype.itemsize < 2:
+            raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
+        if value.is_floating_point() and not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
+            raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
 
 
 def _check_tensors(sample, family, model_config):
@@ -54,11 +71,7 @@ def _check_tensors(sample, family, model_config):
     for name in ("noise", "latent", "sigmas"):
         if name not in tensors:
             raise UnsupportedError(f"the request has no tensor {name!r}.")
-    for name, value in tensors.items():
-        if value.is_floating_point() and value.dtype.itemsize < 2:
-            raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
+    check_numbers(tensors)
     noise, sigmas = tensors["noise"], tensors["sigmas"]
     _check_shapes(sample, family, model_config)
     if not noise.numel():
@@ -123,28 +136,33 @@ def _check_prompts(sample):
 
 
 def _check_conditioning(sample, branch, family, model_config):
-    batch, prefix = sample.tensors["noise"].shape[0], branch + "."
+    prefix = branch + "."
     given = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
+    check_arguments(f"the {branch} conditioning", given, sample.tensors["noise"].shape[0], _grid(sample, family, model_config), family, model_config)
+
+
+def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: TokenGrid | NestedGrid, family: Family, model_config: dict):
+    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises UnsupportedError."""
     for name in given:
         if name not in family.conditioning:
-            raise UnsupportedError(f"the {branch} conditioning carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}.")
+            raise UnsupportedError(f"{whose} carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}.")
     for name in family.required:
         if name not in given:
-            raise UnsupportedError(f"the {branch} conditioning has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
+            raise UnsupportedError(f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
     for name, value in given.items():
         if value.ndim and not value.shape[0]:
-            raise UnsupportedError(f"the {branch} conditioning's {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again.")
+            raise UnsupportedError(f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again.")
     for name, width in family.widths(model_config).items():
         dimensions = DIMENSIONS.get(name, ("batch", "...", "width"))
         if not given[name].is_floating_point() or given[name].ndim < len(dimensions) or (name in DIMENSIONS and given[name].ndim > len(dimensions)):
-            raise UnsupportedError(f"the {branch} conditioning's {name} is {given[name].dtype} of shape {tuple(given[name].shape)}, but a floating-point tensor ({', '.join(dimensions)}) is needed; encode the prompt with the text encoders of this model.")
+            raise UnsupportedError(f"{whose}'s {name} is {given[name].dtype} of shape {tuple(given[name].shape)}, but a floating-point tensor ({', '.join(dimensions)}) is needed; encode the prompt with the text encoders of this model.")
         if given[name].shape[-1] != width:
-            raise UnsupportedError(f"the {branch} conditioning's {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
+            raise UnsupportedError(f"{whose}'s {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):
-            raise UnsupportedError(f"the {branch} conditioning's {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
-    reason = family.refusal(model_config, _grid(sample, family, model_config), given)
+            raise UnsupportedError(f"{whose}'s {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
+    reason = family.refusal(model_config, grid, given)
     if reason:
-        raise UnsupportedError(f"the {branch} conditioning: {reason}")
+        raise UnsupportedError(f"{whose}: {reason}")
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
@@ -168,7 +186,8 @@ def check_family(family: Family, config: ParallelConfig):
             raise UnsupportedError(f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or data_parallel_degree instead; docs/adding_a_model.md says how to add a family.")
 
 
-def _check_rows(sample, config, grid):
-    patches = request_config(sample, config).patches
+def check_rows(config: ParallelConfig, grid: TokenGrid | NestedGrid):
+    """Refuse more pieces than there are tokens. Raises UnsupportedError."""
+    patches = config.patches
     if patches * config.sp_degree > grid.tokens:
         raise UnsupportedError(f"num_pipeline_patch {patches} x ulysses_degree {config.ulysses_degree} x ring_degree {config.ring_degree} is more than the {grid.tokens} tokens of this latent; use fewer patches, lower a degree or make the latent larger.")

@@ -98,8 +98,8 @@ class Denoiser:
 
     def run(self) -> Tensor:
         """The denoised latent as tokens (B, N, F), valid on the head; raises Cancelled."""
-        plan = evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
-        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.branches)
+        plan = self._plan()
+        self._modulate_ahead(plan)
         if self.head:
             self._start_solvers()
         for index, evaluation in enumerate(plan):
@@ -118,6 +118,12 @@ class Denoiser:
     def _own(self, branches) -> tuple[str, ...]:
         """Those whose side this rank evaluates."""
         return tuple(branch for branch in branches if self.request.prompts[branch].side in self.sides)
+
+    def _plan(self) -> list[Evaluation]:
+        return evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
+
+    def _modulate_ahead(self, plan: list[Evaluation]):
+        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.branches)
 
     def _start_solvers(self):
         start = self.request.start()

@@ -8,20 +8,22 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from .checks import check_family, check_model, check_sample
+from .checks import check_family, check_model, check_numbers, check_sample
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
 from .errors import UnsupportedError
+from .kept import KeptArguments
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.lora import LoraUse
 from .loading.fused import FusedWeights
 from .memo import remember
 from .mesh import Mesh
+from .model_call import OneCall, build_call, check_call, rows_of_replica
 from .parallel import comm, sharding, split, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
-from .protocol import LORAS, Sample
+from .protocol import LORAS, ModelCall, Sample
 from .request import Request, build
 from .runner import LoadedModel, running
 
@@ -36,6 +38,7 @@ class Engine:
         self.models: dict[str, LoadedModel] = {}
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``, as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
+        self.kept = KeptArguments(mesh.device)
 
     # ------------------------------------------------------------------ loading
     def check_load(self, path: str, weight_dtype: str) -> Checkpoint:
@@ -108,6 +111,7 @@ class Engine:
         model = self.models.get(key)
         self.models = {name: other for name, other in self.models.items() if other is not model}
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
+        self.kept.clear()
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -127,11 +131,7 @@ class Engine:
     # ------------------------------------------------------------------ sampling
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
-        if sample.model not in self.models:
-            raise UnsupportedError(f"the model {sample.model!r} is not loaded in this backend; run LoadParallelDiT again.")
-        model = self.models[sample.model]
-        if self.stacks.get(sample.model, ()) != model.weights.stack:
-            self.check_loras(sample.model, self.stacks.get(sample.model, ()))
+        model = self._loaded(sample.model)
         check_sample(sample, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
 
     @torch.inference_mode()
@@ -152,6 +152,37 @@ class Engine:
                 callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
         return samples.cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
+
+    def check_forward(self, call: ModelCall):
+        """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
+        model = self._loaded(call.model)
+        check_numbers(call.tensors)
+        check_call(self.kept.filled(call), self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+
+    @torch.inference_mode()
+    def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
+        """Call the model once; its output (B, C, [T,] H, W) in float32 on the head, and statistics."""
+        comm.SENT.clear()
+        model, mesh, started = self.ready(call.model), self.mesh, time.perf_counter()
+        batch, replicas = call.tensors["x"].shape[0], mesh.dp.size * mesh.cfg.size
+        rows = rows_of_replica(batch, mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank, replicas)
+        filled = self.kept.filled(call)
+        self.kept.update(call)
+        request = build_call(filled, model.family, model.config, model.dtype, mesh.device, rows)
+        with running(model, request) as runner:
+            tokens = OneCall(mesh, request, runner).run()
+        for axis in (mesh.cfg, mesh.dp):
+            tokens = torch.cat(comm.gather(tokens, [tokens.shape] * axis.size, axis, "outputs"))
+        output = request.grid.to_latent(tokens[:batch]).cpu()
+        return output, {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
+
+    def _loaded(self, name: str) -> LoadedModel:
+        """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
+        if name not in self.models:
+            raise UnsupportedError(f"the model {name!r} is not loaded in this backend; run LoadParallelDiT again.")
+        if self.stacks.get(name, ()) != self.models[name].weights.stack:
+            self.check_loras(name, self.stacks.get(name, ()))
+        return self.models[name]
 
     def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
         """The whole batch (B, N, F) on rank 0 from the heads of the data-parallel replicas."""

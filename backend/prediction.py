@@ -51,4 +51,12 @@ V_DDPM = Prediction(
     add_noise=_add_noise_eps,
     finish=lambda x, sigma: x,
 )
+#: A call of the model by itself: its input comes scaled, its output goes out as it is.
+OUTPUT = Prediction(
+    "output",
+    model_input=lambda x, sigma: x,
+    denoised=lambda x, sigma, output: output,
+    add_noise=lambda sigma, noise, latent, pure: noise,
+    finish=lambda x, sigma: x,
+)
 PREDICTIONS = {prediction.name: prediction for prediction in (FLOW, EPS, V, V_DDPM)}

@@ -119,6 +119,25 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ModelCall:
+    """Evaluate the model once; the Result's tensor ``output`` (B, C, [T,] H, W) is what the model returns, in float32.
+
+    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input channels (c_concat) with those behind its own;
+    ``time`` (B,), what the model is told of the noise: the noise level of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with
+    ComfyUI's names, a row for each sample, or one for all.
+    The backend keeps the tensors that ``keep`` names (name -> key), for this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key)
+    stands for a tensor. Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
+    """
+    model: str
+    attention: str = "auto"
+    client: str = ""
+    keep: dict = field(default_factory=dict)
+    kept: dict = field(default_factory=dict)
+    forget: list = field(default_factory=list)
+    tensors: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Progress:
     """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction."""
     step: int
@@ -128,7 +147,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and ``denoised`` likewise where it was asked for. ``stats``: seconds and counters."""
+    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and ``denoised`` likewise where it was asked for; ``output`` of a ModelCall.
+    ``stats``: seconds and counters."""
     stats: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
 
@@ -168,7 +188,7 @@ class Shutdown:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    Hello, Welcome, Load, Loaded, Unload, Sample, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
+    Hello, Welcome, Load, Loaded, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
 
 
 def encode(message) -> list:

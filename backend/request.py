@@ -26,6 +26,7 @@ class Request:
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
     joint_text: rows of text that sit in one sequence with the image's, for the balance of the patches.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
+    times: (B,), what a client tells the model of the noise (ModelCall); None where it follows from the noise level.
     """
 
     solver: str
@@ -50,6 +51,7 @@ class Request:
     items: slice
     joint_text: int
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
+    times: Tensor | None = None
 
     @property
     def sides(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class Runner:
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
         for branch in branches:
-            arguments = [model.family.forward_args(model.config, self.request.grid, latent, sigma.to(latent.device), self.request.arguments(branch, slice(None))) for sigma in sigmas]
+            arguments = [model.family.forward_args(model.config, self.request.grid, latent, self._time(sigma.to(latent.device), slice(None)), self.request.arguments(branch, slice(None))) for sigma in sigmas]
             embeddings = [first_block_argument(model.transformer, model.family, a, model.family.modulation_input) for a in arguments]
             model.memos.modulate_ahead(branch, embeddings)
 
@@ -61,7 +61,7 @@ class Runner:
         sigma = sigma.to(x.device)
         items = slice(forward.items.lo, forward.items.hi)
         latent = grid.to_latent(self.request.model_input(x[items], sigma)).to(model.dtype)
-        arguments = model.family.forward_args(model.config, grid, latent, sigma, self.request.arguments(forward.branch, items))
+        arguments = model.family.forward_args(model.config, grid, latent, self._time(sigma, items), self.request.arguments(forward.branch, items))
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
@@ -72,6 +72,13 @@ class Runner:
             return None
         rows = forward.rows.local[1]
         return model.family.output(output, grid)[:, rows.lo: rows.hi]
+
+    def _time(self, sigma: Tensor, items: slice) -> Tensor:
+        """What the family's forward_args gets at a noise level: the model's own time of it, or the items' times where the client told them."""
+        schedule = self.model.family.schedule
+        if self.request.times is not None:
+            return self.request.times[items]
+        return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, ratio: float):
         """A model call at the next noise level starts; ``ratio`` is its step in sigma over the one before (0: unknown)."""

@@ -25,7 +25,7 @@ from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
-from .protocol import Cancelled, Failure, Load, Loaded, Ping, Result, Sample, Shutdown, Unload, Welcome
+from .protocol import Cancelled, Failure, Load, Loaded, ModelCall, Ping, Result, Sample, Shutdown, Unload, Welcome
 from .server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -53,6 +53,8 @@ class Worker:
                     self.engine.sample(message, Callbacks())
                 except Stopped:
                     pass                            # rank 0 tells the client
+            elif isinstance(message, ModelCall):
+                self.engine.forward(message)
 
     def load(self, message: Load) -> list[str]:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then no rank keeps it)."""
@@ -78,7 +80,7 @@ class Leader(Worker):
         super().__init__(config, device)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(address, token, welcome, models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()))
-        self.handlers = {Load: self.on_load, Unload: self.on_unload, Sample: self.on_sample}
+        self.handlers = {Load: self.on_load, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -138,6 +140,20 @@ class Leader(Worker):
             job.reply(Cancelled(stopped.step))
             return
         job.reply(Result(stats | previews.stats, {"samples": samples, **tensors}))
+
+    def on_call(self, job: Job, message: ModelCall):
+        self.engine.kept.check(message)
+        missing = self.engine.kept.missing(message)
+        if missing:
+            job.reply(Result({"missing": missing}))
+            return
+        self.engine.check_forward(message)
+        if job.cancelled.is_set():
+            job.reply(Cancelled(0))
+            return
+        self.dispatcher.tell(message)
+        output, stats = self.engine.forward(message)
+        job.reply(Result(stats, {"output": output}))
 
 
 def model_key(message: Load) -> str:

@@ -1,6 +1,6 @@
 """What the socket costs: latents there and back through the protocol's framing, queueing again on a warm backend, and previews.
 
-    python benchmarks/transport.py [--quick] [--only latents requeue previews]
+    python benchmarks/transport.py [--quick] [--only latents requeue calls previews]
 
 Round trips go to another process over AF_UNIX, a Sample there and a Result with the same tensor back, without any sampling. The re-queue overhead is a
 one-step request's wall time at the client less the engine's own seconds, on a backend launched as ComfyUI's nodes launch it. Before each request the
@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import calls
 import common
 import report
 import torch
@@ -36,6 +37,7 @@ TINY = dict(num_layers=1, num_single_layers=1, num_attention_heads=2)
 PREVIEW_GOAL, PREVIEW_SECONDS = 2.0, 0.2
 PREVIEW_MODEL = dict(num_layers=1, num_single_layers=2)
 TWO_RANKS = {"ulysses": dict(ulysses_degree=2), "cfg": dict(cfg_degree=2), "pipefusion, 4 patches": dict(pipefusion_degree=2)}
+PARTS = ("latents", "requeue", "calls", "previews")
 
 
 def echo(path: str):
@@ -149,7 +151,7 @@ def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> l
 
 def main():
     parser = common.parser(__doc__, rounds=50)
-    parser.add_argument("--only", nargs="+", choices=("latents", "requeue", "previews"), default=("latents", "requeue", "previews"), help="parts to measure (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     parser.add_argument("--echo", type=Path, metavar="SOCKET", help="be the other process")
     options = parser.parse_args()
     if options.echo:
@@ -160,9 +162,11 @@ def main():
         times |= measure_latents(count)
     if "requeue" in options.only:
         times |= measure_requeue(count, options.device)
+    if "calls" in options.only:
+        times |= calls.measure(count, options.device)
     if "previews" in options.only:
         shares = measure_previews(1 if options.quick else max(1, options.rounds // 10), 4 if options.quick else 10, options.device)
-    rows = show(times, {name: LATENTS[name][1] if name in LATENTS else REQUEUE_GOAL for name in times}, "milliseconds")
+    rows = show(times, {name: LATENTS[name][1] if name in LATENTS else calls.GOAL if name.startswith(calls.PREFIX) else REQUEUE_GOAL for name in times}, "milliseconds")
     percent = show(shares, dict.fromkeys(shares, PREVIEW_GOAL), "percent of sampling")
     bars = [report.Bar(f"{name} ({unit})", **s, goal=goal) for unit, of in (("ms", rows), ("%", percent)) for name, s, goal in of]
     report.write("transport", "Socket cost", "ms, %", bars, spreads={name: s for name, s, _ in rows + percent}, rounds=times | shares,

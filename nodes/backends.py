@@ -10,7 +10,7 @@ import threading
 import torch
 
 from ..backend.config import ConfigError, ParallelConfig
-from ..backend.protocol import BackendError, Load, Loaded, Ping, Sample, Unload
+from ..backend.protocol import BackendError, Load, Loaded, ModelCall, Ping, Sample, Unload
 from .client import BackendClient
 from .launcher import BackendProcess
 
@@ -56,7 +56,7 @@ class Backend:
         finally:
             self._busy.release()
 
-    def sample(self, message: Sample, on_progress=lambda progress: None, should_cancel=lambda: False):
+    def sample(self, message: Sample | ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False):
         """BackendClient.sample, with the rank and the reason where the backend ends."""
         with self._busy:
             return self._explained(lambda: self.client.sample(message, on_progress, should_cancel))

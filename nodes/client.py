@@ -73,8 +73,8 @@ class BackendClient:
             raise
         return self._accepted(reply)
 
-    def sample(self, message: protocol.Sample, on_progress=lambda progress: None, should_cancel=lambda: False):
-        """Run one Sample to its Result, or None where ``should_cancel`` stopped it.
+    def sample(self, message: protocol.Sample | protocol.ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False):
+        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it.
 
         ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end and is raised
         again, so that the connection stays usable.

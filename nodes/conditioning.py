@@ -56,15 +56,19 @@ def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], fami
     ``cond``: one prompt as comfy.samplers.process_conds leaves it. ``accepted``: the names that the backend takes.
     """
     arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in cond["model_conds"].items() if key != "latent_shapes"}
-    arguments = family.translate(arguments)
+    return as_tensors(name, family.translate(arguments), accepted)
+
+
+def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, torch.Tensor]:
+    """Model arguments as they are sent; RefusedError, which says that ``name`` gives it, for one that the backend does not take."""
+    found = {}
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}.")
-        if isinstance(value, (bool, int, float)):
-            arguments[key] = torch.tensor(value)
-        elif not isinstance(value, torch.Tensor):
+        if not isinstance(value, (bool, int, float, torch.Tensor)):
             raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__}, where the backend takes a tensor.")
-    return arguments
+        found[key] = torch.as_tensor(value)
+    return found
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:

@@ -9,6 +9,7 @@ from .demo import ParallelDemoLoader
 from .load import LoadParallelDiT
 from .lora import ParallelLoRA
 from .parallel_config import ParallelConfigNode
+from .parallel_model import ParallelModel
 from .sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
@@ -19,4 +20,4 @@ class ParallelDiTExtension(ComfyExtension):
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
-        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelDemoLoader]
+        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelModel, ParallelDemoLoader]

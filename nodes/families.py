@@ -271,7 +271,7 @@ FAMILIES = {
 }
 
 
-class _ElsewhereModule(torch.nn.Module):
+class ElsewhereModule(torch.nn.Module):
     """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
 
     def __init__(self, dtype: torch.dtype, attributes: dict):
@@ -300,8 +300,11 @@ def family_named(loaded: Loaded) -> Family:
     return FAMILIES[loaded.family]
 
 
-def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family."""
+def weightless_patcher(loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher) -> comfy.model_patcher.ModelPatcher:
+    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family.
+
+    ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's class.
+    """
     family, config = family_named(loaded), loaded.info["config"]
     if loaded.info.get("generic"):
         model_config = generic.model_config(loaded.info["generic"])
@@ -310,6 +313,6 @@ def weightless_patcher(loaded: Loaded) -> comfy.model_patcher.ModelPatcher:
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
-    model.diffusion_model = _ElsewhereModule(getattr(torch, loaded.info["dtype"]), family.reads(config))
+    model.diffusion_model = transformer(getattr(torch, loaded.info["dtype"]), family.reads(config))
     management = comfy.model_management
-    return comfy.model_patcher.ModelPatcher(model, management.get_torch_device(), management.unet_offload_device())
+    return patcher(model, management.get_torch_device(), management.unet_offload_device())

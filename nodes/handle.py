@@ -39,8 +39,8 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
     """
     _, loaded = _load(config, path, weight_dtype)
     patcher = weightless_patcher(loaded)
-    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _on_detach(config, path, weight_dtype))
     handle = ParallelDiT(config, path, weight_dtype, loaded, patcher)
+    unload_with(patcher, handle)
     _handles.add(handle)
     return handle
 
@@ -54,15 +54,18 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     return found
 
 
-def ensure_loaded(handle: ParallelDiT) -> tuple[Backend, Loaded]:
-    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in ``load``."""
-    return _load(handle.config, handle.path, handle.weight_dtype, handle.loras)
+def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
+    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in ``load``.
+
+    ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
+    """
+    return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
 
 
-def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = ()) -> tuple[Backend, Loaded]:
+def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
-    if (at_hand is None or not at_hand.alive(check)) and config.device != "cpu":
+    if make_room and (at_hand is None or not at_hand.alive(check)) and config.device != "cpu":
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
@@ -71,12 +74,13 @@ def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (
     return backend, backend.load(path, weight_dtype, keep, check, loras)
 
 
-def _on_detach(config: ParallelConfig, path: str, weight_dtype: str):
-    """ComfyUI's memory manager drops a model: "Unload models" was pressed, or its GPU is full. The ranks drop theirs."""
+def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
+    """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was pressed, or its GPU is full."""
+    config, path, weight_dtype = handle.config, handle.path, handle.weight_dtype    # not the handle, which must not live as long as its patcher's clones
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)
         if unpatch_all and backend is not None and backend.alive():
             backend.unload(path, weight_dtype)
 
-    return unload
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, unload)

@@ -54,7 +54,7 @@ class LoadParallelDiT(io.ComfyNode):
                 io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
                 io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file, bf16 where the device has no better."),
             ],
-            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler.")],
+            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler, or as a MODEL through ParallelModel.")],
             hidden=[io.Hidden.prompt, io.Hidden.unique_id],
         )
 

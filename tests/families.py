@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import GOLDEN
 
-from backend.protocol import Sample
+from backend.models import FAMILIES
+from backend.protocol import ModelCall, Sample
 
 #: ComfyUI's latent formats: model space = (VAE units - shift) * scale.
 WAN_MEAN = torch.tensor([-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921]).view(1, 16, 1, 1, 1)
@@ -82,6 +83,18 @@ def _scale(family: str, shapes: list):
     if not shapes:
         return LATENT_FORMATS[family][1]
     return torch.cat([torch.full((math.prod(shape),), factor) for shape, factor in zip(shapes, STREAMS[family])])
+
+
+def model_call(name: str, family: str, batch: int, model: str = "tiny") -> ModelCall:
+    """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its own; the prompts of a golden case take turns."""
+    sample, _ = golden(name, model)
+    x = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
+    times, turns = torch.linspace(0.9, 0.2, batch), [row % 2 for row in range(batch)]
+    conditioning = {}
+    for key in (key.removeprefix("positive.") for key in sample.tensors if key.startswith("positive.")):
+        positive, negative = sample.tensors[f"positive.{key}"], sample.tensors[f"negative.{key}"]
+        conditioning[f"cond.{key}"] = torch.cat([positive, negative])[turns] if positive.ndim else positive
+    return ModelCall(model, tensors={"x": x, "time": times if FAMILIES[family].schedule is None else (1000 * times).round(), **conditioning})
 
 
 def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:

@@ -32,6 +32,12 @@ def test_exact_methods_equal_the_single_process(rows):
     assert not wrong
 
 
+def test_model_calls_equal_the_single_process(rows):
+    """One call on rows at different times, in every configuration: a pipeline is drained there, so nothing is stale."""
+    wrong = [row for row in rows if row["called"] > 1e-5]
+    assert not wrong
+
+
 def test_pipefusion_drifts_a_little(rows):
     """Stale keys and values change the result of random weights a little; no drift would mean that nothing was stale."""
     stale = [row["relative"] for row in rows if row["stale"]]

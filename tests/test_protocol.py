@@ -15,6 +15,7 @@ EXAMPLES = {
     "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]),
     "Loaded": protocol.Loaded("m", "flux", {"a": 1}), "Unload": protocol.Unload("m"),
     "Sample": Sample("m", "euler", 3.5, 1, latent_shapes=[[24, 3, 16, 16], [32, 2, 15]], tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}),
+    "ModelCall": protocol.ModelCall("m", keep={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}),
     "Progress": protocol.Progress(1, 2, {"x0": torch.zeros(1)}), "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),
     "Cancel": protocol.Cancel(), "Cancelled": protocol.Cancelled(3), "Failure": protocol.Failure("no", True, 1), "Ping": protocol.Ping(),
     "Pong": protocol.Pong(["m"]), "Shutdown": protocol.Shutdown(),

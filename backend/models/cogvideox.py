@@ -21,12 +21,12 @@ def rotary(config, grid, device):
     return tuple(torch.cat([table[part][i.reshape(-1)] for table, i in zip(tables, index)], dim=-1) for part in (0, 1))
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, latent, timestep, cond):
     """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
     batch = latent.shape[0]
     latent = torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
     return dict(
-        hidden_states=grid.pad(latent).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=SCHEDULE.timestep(sigma).expand(batch), ofs=cond.get("ofs"),
+        hidden_states=grid.pad(latent).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), ofs=cond.get("ofs"),
         image_rotary_emb=rotary(config, grid, latent.device) if config["use_rotary_positional_embeddings"] else None)
 
 

@@ -32,12 +32,12 @@ def rotary(config, grid, device):
     return tuple(table.to(device) for table in get_2d_rotary_pos_embed_from_grid(config["attention_head_dim"], positions, use_real=True))
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, latent, timestep, cond):
     """Two prompts, of CLIP and of mT5, whose padding the model replaces."""
     batch, device = latent.shape[0], latent.device
     mask = lambda name, length: cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
     return dict(
-        hidden_states=grid.pad(latent), timestep=schedule(config).timestep(sigma).expand(batch).to(latent.dtype),
+        hidden_states=grid.pad(latent), timestep=timestep.expand(batch).to(latent.dtype),
         encoder_hidden_states=cond["c_crossattn"], text_embedding_mask=mask("text_embedding_mask", TEXT),
         encoder_hidden_states_t5=cond["encoder_hidden_states_t5"], text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,

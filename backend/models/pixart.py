@@ -28,14 +28,14 @@ def is_alpha(config):
     return config["sample_size"] == 128 if given is None else given
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, latent, timestep, cond):
     """alpha is also told the picture's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
     size = cond.get("c_size", torch.tensor([[height * 8.0, width * 8.0]], device=latent.device)).expand(batch, 2)
     ratio = cond.get("c_ar", torch.tensor([[height / width]], device=latent.device)).expand(batch, 1)
     extra = dict(resolution=size, aspect_ratio=ratio) if is_alpha(config) else dict(resolution=None, aspect_ratio=None)
     return dict(
-        hidden_states=grid.pad(latent), encoder_hidden_states=cond["c_crossattn"], timestep=SCHEDULE.timestep(sigma).expand(batch), added_cond_kwargs=extra)
+        hidden_states=grid.pad(latent), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), added_cond_kwargs=extra)
 
 
 def config(shapes):

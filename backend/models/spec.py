@@ -56,7 +56,8 @@ class Family:
     prepare: (transformer, grid), called as a request begins: sets what the model keeps in attributes and ComfyUI derives from the latent.
     refusal: (transformer config, grid, arguments of one guidance branch) -> why the family cannot run them, as one sentence, or None.
     conditioning: names of model arguments accepted in a request; required: those without which it is refused.
-    forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, sigma (0-d), conditioning) -> arguments of the transformer's forward.
+    forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning) -> arguments of the transformer's forward. The time is the noise
+        level, or where there is a ``schedule`` its timestep: 0-d, or (B,) where a client tells each sample's (ModelCall).
     output: the transformer's output (all of its outputs, where latents are nested) -> tokens (B, N, F).
     layout: the key layout of single files.
     heads: config -> number of attention heads; head_size: config -> features of a head; width: config -> features of a row between blocks, where

@@ -27,6 +27,28 @@ def graph(case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-f
     }
 
 
+def model_graph(case="euler_simple", **arguments) -> dict:
+    """The same graph with ComfyUI's KSampler on the MODEL of ParallelModel."""
+    nodes = graph(case, **arguments)
+    inputs = {key: value for key, value in nodes["4"]["inputs"].items() if key != "dit"}
+    return {**nodes, "4": {"class_type": "KSampler", "inputs": {"model": ["6", 0], **inputs}}, "6": {"class_type": "ParallelModel", "inputs": {"dit": ["3", 0]}}}
+
+
+def custom_graph(sampler: str, scheduler: str, cfg: float, case: str) -> dict:
+    """SamplerCustomAdvanced on the MODEL of ParallelModel, with a ModelSamplingFlux that asks for what Flux has anyway."""
+    nodes, model = model_graph(case), ["7", 0]
+    return {
+        **{key: nodes[key] for key in "1236"},
+        "7": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["6", 0], "max_shift": 1.15, "base_shift": 0.5, "width": 1024, "height": 1024}},
+        "8": {"class_type": "CFGGuider", "inputs": {"model": model, "positive": ["1", 0], "negative": ["1", 1], "cfg": cfg}},
+        "9": {"class_type": "BasicScheduler", "inputs": {"model": model, "scheduler": scheduler, "steps": 6, "denoise": 1.0}},
+        "10": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": sampler}},
+        "11": {"class_type": "RandomNoise", "inputs": {"noise_seed": 42}},
+        "4": {"class_type": "SamplerCustomAdvanced", "inputs": {"noise": ["11", 0], "guider": ["8", 0], "sampler": ["10", 0], "sigmas": ["9", 0], "latent_image": ["1", 2]}},
+        "5": nodes["5"],
+    }
+
+
 def error_of(run) -> float:
     assert run.status == "success", run.message or run.node_errors
     return json.loads(run.outputs["5"]["text"][0])["error"]
@@ -64,6 +86,44 @@ def test_custom_sampler(comfy):
     run = comfy.run(prompt)
     assert error_of(run) < 1e-4 and json.loads(run.outputs["8"]["text"][0])["error"] < 1e-4
     assert run.steps == [(step, 6) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("case, sampler", [
+    ("euler_simple", {}),
+    ("inpaint", {}),
+    ("batch2", {}),
+    ("size20x12", {}),
+    ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
+    ("heun_simple", {"sampler_name": "heun", "cfg": 3.5}),
+    ("uni_pc_simple", {"sampler_name": "uni_pc", "cfg": 2.0}),
+    ("dpmpp_sde_simple", {"sampler_name": "dpmpp_sde", "cfg": 2.0}),
+    ("euler_ancestral_simple", {"sampler_name": "euler_ancestral", "cfg": 1.0}),
+])
+def test_same_latent_from_comfyuis_ksampler(comfy, case, sampler):
+    run = comfy.run(model_graph(case, **sampler))
+    assert error_of(run) < 1e-4
+    assert run.previews > 0
+
+
+def test_same_latent_from_sampler_custom_advanced(comfy):
+    before = ranks_of(comfy)
+    assert error_of(comfy.run(custom_graph("dpmpp_2m", "beta", 3.5, "dpmpp_2m_beta"))) < 1e-4
+    assert ranks_of(comfy) == before
+
+
+def test_interrupt_of_comfyuis_ksampler_keeps_the_ranks(comfy):
+    before, pressed = ranks_of(comfy), []
+
+    def press(step):
+        if step >= 5 and not pressed:
+            pressed.append(time.monotonic())
+            comfy.post("/interrupt", {})
+
+    run = comfy.run(model_graph(steps=500, seed=5), press)
+    assert run.status == "interrupted" and time.monotonic() - pressed[0] < 10 and run.steps[-1][0] < 100
+    comfy.post("/free", {"unload_models": True})
+    assert error_of(comfy.run(model_graph("size20x12"))) < 1e-4
+    assert ranks_of(comfy) == before
 
 
 def test_denoise_zero_returns_the_latent(comfy):

@@ -8,7 +8,7 @@ import pytest
 from backend.config import ParallelConfig
 from comfy_server import PACK
 
-NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelLoRA", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelDemoLoader"]
+NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelLoRA", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelModel", "ParallelDemoLoader"]
 WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 
 

@@ -100,9 +100,10 @@ def test_one_call_is_comfyuis(name, tmp_path):
     assert set(cond) <= set(family.conditioning) and family.refusal(config, grid, cond) is None
     if family.prepare:
         family.prepare(ours, grid)
-    out = family.output(model_output(ours, family, family.forward_args(config, grid, latent, SIGMA, {key: value.clone() for key, value in cond.items()})), grid)
+    time = family.schedule(config).timestep(SIGMA) if family.schedule else SIGMA
+    out = family.output(model_output(ours, family, family.forward_args(config, grid, latent, time, {key: value.clone() for key, value in cond.items()})), grid)
 
-    timestep = family.schedule(config).timestep(SIGMA)[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
+    timestep = time[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
     further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}
     want = module(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent, timestep, cond["c_crossattn"].clone(), **further)
     assert ((grid.to_latent(out) - want).abs().max() / want.std()).item() < 1e-4

@@ -21,6 +21,7 @@ from backend.denoise import Callbacks
 from backend.engine import Engine, describe
 from backend.loading.lora import lora_stack
 from backend.parallel import sharding
+from families import model_call
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
@@ -37,6 +38,8 @@ MIXED = "mixed prompts"
 UNEVEN_BATCH = "batch of 5"
 #: With LoRAs of every kind in the weights.
 LORA = "LoRA"
+#: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share evenly.
+CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
 
 
 def configurations(world: int) -> list[ParallelConfig]:
@@ -124,6 +127,24 @@ def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
     return (samples, {**stats, "denoised": last[0]}), golden
 
 
+def call(engine: Engine, case: str):
+    request = model_call("flux-dev__size20x12", "flux", CALLS[case])
+    engine.check_forward(request)
+    return engine.forward(request)
+
+
+def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
+    """Rows of the table for the model calls, which have no variants."""
+    found = []
+    for case in CALLS:
+        output, stats = call(engine, case)
+        if reference:
+            found.append({
+                "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": "model call", "case": case,
+                "relative": relative(output, reference(case)), "golden": 0.0, "bytes_sent": stats["bytes_sent"], "described": None, "bytes_read": engine.models["tiny"].bytes_read})
+    return found
+
+
 def described(engine: Engine, config: ParallelConfig, checkpoint: str) -> dict[str, int]:
     """What describe() says that rank 0 sends in the six model calls of the case size20x12 (60 image rows, 12 text rows)."""
     plan = describe(config, engine.check_load(checkpoint, "default"), 60, 12)[0]
@@ -141,8 +162,13 @@ class SingleProcess:
 
     def __call__(self, case: str) -> torch.Tensor:
         if case not in self.results:
-            self.results[case] = run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
+            self.results[case] = self._compute(case)
         return self.results[case]
+
+    def _compute(self, case: str) -> torch.Tensor:
+        if case in CALLS:
+            return call(self.engine, case)[0]
+        return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
 
 
 def main(checkpoint: str, out: str):
@@ -171,6 +197,7 @@ def main(checkpoint: str, out: str):
             if rank == 0:
                 rows.append({"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
                              "golden": 0.0, "bytes_sent": {}, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
+        rows += called(engine, config, reference)
         mesh.close(engine.mesh)                     # its groups' threads would pile up
     if rank == 0:
         Path(out).write_text(json.dumps(rows))

@@ -1,0 +1,108 @@
+"""One call of the model over the mesh, for clients that own the step loop (ComfyUI's samplers on the MODEL of ParallelModel).
+
+It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch is spread over the replicas of both
+the dp and the cfg axis: its rows know of no guidance branches.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .checks import check_arguments, check_kernel, check_rows
+from .config import ParallelConfig
+from .denoise import Callbacks, Denoiser, Part
+from .errors import UnsupportedError
+from .mesh import Axis, Mesh
+from .models.spec import Family
+from .parallel.rows import Span
+from .parallel.stage import Forward
+from .prediction import OUTPUT
+from .protocol import ModelCall
+from .prompts import SIDES, Prompt
+from .request import Request
+from .runner import Runner
+from .samplers import Evaluation
+
+#: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway, and memory would grow with the batch.
+TOKENS_AT_ONCE = 16384
+ALONE = Axis(None, 0, 1, (0,))
+
+
+def check_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
+    """Refuse a call that cannot run. Raises UnsupportedError."""
+    check_kernel(call.attention, device, dtype)
+    if family.nested:
+        raise UnsupportedError(f"{family.name} denoises {' and '.join(family.nested.names)} at once, which calls of the model by themselves do not; use ParallelSampler.")
+    for name in ("x", "time"):
+        if name not in call.tensors:
+            raise UnsupportedError(f"the call has no tensor {name!r}.")
+    x, time = call.tensors["x"], call.tensors["time"]
+    channels = family.latent_channels(model_config)
+    if x.ndim not in (4, 5) or x.shape[1] < channels or not x.numel() or not x.is_floating_point():
+        raise UnsupportedError(f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes (batch, {channels} channels, [frames,] height, width).")
+    if time.shape != x.shape[:1]:
+        raise UnsupportedError(f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes one for each of the {x.shape[0]} samples.")
+    latent, arguments = _split(call, family, model_config)
+    for name, value in arguments.items():
+        if value.ndim and value.shape[0] not in (1, x.shape[0]):
+            raise UnsupportedError(f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; use one prompt or one for each.")
+    grid = family.grid(model_config, latent.shape[1:], [])
+    check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
+    check_rows(replace(config, num_pipeline_patch=1), grid)
+
+
+def rows_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
+    """The rows of the batch that a replica computes, equally many on each: where the batch does not divide, or is smaller, its last rows are computed again."""
+    count = -(-batch // replicas)
+    return [min(row, batch - 1) for row in range(replica * count, (replica + 1) * count)]
+
+
+def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device, rows: list[int]) -> Request:
+    """The request of a checked call on ``device`` for some ``rows`` of its batch."""
+    latent, arguments = _split(call, family, model_config)
+    batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], [])
+    tokens, times = grid.to_tokens(latent[rows].to(device, torch.float32)), call.tensors["time"][rows].to(device, torch.float32)
+    mine = lambda value: value if not value.ndim or rows == list(range(value.shape[0])) else value[rows if value.shape[0] == batch else [0] * len(rows)]
+    cast = lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype)
+    return Request(
+        solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=torch.zeros(1), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None), times=times,
+        prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: cast(mine(value)) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
+        kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, joint_text=0)
+
+
+def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
+    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent, families are given them as c_concat."""
+    channels, x = family.latent_channels(model_config), call.tensors["x"]
+    arguments = {name.removeprefix("cond."): value for name, value in call.tensors.items() if name.startswith("cond.")}
+    return x[:, :channels], arguments if x.shape[1] <= channels else {**arguments, "c_concat": x[:, channels:]}
+
+
+class OneCall(Denoiser):
+    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer. PipeFusion's pipeline is drained."""
+
+    def __init__(self, mesh: Mesh, request: Request, runner: Runner):
+        super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
+
+    def _plan(self) -> list[Evaluation]:
+        return [Evaluation(torch.zeros(()), 0)]
+
+    def _modulate_ahead(self, plan: list[Evaluation]):
+        """There is no next call to compute for; but weights that wait in host memory run no other way."""
+        memos = self.runner.model.memos
+        if memos.home.type != self.x.device.type:
+            super()._modulate_ahead(plan)
+
+    def _start_solvers(self):
+        self.x = self.request.noise.clone()
+
+    def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
+        batch = self.x.shape[0]
+        size = 1 if self.returns else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
+        return [Forward(branch, Span(first, min(first + size, batch))) for branch in branches for first in range(0, batch, size)]
+
+    def _step(self, track, prediction: Tensor):
+        self.x[:, track.span.lo: track.span.hi] = prediction
+
+    def _vote(self, evaluation: Evaluation):
+        """Rank 0 looked before it told the others; a call that has begun is short."""

@@ -1,0 +1,185 @@
+"""The ParallelModel node: a PARALLEL_DIT as a MODEL, which every sampler, guider and scheduler of ComfyUI can use.
+
+The MODEL is ComfyUI's own model object without weights. In the place of its transformer is a module that sends each call to the
+ranks: one exchange a step. What would reach into the transformer is refused by name, at the node that does it where that can be.
+"""
+
+import logging
+from functools import partial
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.model_sampling
+import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from comfy_api.latest import io
+
+from ..backend.protocol import ModelCall, RefusedError
+from .backends import Backend
+from .conditioning import as_tensors, fill_zeros
+from .families import ElsewhereModule, family_named, weightless_patcher
+from .handle import ParallelDiT, ensure_loaded, unload_with
+from .kept import KeptArguments
+from .load import ParallelDiTType
+
+#: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
+REFUSED_OPTIONS = {
+    "patches": "patches of the transformer's blocks",
+    "patches_replace": "replacements of the transformer's blocks or attention",
+    "optimized_attention_override": "another attention function",
+    "rope_options": "other positions (Scale ROPE)",
+    "model_patch_data": "a model patch",
+    "stg_self_attn_blocks": "skipped attention (STG)",
+    "stg_skip_self_attn": "skipped attention (STG)",
+    "chroma_radiance_options": "options of Chroma Radiance",
+    "audio_embeds": "audio",
+    "ar_state": "an autoregressive state",
+    "run_vx": "a switch of LTX's video part",
+    "run_ax": "a switch of LTX's audio part",
+}
+#: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
+HARMLESS_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "prefetch_dynamic_vbars", "easycache", "lazycache", "context_window"}
+
+
+class ParallelModel(io.ComfyNode):
+    """PARALLEL_DIT -> MODEL."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ParallelModel",
+            display_name="Parallel Model",
+            category="parallel",
+            description="A Parallel DiT as a MODEL: ComfyUI's own samplers, guiders and schedulers, with each call of the model on several GPUs. PipeFusion runs drained here: its stages wait for each other at every step, so Parallel Sampler is faster with it.",
+            inputs=[
+                ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT. All methods are exact here. PipeFusion is drained at every step, which costs its speed (not its memory saving); Ulysses, ring, tensor, data parallelism and CFG keep theirs."),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach into the transformer (ControlNet, attention patches) are refused.")],
+        )
+
+    @classmethod
+    def execute(cls, dit) -> io.NodeOutput:
+        return io.NodeOutput(remote_model(dit))
+
+
+def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
+    """A MODEL whose transformer is the one that ``dit`` names."""
+    patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
+    patcher.model.memory_usage_factor = 0.0     # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
+    transformer, sampling = patcher.model.diffusion_model, patcher.model.model_sampling
+    if isinstance(sampling, comfy.model_sampling.CONST):
+        transformer.time_scale = float(sampling.timestep(torch.ones(1)))
+    patcher.add_wrapper(WrappersMP.OUTER_SAMPLE, transformer.hold_backend)
+    unload_with(patcher, dit)
+    return patcher
+
+
+class RemoteTransformer(ElsewhereModule):
+    """Called by ComfyUI in place of a transformer: the same arguments, the same output, computed by the ranks."""
+
+    def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
+        super().__init__(dtype, attributes)
+        self.dit, self.held, self.kept = dit, None, KeptArguments()
+        #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a transformer of this family.
+        self.time_scale = 1.0
+        self._said = set()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"this MODEL comes from Parallel Model, whose transformer is on the ranks: a node that reads diffusion_model.{name} cannot be used with it.") from None
+
+    def hold_backend(self, executor, *args, **kwargs):
+        """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the sampling; the next one starts another."""
+        before, self.held = self.held, ensure_loaded(self.dit)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            self.held = before
+
+    def forward(self, x, timestep, context=None, control=None, transformer_options={}, **arguments):
+        """x (B, C, [T,] H, W), timestep (B,) and what else ComfyUI's model of the family gives its transformer -> (B, C, [T,] H, W) in float32."""
+        self._check_options(control, transformer_options)
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
+        return executor.execute(x, timestep, context, transformer_options=transformer_options, **arguments)
+
+    def _call(self, x, timestep, context=None, transformer_options={}, **arguments):
+        if not isinstance(x, torch.Tensor):
+            raise RefusedError("the latent holds several latents (video and audio), but this transformer takes one.")
+        backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
+        given = {name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None}
+        family = family_named(loaded)
+        tensors = as_tensors("the graph", family.translate(given), loaded.info["conditioning"])
+        tensors = fill_zeros(tensors, x.shape[0], family, family.unet_config(loaded.info["config"]))
+        self._tell_of_idle_ranks(x.shape[0])
+        call = ModelCall(loaded.model, self.dit.config.attention, tensors={
+            "x": x, "time": timestep / self.time_scale, **{f"cond.{name}": value for name, value in tensors.items()}})
+        return self._answer(backend, call).to(x.device)
+
+    def _answer(self, backend: Backend, call: ModelCall) -> torch.Tensor:
+        management, result = comfy.model_management, None
+        try:
+            result = backend.sample(self.kept.shortened(call), should_cancel=management.processing_interrupted)
+            if result is not None and "missing" in result.stats:        # the ranks are others, or have served others
+                self.kept.reset()
+                result = backend.sample(self.kept.shortened(call), should_cancel=management.processing_interrupted)
+        finally:
+            if result is None:
+                self.kept.reset()
+        if result is None:
+            management.throw_exception_if_processing_interrupted()
+            raise management.InterruptProcessingException()
+        return result.tensors["output"]
+
+    def _check_options(self, control, options: dict):
+        if control is not None:
+            raise RefusedError("the conditioning has a ControlNet ('control'), whose residuals go into the transformer's blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader.")
+        for name, value in options.items():
+            inner = [str(key) for key, entry in value.items() if entry] if isinstance(value, dict) else []
+            if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
+                where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
+                raise RefusedError(f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own loader.")
+            if name not in HARMLESS_OPTIONS and name not in REFUSED_OPTIONS:
+                self._say_once(f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do not see it.")
+
+    def _tell_of_idle_ranks(self, batch: int):
+        config = self.dit.config
+        groups = config.cfg_degree * config.data_parallel_degree
+        if batch % groups:
+            self._say_once(f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree {config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
+                           "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, or where prompts of different lengths are called one by one, use ulysses_degree instead.")
+
+    def _say_once(self, text: str):
+        if text not in self._said:
+            self._said.add(text)
+            logging.warning("parallel-dit: %s", text)
+
+
+def _refused(what: str):
+    def method(self, *args, **kwargs):
+        raise RefusedError(f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; remove that node or use ComfyUI's own loader.")
+    return method
+
+
+class RemotePatcher(comfy.model_patcher.ModelPatcher):
+    """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused where ComfyUI would do nothing."""
+
+    add_patches = _refused("a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights")
+    add_hook_patches = _refused("a LoRA hook or another hook on weights")
+    add_weight_wrapper = _refused("a wrapper of weights")
+    get_key_patches = _refused("a merge of models")
+    state_dict_for_saving = _refused("a node that saves the model")
+    deepclone_multigpu = _refused("MultiGPU work units")
+    set_model_compute_dtype = _refused("another compute type (set weight_dtype in Load Parallel DiT)")
+
+    def add_object_patch(self, name, obj):
+        if name.startswith("diffusion_model"):
+            _refused(f"a patch of the transformer's own parts ({name})")(self)
+        super().add_object_patch(name, obj)
+
+    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        if key == "torch.compile":
+            _refused("torch.compile")(self)
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
