@@ -212,6 +212,11 @@ def _ideogram4(config: dict) -> dict:
     }
 
 
+def _ltx2(config: dict) -> dict:
+    return {"image_model": "ltxav", **{key: config[key] for key in (
+        "num_layers", "attention_head_dim", "cross_attention_dim", "audio_attention_head_dim", "audio_cross_attention_dim", "caption_channels")}}
+
+
 #: What ComfyUI's MiniMax-H3 carries beside its prompt and the backend knows by itself; everything else there is a picture, video or sound.
 _MINIMAX_KNOWN = ("seed", "audio_scale", "layout")
 
@@ -265,6 +270,9 @@ FAMILIES = {
     "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}),
     "lumina2": Family(lambda config: "Lumina2", _lumina2),
     "ideogram4": Family(lambda config: "Ideogram4", _ideogram4),
+    "ltx2": Family(
+        lambda config: "LTXAV", _ltx2, latents=(128, 8),
+        reads=lambda config: {"preprocess_text_embeds": lambda states, unprocessed=False: states}),         # the connectors are on the ranks
     "minimax-h3": Family(
         lambda config: "MiniMaxH3", _minimax_h3, latents=(24, 32), translate=_minimax_h3_arguments,
         reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])}),

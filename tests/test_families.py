@@ -93,6 +93,7 @@ def test_discrete_schedule(kind, zsnr, highest):
     ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
     ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
     ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 rows"),
+    ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
     ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
 ])
 def test_refusals_name_the_remedy(family, change, words, tmp_path):

@@ -36,6 +36,8 @@ class Family:
 
     block_lists: names of the transformer's ModuleLists in pipeline order.
     image, text: names of the blocks' arguments that carry image rows and text rows (text None: the prompt is read through cross-attention).
+    streams: names of the blocks' arguments, and results, for the rows of each of several latents, where a model keeps them apart (nested); attention kinds are then
+    the latents' names, and pairs of them (queries of one, keys and values of the other).
     returns: what a block returns, in order ("image", "text").
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
     joined: block lists whose image argument, and only result, carries text and image rows together in the order of text_position.
@@ -64,7 +66,7 @@ class Family:
     they are not those of all heads.
     tp_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers class has no _tp_plan.
     whole_only: why rows cannot be cut, so that only CFG and data parallelism run; None where they can.
-    per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart).
+    per_feature: block arguments whose last dimension runs over the features of all heads (rotation before the heads are told apart), or, of four, whose second runs over heads.
     modulation: layers of a block (patterns) whose input is silu of its argument ``modulation_input`` (B, D), the same for every row: computed ahead.
     modulation_shared: that argument is (rows, D), the same for all items of a batch.
     prompt_only: layers of a block (patterns) whose input is the prompt alone (keys and values of cross-attention): computed once a request.
@@ -91,6 +93,7 @@ class Family:
     text: str | None = None
     text_position: str | None = None
     joined: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
     fresh_text: Callable[[dict], int] = lambda arguments: 0
     counts_image: bool = False
     counts_text: bool = False
@@ -106,7 +109,7 @@ class Family:
     adjust: Callable[[nn.Module, Mapping], None] | None = None
     prepare: Callable[[nn.Module, TokenGrid], None] | None = None
     refusal: Callable[[Mapping, TokenGrid, dict[str, Tensor]], str | None] = lambda config, grid, cond: None
-    attention: tuple[str, ...] = ("joint",)
+    attention: tuple[str | tuple[str, str], ...] = ("joint",)
     heads: Callable[[Mapping], int] = lambda config: config["num_attention_heads"]
     head_size: Callable[[Mapping], int] = lambda config: config["attention_head_dim"]
     width: Callable[[Mapping], int] | None = None

@@ -28,14 +28,14 @@ class LayerCall:
     layer: int
     branch: str
     rows: Rows
-    kinds: tuple[str, ...]
+    kinds: tuple[str | tuple[str, str], ...]
     items: slice
     stand_in: bool = False
     text_mask: Tensor | None = None
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
-        """(kind, key) of this call: "joint" and "image" attend within the sequence, "cross" to the prompt; "sum" and "surroundings" are no attention."""
+        """(kind, key) of this call: "joint" and "image" attend within the sequence, (part, part) from one part of it to another, "cross" to the prompt; "sum" and "surroundings" are no attention."""
         index, self.calls = self.calls, self.calls + 1
         return self.kinds[index % len(self.kinds)], (self.branch, self.layer, index)
 
@@ -76,6 +76,8 @@ class Attention:
         assert not is_causal and not dropout_p, "denoisers attend in both directions, without dropout"
         kind, where = self.call.next()
         if kind == "cross":
+            if not query.shape[2]:
+                return query
             return kernels.attend(self.kernel, query, key, value, attn_mask, scale)
         if kind == "joint" and self.call.text_mask is not None:
             attn_mask = self._key_mask()
@@ -108,19 +110,24 @@ class Attention:
 
     def _within_sequence(self, q, k, v, mask, scale, kind, where):
         rows, heads = self.call.rows, q.shape[1]
-        lengths, (first, u) = rows.lengths(kind), (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses)
+        asking, kind = kind if isinstance(kind, tuple) else (kind, kind)
+        lengths, sources, (first, u) = rows.lengths(asking), rows.lengths(kind), (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses)
         mine = range(first, first + u.size)                      # SP ranks whose rows this Ulysses group holds
         if u.size > 1:
             if k.shape[1] != heads:                              # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-            q, k, v = usp.scatter_heads(torch.stack([q, k, v]), [lengths[i] for i in mine], u)
+            if asking == kind:
+                q, k, v = usp.scatter_heads(torch.stack([q, k, v]), [lengths[i] for i in mine], u)
+            else:
+                q, = usp.scatter_heads(q[None], [lengths[i] for i in mine], u)
+                k, v = usp.scatter_heads(torch.stack([k, v]), [sources[i] for i in mine], u)
         if self.buffers is not None:
             k, v = self._refresh(torch.stack([k, v]), kind, where)
-            out = kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
+            out = q if not q.shape[2] else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
         elif self.mesh.ring.size > 1:
             out = self._ring(q, k, v, mask, scale, kind, mine)
         else:
-            out = kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, mine), scale)
+            out = q if not q.shape[2] else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, mine), scale)
         return usp.gather_heads(out, heads, [lengths[i] for i in mine], u) if u.size > 1 else out
 
     def _ring(self, q, k, v, mask, scale, kind, mine):
@@ -136,8 +143,7 @@ class Attention:
         lengths = rows.lengths(kind)
         turns = [sum(lengths[i * u: (i + 1) * u]) for i in range(ring.size)]
         kv = torch.cat(comm.gather(kv, [(*kv.shape[:3], n, kv.shape[4]) for n in turns], ring, "ring"), dim=3)
-        total = rows.sequence.joint if kind == "joint" else rows.sequence.image
-        return self.buffers.refresh(where, kv, self._rows(kind, kv.device), total, self.call.items)
+        return self.buffers.refresh(where, kv, self._rows(kind, kv.device), rows.sequence.rows_of(kind), self.call.items)
 
     def _rows(self, kind, device):
         """Positions of this forward's rows on all SP ranks: a slice where they are consecutive, else a tensor."""
@@ -145,7 +151,8 @@ class Attention:
         if key not in self._positions:
             positions = self.call.rows.positions(kind)
             run = bool((positions.diff() == 1).all())
-            where = slice(int(positions[0]), int(positions[-1]) + 1) if run else positions.to(device)
+            first = int(positions[0]) if len(positions) else 0
+            where = slice(first, first + len(positions)) if run else positions.to(device)
             self._positions[key] = (self.call.rows, where)       # the rows too: their id must stay theirs
         return self._positions[key][1]
 

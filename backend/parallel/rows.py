@@ -30,12 +30,28 @@ class Sequence:
     """Sizes of the two streams; ``text_position`` is where text sits in the joint sequence: first, last or None (no joint text).
 
     ``fresh``: so many rows at the end of the text are given to every block anew, and do not go on to the next.
+    ``parts``: (name, rows) of latents that follow each other in the image, where a model attends to them apart: the name is a kind like "image".
     """
 
     text: int
     image: int
     text_position: str | None
     fresh: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def part(self, kind: str) -> Span | None:
+        """The image rows of a part; None for other kinds."""
+        start = 0
+        for name, rows in self.parts:
+            if name == kind:
+                return Span(start, start + rows)
+            start += rows
+        return None
+
+    def rows_of(self, kind: str) -> int:
+        """All rows that a ``kind`` of attention reads."""
+        part = self.part(kind)
+        return len(part) if part else self.joint if kind == "joint" else self.image
 
     @property
     def joint(self) -> int:
@@ -91,6 +107,10 @@ class Rows:
     def _span_rows(self, kind: str, text: Span, image: Span) -> torch.Tensor:
         if kind == "text":
             return torch.arange(text.lo, text.hi)
+        part = self.sequence.part(kind)
+        if part:
+            lo = min(max(image.lo, part.lo), part.hi)
+            return torch.arange(lo - part.lo, max(lo, min(image.hi, part.hi)) - part.lo)
         where = self.sequence.text_position if kind == "joint" else None
         offset = self.sequence.text if where == "first" else 0
         image_rows = torch.arange(image.lo + offset, image.hi + offset)

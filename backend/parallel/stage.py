@@ -33,7 +33,7 @@ class StageDone(Exception):
 @dataclass
 class Forward:
     """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row. ``tokens``: image rows of the whole latent;
-    ``fresh``: see Sequence."""
+    ``fresh``, ``parts``: see Sequence."""
 
     branch: str
     items: Span
@@ -41,6 +41,7 @@ class Forward:
     with_text: bool = True
     tokens: int = 0
     fresh: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
     rows: Rows | None = None
     skips: dict[int, Tensor] = field(default_factory=dict)
     cuts: dict = field(default_factory=dict)
@@ -111,6 +112,7 @@ class Stage:
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
         if index in (0, self.entry):
+            self.current.parts = tuple((self.family.nested.names[i], call[self.family.streams[i]].shape[1]) for i in self.family.nested.order) if self.family.streams else ()
             streams = self._enter(streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
@@ -133,14 +135,18 @@ class Stage:
             return self._join(streams)
         if index < self.entry:
             return streams["image"]
+        if self.family.streams:
+            return tuple(self._divide(streams["image"], call))
         out = tuple(streams[name] for name in self.family.returns)
         return out if len(out) > 1 else out[0]
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
-        image, rows = call[self.family.image], self.current.rows
+        image, rows = call.get(self.family.image), self.current.rows
         enters = index in (0, self.entry)
-        if not self.joined[index]:
+        if self.family.streams:
+            streams = {"image": self._join_parts([call[name] for name in self.family.streams]), "text": None}
+        elif not self.joined[index]:
             streams = {"image": image, "text": call[self.family.text] if self.family.text and index >= self.entry else None}
         else:
             streams = self._split(image, image.shape[1] - self.current.tokens if enters else rows.kept + rows.sequence.fresh)
@@ -156,6 +162,19 @@ class Stage:
             text = torch.cat([text[:, : rows.kept], text[:, lo: hi]], dim=1)
         return {"text": text, "image": image}
 
+    def _join_parts(self, rows):
+        """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end in zeros."""
+        width = max(part.shape[2] for part in rows)
+        return torch.cat([F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1)
+
+    def _divide(self, image, call):
+        """The way back of _join_parts: what a block is given and returns."""
+        nested, rows = self.family.nested, self.current.rows
+        whole = image.shape[1] == rows.sequence.image
+        sizes = [rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i])) for i in nested.order]
+        pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
+        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.streams)]
+
     def _split(self, joined, text_rows):
         if self.family.text_position == "first":
             return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
@@ -166,7 +185,7 @@ class Stage:
 
     def _enter(self, streams):
         text, image, forward = streams["text"], streams["image"], self.current
-        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position, forward.fresh)
+        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position, forward.fresh, forward.parts)
         self.sequences[forward.branch] = sequence
         forward.rows = self._rows(forward, sequence)
         text_rows, image_rows = forward.rows.local
@@ -181,7 +200,10 @@ class Stage:
         stand_in = family.text_needs_a_row and not self.joined[index] and streams["text"].shape[1] == 0
         if stand_in:
             streams = {**streams, "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2])}
-        call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
+        if family.streams:
+            call |= zip(family.streams, self._divide(streams["image"], call))
+        else:
+            call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
         if family.text and not self.joined[index] and index >= self.entry:
             call[family.text] = streams["text"]
         if not forward.rows.is_everything:
@@ -200,6 +222,8 @@ class Stage:
             return self._split(out, streams["text"].shape[1])
         if index < self.entry:
             return {"text": None, "image": out}
+        if family.streams:
+            return {"text": None, "image": self._join_parts(out)}
         streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
         return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
 

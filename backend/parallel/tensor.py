@@ -186,6 +186,13 @@ def _own_features(block, args, kwargs, signature, names, tp):
     bound = signature.bind(*args, **kwargs)
     for name in names:
         whole = bound.arguments[name]
-        cut = [part[..., (mine := Span(0, part.shape[-1]).shard(tp.rank, tp.size)).lo: mine.hi] for part in (whole if isinstance(whole, tuple) else (whole,))]
+        cut = [_own_heads(part, tp) for part in (whole if isinstance(whole, tuple) else (whole,))]
         bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
     return bound.args, bound.kwargs
+
+
+def _own_heads(part, tp):
+    """This rank's share of (B, rows, features of all heads) or (B, heads, rows, features)."""
+    dim = 1 if part.ndim == 4 else -1
+    mine = Span(0, part.shape[dim]).shard(tp.rank, tp.size)
+    return part.narrow(dim, mine.lo, len(mine))

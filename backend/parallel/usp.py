@@ -49,10 +49,10 @@ def ring_attend(kernel: str, q: Tensor, kv: Tensor, rows: list[int], axis: Axis,
             ring.send_recv(kv, incoming)
             ring.commit()
             count("ring", kv)
-        if rows[source]:
+        if rows[source] and q.shape[2]:
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
             out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
             ring.wait()
             kv = incoming
-    return out.transpose(1, 2).to(q.dtype)
+    return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -103,6 +103,11 @@ def flux3_file(key: str) -> str:
 
 CASES = {
     "flux3": Case("Flux3", {"image_model": "flux3"}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersFlux3, renamed=flux3_file, converted=convert_flux3_transformer_checkpoint_to_diffusers),
+    "ltx2": Case(
+        "LTXAV",
+        {"image_model": "ltxav", "num_layers": 3, "attention_head_dim": 8, "cross_attention_dim": 256, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 64, "connector_attention_head_dim": 16,
+         "connector_num_attention_heads": 4, "connector_num_layers": 2, "causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split", "frequencies_precision": "float64"},
+        [(1, 128, 3, 6, 5), (1, 8, 9, 16)], {"cross_attn": (1, 12, 64)}, lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)}),
     "sana": Case("Sana", {"image_model": "sana"}, (1, 32, 7, 9), {"cross_attn": (1, 12, 64)}, constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]}, elsewhere=Diffusers),
     "hidream": Case(
         "HiDream",
