@@ -63,6 +63,7 @@ FAMILY = Family(
     counts_image=True,
     returns=("image", "text"),
     modulation=("block.adaLN_modulation.1",),
+    prompt_modules=("caption_projection.*.linear",),
     per_token={"image_rotary_emb": ("joint", 1)},
     text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
     adjust=adjust,

@@ -91,6 +91,7 @@ FAMILY = Family(
     returns=("image",),
     attention=("sum", "cross", "surroundings"),
     prompt_only=("attn2.to_k", "attn2.to_v"),
+    prompt_modules=("caption_projection",),
     adjust=adjust,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
