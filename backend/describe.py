@@ -9,14 +9,16 @@ import torch
 from .config import ParallelConfig
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .mesh import Axis, layout, single
-from .parallel import split, tensor
+from .parallel import tensor
 from .parallel.rows import Rows, Sequence, everything, patches
+from .parallel.split import Stages
 from .parallel.usp import head_shards
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank, ``bytes_per_step`` in a steady step by mechanism."""
+    """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank, host_bytes those of weights
+    that wait in host memory (offload_modulation), ``bytes_per_step`` in a steady step by mechanism."""
 
     rank: int
     place: dict[str, int]
@@ -25,6 +27,7 @@ class RankPlan:
     heads: int
     patches: list[tuple[int, int]]
     weight_bytes: int
+    host_bytes: int
     kv_bytes: int
     bytes_per_step: dict[str, int]
 
@@ -34,8 +37,9 @@ class RankPlan:
 
     def __str__(self) -> str:
         sent = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.bytes_per_step.items()) or "nothing"
+        host = f" (and {self.host_bytes / 1e6:.1f} MB in host memory)" if self.host_bytes else ""
         return (f"rank {self.rank}: stage {self.stage}, blocks {self.blocks[0]}-{self.blocks[1] - 1}, {self.heads} heads, {len(self.patches)} patches, "
-                f"weights {self.weight_bytes / 1e6:.1f} MB, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
+                f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
 
 
 def describe(config: ParallelConfig, model: str | Checkpoint, image_rows: int = 4096, text_rows: int = 512, batch: int = 1, branches: int = 2,
@@ -65,17 +69,16 @@ class _Workload:
 
     def plan(self, rank: int, place: dict[str, int]) -> RankPlan:
         config, family = self.config, self.checkpoint.family
-        counts = config.stage_counts
-        stages = split.explicit_blocks(counts) if counts else split.stage_blocks(self.checkpoint.block_costs, config.pipefusion_degree)
-        blocks = stages[place["pp"]]
+        stages = self.checkpoint.stages(config)
+        blocks = stages.blocks[place["pp"]]
         sp_rank = place["ring"] * config.ulysses_degree + place["ulysses"]
         parts = self._parts(Sequence(self.text_rows if family.text_position else 0, self.image_rows, family.text_position), sp_rank)
         heads = self._heads(place)
         return RankPlan(
             rank, place, place["pp"], (blocks.start, blocks.stop), heads,
             [(len(part.local[0]), len(part.local[1])) for part in parts],
-            self._weight_bytes(place, blocks), self._kv_bytes(len(blocks), heads, parts[0].sequence),
-            {name: size for name, size in self._sent(place, blocks, heads, parts, sp_rank).items() if size})
+            *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, parts[0].sequence),
+            {name: size for name, size in self._sent(place, stages, heads, parts, sp_rank).items() if size})
 
     def _parts(self, sequence: Sequence, sp_rank: int) -> list[Rows]:
         if self.config.pipefusion_degree == 1 or self.config.patches == 1:
@@ -102,19 +105,23 @@ class _Workload:
         axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
         return head_shards(self._all_heads, axis)[axis.rank]
 
-    def _weight_bytes(self, place, blocks: range) -> int:
-        transformer, names = self.checkpoint.empty, self.checkpoint.block_names
+    def _weight_bytes(self, place, stages: Stages) -> tuple[int, int]:
+        """Those on the device and those in host memory."""
+        transformer, names, blocks = self.checkpoint.empty, self.checkpoint.block_names, stages.blocks[place["pp"]]
         absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)
+        modulation = {layer for block in names for layer in self.checkpoint.modulation(block)} if self.config.offload_modulation else ()
         cuts = self._cuts(place)
-        count = 0
+        count, host = 0, 0
         for name, parameter in transformer.named_parameters():
-            if absent and name.startswith(absent):
+            module = name.rpartition(".")[0]
+            if stages.holders.get(module, place["pp"]) != place["pp"] or (module not in stages.holders and absent and name.startswith(absent)):
                 continue
-            cut = cuts.get(name.rpartition(".")[0])
+            cut = cuts.get(module)
             rows, columns = (sum(map(len, cut.outputs)), sum(map(len, cut.inputs))) if cut else (parameter.shape[0], parameter[0].numel() if parameter.ndim else 1)
-            count += rows * (columns if parameter.ndim > 1 else 1)
+            values = rows * (columns if parameter.ndim > 1 else 1)
+            count, host = (count, host + values) if module in modulation else (count + values, host)
         shares = self.config.sp_degree * self.config.data_parallel_degree if self.config.shard_weights else 1
-        return -(-count * self.dtype.itemsize // shares)
+        return -(-count * self.dtype.itemsize // shares), host * self.dtype.itemsize
 
     def _cuts(self, place) -> dict[str, tensor.Shard]:
         tp = self.config.tensor_parallel_degree
@@ -134,9 +141,9 @@ class _Workload:
             return kept * self.batch * blocks * self.branches * (self.config.patches * self._sum_bytes + sequence.image * self._width * self.dtype.itemsize)
         return kept * 2 * self.batch * heads * sequence.joint * self._head_size * self.dtype.itemsize * blocks * self.branches
 
-    def _sent(self, place, blocks, heads, parts, sp_rank) -> Counter:
+    def _sent(self, place, stages, heads, parts, sp_rank) -> Counter:
         """Bytes of one step by mechanism; formulas: see the modules that send them."""
-        config, size = self.config, self.batch * self.branches * self.dtype.itemsize
+        config, size, blocks = self.config, self.batch * self.branches * self.dtype.itemsize, stages.blocks[place["pp"]]
         sent = Counter()
         u, r, width = config.ulysses_degree, config.ring_degree, self._width
         head = size * self._head_size
@@ -153,7 +160,8 @@ class _Workload:
             if place["pp"] < config.pipefusion_degree - 1:
                 sent["pipeline"] += size * own * width
             sent += self._outputs(place, len(part.local[1]), len(part.image))
-        sent["tensor"] = self._reduced(place, blocks, parts) * size
+        sent["tensor"] = self._reduced(place, stages, parts) * size
+        sent["modulation"] = sum(self._features(name, place) for name in stages.lent(place["pp"])) * size
         return sent
 
     @property
@@ -169,6 +177,11 @@ class _Workload:
         others = ranks - 1 if rows == len(part.local[1]) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
         return Counter(sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks, surroundings=calls * others * rows * self._width * self.dtype.itemsize)
 
+    def _features(self, layer: str, place) -> int:
+        """Width of a modulation layer's output on this rank."""
+        cut = self._cuts(place).get(layer)
+        return self.checkpoint.empty.get_submodule(layer).out_features if cut is None else sum(cut.widths) or sum(map(len, cut.outputs))
+
     def _outputs(self, place, own: int, rows: int) -> Counter:
         """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged between the guidance branches."""
         config = self.config
@@ -182,14 +195,14 @@ class _Workload:
             sent["cfg"] += rows * features * (config.cfg_degree - 1)
         return sent
 
-    def _reduced(self, place, blocks: range, parts: list[Rows]) -> int:
+    def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
         """Elements that all-reduce and all-gather of tensor parallelism send for one sample and branch."""
         text, image = (sum(len(part.local[i]) for part in parts) for i in (0, 1))
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
         total = 0
         for module, cut in self._cuts(place).items():
             block = ".".join(module.split(".")[:2])
-            if names[block] not in blocks:
+            if not (stages.holders[module] == place["pp"] if module in stages.holders else names[block] in stages.blocks[place["pp"]]):
                 continue
             rows = self._rows_of(block, module, text, image)
             if cut.reduce:

@@ -20,7 +20,7 @@ from .loading.fused import FusedWeights
 from .memo import remember
 from .mesh import Mesh
 from .model_call import OneCall, build_call, check_call, rows_of_replica
-from .parallel import comm, sharding, split, tensor
+from .parallel import comm, sharding, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
 from .protocol import LORAS, ModelCall, Sample
@@ -57,17 +57,18 @@ class Engine:
         parallel), read what is left for this rank, shard it (FSDP), wrap the blocks."""
         checkpoint = self.check_load(path, weight_dtype)
         family, transformer, dtype = checkpoint.family, checkpoint.empty, self.weight_dtype(checkpoint, weight_dtype)
-        blocks = self.stage_blocks(checkpoint)[self.mesh.pp.rank]
+        stages, own = checkpoint.stages(self.config), self.mesh.pp.rank
+        blocks, held = stages.blocks[own], {name: holder == own for name, holder in stages.holders.items()}
         cuts = {}
         if self.mesh.tp.size > 1:
             cuts = tensor.shards(transformer, family, self.config.split_scheme, self.mesh)
             tensor.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts)
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held)
         weights = FusedWeights(checkpoint, cuts, device)
-        memos = remember(transformer, {name: transformer.get_submodule(name) for i, name in enumerate(checkpoint.block_names) if i in blocks},
-                         family, torch.device("cpu") if self.config.offload_modulation else self.mesh.device)
+        home = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
+        memos = remember(transformer, [name for i, name in enumerate(checkpoint.block_names) if i in blocks], family, home, dtype, stages, self.mesh.pp)
         memos.go_home()
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
@@ -75,11 +76,6 @@ class Engine:
         cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
         self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
-
-    def stage_blocks(self, checkpoint: Checkpoint) -> list[range]:
-        """The blocks of every pipeline stage: those that the configuration lists, or a split by the blocks' work."""
-        counts = self.config.stage_counts
-        return split.explicit_blocks(counts) if counts else split.stage_blocks(checkpoint.block_costs, self.mesh.pp.size)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is slow."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models import FAMILIES, fallback, family_of_class
 from ..models.spec import Family
+from ..parallel import split
+from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
@@ -75,6 +79,17 @@ class Checkpoint:
         costs = self.family.block_costs
         return [costs.get(name.rpartition(".")[0], 1.0) for name in self.block_names]
 
+    def modulation(self, block: str) -> list[str]:
+        """The modulation layers (family.modulation) of a block."""
+        return [f"{block}.{name}" for name, _ in self.empty.get_submodule(block).named_modules() if any(fnmatchcase(name, pattern) for pattern in self.family.modulation)]
+
+    def stages(self, config: ParallelConfig) -> Stages:
+        """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work and weights."""
+        size = lambda name: sum(parameter.numel() for parameter in self.empty.get_submodule(name).parameters())
+        layers = [{name: size(name) for name in self.modulation(block)} if config.pipefusion_degree > 1 else {} for block in self.block_names]
+        weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
+        return split.plan(self.block_costs, weights, layers, config.pipefusion_degree, config.stage_counts)
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole parameters and stored tables, whatever pieces of them are loaded."""
@@ -114,14 +129,14 @@ class Checkpoint:
         return torch.bfloat16 if common.itemsize == 1 else common
 
     def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {},
-             on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+             held: Mapping[str, bool] = {}, on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
 
-        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read.
-        ``on_progress`` is told how many values of how many are loaded.
+        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read. ``held``: modules that are loaded, or not,
+        whichever block they are in. ``on_progress`` is told how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
-        wanted = [name for name in self.sources if not name.startswith(absent or ("\0",))]
+        wanted = [name for name in self.sources if held.get(name.rpartition(".")[0], not name.startswith(absent or ("\0",)))]
         self.files.bytes_read = 0
         weights, empty = {}, self.empty.state_dict()
         done, total = 0, sum(empty[name].numel() for name in wanted)

@@ -14,7 +14,9 @@ SENT: Counter[str] = Counter()
 
 def count(mechanism: str, sent: Tensor | int):
     """Add the bytes of ``sent`` to the account of ``mechanism``."""
-    SENT[mechanism] += sent if isinstance(sent, int) else sent.numel() * sent.element_size()
+    size = sent if isinstance(sent, int) else sent.numel() * sent.element_size()
+    if size:
+        SENT[mechanism] += size
 
 
 def exchange(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:

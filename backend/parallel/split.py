@@ -1,20 +1,78 @@
-"""Which blocks of a transformer each pipeline stage holds."""
+"""What each pipeline stage holds: consecutive blocks, balanced by work, and modulation (adaLN) layers, placed to balance the weights.
 
+Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones, since image and text have their own. Modulation
+is computed once a request, for all steps, so its layers (27 % of Flux) may be held, and computed, by another stage than their block's.
+"""
+
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Mapping, Sequence
+
+#: Most weights of a stage, as a multiple of the mean over the stages; a split by work alone that has more is given up where another has less.
+MOST_WEIGHTS = 1.15
+#: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.
+OWN_WEIGHTS = 1.05
 
 
-def stage_blocks(costs: list[float], stages: int) -> list[range]:
+@dataclass(frozen=True)
+class Stages:
+    """blocks: those of every stage. owners: modulation layer -> the stage of its block; holders: -> the stage that has its weights and computes it."""
+
+    blocks: list[range]
+    owners: Mapping[str, int]
+    holders: Mapping[str, int]
+
+    def lent(self, stage: int) -> list[str]:
+        """Modulation layers that ``stage`` holds for the blocks of others."""
+        return [name for name, holder in self.holders.items() if holder == stage != self.owners[name]]
+
+
+def plan(costs: list[float], weights: list[int], modulation: Sequence[Mapping[str, int]], stages: int, counts: Sequence[int] = ()) -> Stages:
+    """The Stages of a transformer whose block i has work ``costs[i]``, ``weights[i]`` parameters and the modulation layers ``modulation[i]`` (name -> its
+    parameters) besides. ``counts`` fixes the number of blocks on every stage."""
+    mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
+    blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
+    owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
+    sizes = {name: size for layers in modulation for name, size in layers.items()}
+    return Stages(blocks, owners, _placed(owners, sizes, [sum(weights[i] for i in own) for own in blocks], mean))
+
+
+def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float) -> dict[str, int]:
+    """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the stages, counted on here."""
+    placed, rest = {}, []
+    for name, owner in owners.items():
+        if held[owner] + sizes[name] <= OWN_WEIGHTS * mean:
+            placed[name] = owner
+            held[owner] += sizes[name]
+        else:
+            rest.append(name)
+    for name in rest:
+        placed[name] = min(range(len(held)), key=lambda stage: held[stage])
+        held[placed[name]] += sizes[name]
+    return {name: placed[name] for name in owners}
+
+
+def stage_blocks(costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0) -> list[range]:
     """Consecutive ranges of blocks, none empty, whose dearest stage is as cheap as can be; ``costs`` is the work of each block.
 
-    Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages`` <= number of blocks.
+    Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages`` <= number of blocks. With ``weights`` only
+    splits whose every stage weighs at most ``most``, where there is one.
     """
     if not costs:
         return [range(0)] * stages
-    upto = [0, *accumulate(costs)]
-    # best[n][i]: (dearest stage, sum of squares, cuts) for the first i blocks on n stages
-    best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1)}
+    found = _cheapest(costs, stages, weights, most) if weights else None
+    return found or _cheapest(costs, stages, [0] * len(costs), 0.0)
+
+
+def _cheapest(costs, stages, weights, most):
+    upto, heavy = [0, *accumulate(costs)], [0, *accumulate(weights)]
+    # best[i]: (dearest stage, sum of squares, cuts) for the first i blocks on the stages so far
+    best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1) if heavy[i] <= most}
     for stage in range(2, stages + 1):
-        best = {i: min(_extend(best[j], upto[i] - upto[j], i) for j in range(stage - 1, i)) for i in range(stage, len(costs) + 1)}
+        best = {i: min(plans) for i in range(stage, len(costs) + 1)
+                if (plans := [_extend(best[j], upto[i] - upto[j], i) for j in range(stage - 1, i) if j in best and heavy[i] - heavy[j] <= most])}
+    if len(costs) not in best:
+        return None
     cuts = best[len(costs)][2]
     return [range(lo, hi) for lo, hi in zip(cuts, cuts[1:])]
 
@@ -24,7 +82,7 @@ def _extend(plan, cost, end):
     return max(dearest, cost), squares + cost**2, [*cuts, end]
 
 
-def explicit_blocks(counts: list[int]) -> list[range]:
+def explicit_blocks(counts: Sequence[int]) -> list[range]:
     """The ranges of an explicit list: ``counts[i]`` blocks on stage i."""
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends)]
