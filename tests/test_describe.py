@@ -52,8 +52,16 @@ def test_weights_divide_over_stages(checkpoint):
     parts = plans(checkpoint, pipefusion_degree=3)
     shared = (sum(plan.weight_bytes for plan in parts) - whole) / 2
     assert 0 < shared < 0.2 * whole
+    assert all(plan.weight_bytes - shared <= 1.15 * (whole - shared) / 3 for plan in parts)
     blocks = [plan.blocks for plan in parts]
     assert blocks[0][0] == 0 and blocks[-1][1] == LAYERS and all(a[1] == b[0] for a, b in zip(blocks, blocks[1:]))
+
+
+def test_offloaded_modulation_is_counted_apart(checkpoint):
+    whole, offloaded = plans(checkpoint)[0], plans(checkpoint, offload_modulation=True)[0]
+    modulation = 4 * (DOUBLE * 2 * 6 + SINGLE * 3) * WIDTH * (WIDTH + 1)
+    assert whole.host_bytes == 0 and offloaded.host_bytes == modulation == whole.weight_bytes - offloaded.weight_bytes
+    assert "MB in host memory" in str(offloaded)
 
 
 def test_explicit_stages_and_stale_buffers(checkpoint):

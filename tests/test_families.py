@@ -79,6 +79,19 @@ def test_patches_against_full_buffers_equal_the_whole(family, tmp_path):
     assert len(parts) == 3 and relative(torch.cat(parts, dim=1), whole) < 1e-5
 
 
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_single_file_with_diffusers_names(family, tmp_path):
+    """Recognised by its keys, the configuration from the shapes; with a prefix too."""
+    single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
+    weights = {f"transformer.{name}": value.contiguous() for name, value in single.empty.state_dict().items()}
+    save_file(weights, tmp_path / "diffusers.safetensors")
+    again = open_checkpoint(str(tmp_path / "diffusers.safetensors"))
+    assert again.family is single.family and again.config == single.config
+    again.load(range(again.block_count), torch.float32, torch.device("cpu"))
+    assert all(value.equal(weights[f"transformer.{name}"]) for name, value in again.empty.state_dict().items())
+
+
 @pytest.mark.parametrize("kind, zsnr, highest", [("linear", True, 4518.765), ("linear", False, 14.6146), ("sqrt_linear", False, 25.1461)])
 def test_discrete_schedule(kind, zsnr, highest):
     schedule = DiscreteSchedule(0.00085, 0.012, kind, zsnr)

@@ -4,7 +4,7 @@ import pytest
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.checks import check_model
-from backend.parallel.split import explicit_blocks, stage_blocks
+from backend.parallel.split import MOST_WEIGHTS, explicit_blocks, plan, stage_blocks
 
 
 @pytest.mark.parametrize("blocks, stages", [(57, 8), (6, 4), (5, 5), (12, 1), (10, 7)])
@@ -16,6 +16,50 @@ def test_equal_blocks(blocks, stages):
 def test_dear_blocks_get_room():
     stages = stage_blocks([3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
     assert [list(stage) for stage in stages] == [[0, 1], [2, 3, 4, 5, 6, 7]]
+
+
+#: Blocks as in Flux: of the same work, the first (double) with twice the matrices and four times the modulation of the others.
+DOUBLE, SINGLE = 19, 38
+COSTS, WEIGHTS = [1.0] * (DOUBLE + SINGLE), [24] * DOUBLE + [12] * SINGLE
+MODULATION = [{f"double.{i}.image": 6, f"double.{i}.text": 6} for i in range(DOUBLE)] + [{f"single.{i}": 3} for i in range(SINGLE)]
+
+
+def weights_of(stages):
+    held = [sum(WEIGHTS[i] for i in blocks) for blocks in stages.blocks]
+    for name, holder in stages.holders.items():
+        held[holder] += {name: size for layers in MODULATION for name, size in layers.items()}[name]
+    return held
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_modulation_balances_weights_at_no_cost_in_work(count):
+    stages = plan(COSTS, WEIGHTS, MODULATION, count)
+    assert stages.blocks == stage_blocks(COSTS, count)
+    held = weights_of(stages)
+    assert sum(held) == sum(WEIGHTS) + sum(sum(layers.values()) for layers in MODULATION)
+    assert max(held) <= 1.1 * sum(held) / count
+    assert all(stages.owners[name] == next(i for i, own in enumerate(stages.blocks) if block in own) for block, layers in enumerate(MODULATION) for name in layers)
+
+
+def test_stages_that_are_balanced_keep_their_modulation():
+    stages = plan([1.0] * 8, [24] * 8, MODULATION[:8], 4)
+    assert stages.holders == stages.owners and not any(stages.lent(i) for i in range(4))
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_without_modulation_work_gives_way_to_weights(count):
+    """Chroma: the cheapest split of which no stage has more than MOST_WEIGHTS x the mean."""
+    stages = plan(COSTS, WEIGHTS, [{}] * len(COSTS), count)
+    assert max(weights_of_blocks := [sum(WEIGHTS[i] for i in own) for own in stages.blocks]) <= MOST_WEIGHTS * sum(weights_of_blocks) / count
+    assert max(map(len, stages.blocks)) > -(-len(COSTS) // count)
+
+
+def test_a_block_too_heavy_for_the_limit_is_split_by_work():
+    assert plan([1.0] * 4, [100, 1, 1, 1], [{}] * 4, 2).blocks == [range(0, 2), range(2, 4)]
+
+
+def test_listed_counts_are_kept():
+    assert plan(COSTS, WEIGHTS, MODULATION, 2, [5, 52]).blocks == [range(0, 5), range(5, 57)]
 
 
 def test_explicit_counts_are_prefix_sums():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import diffusers
@@ -24,7 +25,7 @@ from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
-from .layout import Source, sources
+from .layout import PREFIXES, Source, from_diffusers, sources
 from .scaled import ScaledFiles
 
 
@@ -206,5 +207,30 @@ def _open_single_file(path: Path) -> Checkpoint:
         if keys is not None:
             config = family.layout.config({ours: files.shapes[theirs] for ours, theirs in keys.items()}) | family.layout.metadata(files.metadata)
             return Checkpoint(path.name, family, config, files, keys, single_file=True)
+    checkpoint = _with_diffusers_names(path, files)
+    if checkpoint is not None:
+        return checkpoint
     first = ", ".join(list(files.shapes)[:3])
     raise UnsupportedError(f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here.")
+
+
+def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
+    """A single file whose keys are the diffusers class's own: its configuration is derived from the shapes, as that of the family's other layout is.
+
+    UnsupportedError where a family's names are there but no configuration of it has these shapes; None where there is no family's.
+    """
+    reason = None
+    for family, prefix in product(FAMILIES.values(), PREFIXES):
+        keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
+        shapes = from_diffusers(family.layout, {name: files.shapes[key] for name, key in keys.items()})
+        if any(key not in shapes for key in family.layout.signature) or any(key in shapes for key in family.layout.absent):
+            continue
+        try:
+            checkpoint = Checkpoint(path.name, family, family.layout.config(shapes) | family.layout.metadata(files.metadata), files, keys)
+            checkpoint.sources
+            return checkpoint
+        except (UnsupportedError, KeyError, IndexError, ValueError) as error:
+            reason = reason or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not tell the configuration ({error}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+    if reason:
+        raise UnsupportedError(reason)
+    return None

@@ -78,6 +78,20 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     return {name: Source(name) for name in parameters} | found
 
 
+def from_diffusers(layout: Layout, parameters: Shapes) -> dict[str, tuple[int, ...]]:
+    """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has: rows of stacked modules added up."""
+    found, left = {}, dict(parameters)
+    blocks = 1 + max((int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0)
+    for file_name, targets in layout.names.items():
+        for i in range(blocks if "{}" in file_name else 1):
+            for leaf in ("", ".weight", ".bias"):
+                names = [target.replace("{}", str(i)) + leaf for target in targets.split()]
+                if all(name in left for name in names):
+                    shapes = [left.pop(name) for name in names]
+                    found[file_name.replace("{}", str(i)) + leaf] = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+    return left | found
+
+
 def _number_last(name: str, parameters: Shapes) -> str:
     """``name`` with {last} as the highest block number among ``parameters``."""
     if "{last}" not in name:
