@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
@@ -17,6 +18,7 @@ from .kept import KeptArguments
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.lora import LoraUse
 from .loading.fused import FusedWeights
+from .loading.report import LoadReport, forget_peak, peak_bytes
 from .memo import remember
 from .mesh import Mesh
 from .model_call import OneCall, build_call, check_call, rows_of_replica
@@ -52,9 +54,11 @@ class Engine:
             tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
         return checkpoint
 
-    def load(self, key: str, path: str, weight_dtype: str):
+    def load(self, key: str, path: str, weight_dtype: str, on_progress: Callable[[int, int], None] = lambda done, total: None):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages, cut matrices (tensor
-        parallel), read what is left for this rank, shard it (FSDP), wrap the blocks."""
+        parallel), read what is left for this rank, shard it (FSDP), wrap the blocks. ``on_progress`` as in Checkpoint.load."""
+        started = time.perf_counter()
+        forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype)
         family, transformer, dtype = checkpoint.family, checkpoint.empty, self.weight_dtype(checkpoint, weight_dtype)
         stages, own = checkpoint.stages(self.config), self.mesh.pp.rank
@@ -65,7 +69,8 @@ class Engine:
             tensor.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held)
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress)
+        weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
         weights = FusedWeights(checkpoint, cuts, device)
         home = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
         memos = remember(transformer, [name for i, name in enumerate(checkpoint.block_names) if i in blocks], family, home, dtype, stages, self.mesh.pp)
@@ -75,7 +80,10 @@ class Engine:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
         cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
-        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, bytes_read, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
+        shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
+        report = LoadReport(self.mesh.rank, own, (blocks.start, blocks.stop), bytes_read, checkpoint.files.size, weight_bytes // shares,
+                            peak_bytes(self.mesh.device), time.perf_counter() - started)
+        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, report, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is slow."""

@@ -72,8 +72,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client, and
-    ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out."""
+    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client,
+    ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out, and ``info["ranks"]`` what the load cost each rank
+    (loading.report.LoadReport), the same for as long as the transformer stays loaded."""
     model: str
     family: str
     info: dict = field(default_factory=dict)
@@ -139,7 +140,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction."""
+    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction. While a Load runs: values of values."""
     step: int
     total: int
     tensors: dict = field(default_factory=dict)

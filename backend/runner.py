@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .loading.report import LoadReport
 from .memo import Memos, first_block_argument
 from .loading.fused import FusedWeights
 from .models.spec import Family
@@ -28,12 +29,16 @@ class LoadedModel:
     config: dict
     dtype: torch.dtype
     stage: Stage | None
-    bytes_read: int
+    report: LoadReport
     sharded: bool
     latent_format: str | None
     memos: Memos
     weights: FusedWeights
     generic: dict | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        return self.report.bytes_read
 
 
 class Runner:

@@ -25,11 +25,13 @@ from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
-from .protocol import Cancelled, Failure, Load, Loaded, ModelCall, Ping, Result, Sample, Shutdown, Unload, Welcome
+from .protocol import Cancelled, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
 from .server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 HEARTBEAT_SECONDS = 60.0
+#: Least time between two messages about a load's progress.
+LOAD_SECONDS = 0.1
 
 
 class Worker:
@@ -40,6 +42,7 @@ class Worker:
         self.engine = Engine(config, self.mesh)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
+        self.reports: dict[str, list[dict]] = {}
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
@@ -56,18 +59,21 @@ class Worker:
             elif isinstance(message, ModelCall):
                 self.engine.forward(message)
 
-    def load(self, message: Load) -> list[str]:
-        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then no rank keeps it)."""
+    def load(self, message: Load, on_progress=lambda done, total: None) -> list[str]:
+        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then no rank keeps it), else what it cost each is in
+        ``reports``."""
         key, reason = model_key(message), ""
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
             return []
         try:
-            self.engine.load(key, message.path, message.weight_dtype)
+            self.engine.load(key, message.path, message.weight_dtype, on_progress)
+            print(self.engine.models[key].report)
         except Exception as error:                  # out of memory, a disk that fails: this rank's peers must hear of it
             traceback.print_exc()
             reason = f"rank {self.mesh.rank}: {error}"
-        reasons = [r for r in self.dispatcher.answers(reason) if r]
+        answers = self.dispatcher.answers([reason, None if reason else self.engine.models[key].report.as_dict()])
+        reasons, self.reports[key] = [why for why, _ in answers if why], [report for _, report in answers]
         if reasons:
             self.engine.unload(key)
         return reasons
@@ -111,14 +117,14 @@ class Leader(Worker):
         if key not in self.engine.models:
             self.engine.check_load(message.path, message.weight_dtype)
             self.dispatcher.tell(message)
-            reasons = self.load(message)
+            reasons = self.load(message, _reporter(job))
             if reasons:
                 raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
         warnings = self.engine.check_loras(key, stack)
         if stack:
             self.dispatcher.tell(message)
         name = self.engine.name(key, stack)
-        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings}))
+        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}))
 
     def on_unload(self, job: Job, message: Unload):
         self.dispatcher.tell(message)
@@ -154,6 +160,12 @@ class Leader(Worker):
         self.dispatcher.tell(message)
         output, stats = self.engine.forward(message)
         job.reply(Result(stats, {"output": output}))
+
+
+def _reporter(job: Job):
+    """Tells the client how much of rank 0's part is loaded."""
+    rate = Previews(LOAD_SECONDS, time.monotonic)
+    return lambda done, total: job.reply(Progress(done, total)) if rate.due() or done == total else None
 
 
 def model_key(message: Load) -> str:

@@ -32,14 +32,14 @@ class Backend:
     def welcome(self):
         return self.client.welcome
 
-    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None, loras=()) -> Loaded:
-        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs;
-        with it, all others make room first. ``check`` as in BackendClient.request. ``loras``: (path, strength) of each, in order."""
+    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None, loras=(), on_progress=lambda progress: None) -> Loaded:
+        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs; with it, all others make
+        room first. ``check`` and ``on_progress`` as in BackendClient.request. ``loras``: (path, strength) of each, in order."""
         key = (path, weight_dtype)
         with self._busy:
             for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
                 self._request(Unload(self.models.pop(other)), check)
-            loaded = self._request(Load(path, weight_dtype, [list(lora) for lora in loras]), check)
+            loaded = self._request(Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress)
             replaced, self.models[key] = self.models.get(key, loaded.base), loaded.base
             if replaced != loaded.base:  # the file has changed since
                 self._request(Unload(replaced), check)
@@ -78,8 +78,8 @@ class Backend:
             self.process.close()
         self.client.close()
 
-    def _request(self, message, check=lambda: None):
-        return self._explained(lambda: self.client.request(message, check))
+    def _request(self, message, *watching):
+        return self._explained(lambda: self.client.request(message, *watching))
 
     def _explained(self, action):
         try:
@@ -106,7 +106,8 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
             return backend
         _drop(key)
         if not config.address:
-            for other in [k for k, b in _backends.items() if b.process is not None]:
+            for other, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
+                logging.info("parallel-dit: the ranks for %s end and the model is loaded again, since the process groups and each rank's share of the weights are others in %s", running.welcome.degrees, config.degrees)
                 _drop(other)
         _backends[key] = _connect(config) if config.address else _launch(config, check)
         return _backends[key]

@@ -57,16 +57,18 @@ class BackendClient:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self.welcome = self._greet(token, check)
 
-    def request(self, message, check=lambda: None):
-        """The reply to a message that has one.
+    def request(self, message, check=lambda: None, on_progress=lambda progress: None):
+        """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this thread.
 
         ``check()`` is called about ten times a second during the wait. What it raises closes the connection, because the
-        reply that is still to come could be taken for the next one's. RefusedError: refused, the backend stays as it was.
+        reply that is still to come could be taken for the next one's; so does what ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
         BackendError: it ended.
         """
         self._send(message)
         try:
-            while (reply := self._next()) is None:
+            while (reply := self._next()) is None or isinstance(reply, protocol.Progress):
+                if reply is not None:
+                    on_progress(reply)
                 check()
         except BaseException:
             self.close()

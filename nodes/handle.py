@@ -4,12 +4,14 @@ ComfyUI caches node outputs, so a handle can outlive its backend; a backend can 
 whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are freed.
 """
 
+import logging
 import weakref
 from dataclasses import dataclass, replace
 
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
+import comfy.utils
 
 from ..backend.config import ParallelConfig
 from ..backend.protocol import Loaded
@@ -71,7 +73,12 @@ def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (
         comfy.model_management.soft_empty_cache()
     backend = backend_for(config, check)
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
-    return backend, backend.load(path, weight_dtype, keep, check, loras)
+    bar = comfy.utils.ProgressBar(1)
+    loaded = backend.load(path, weight_dtype, keep, check, loras, lambda progress: bar.update_absolute(progress.step, progress.total))
+    if bar.current:  # it was not there yet
+        for rank in loaded.info["ranks"]:
+            logging.info("parallel-dit: %s", rank["text"])
+    return backend, loaded
 
 
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):

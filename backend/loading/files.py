@@ -16,10 +16,11 @@ ALL = slice(None)
 
 
 class Weights(Protocol):
-    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; bytes_read: what was read of the files so far."""
+    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the files; bytes_read: what was read of them so far."""
 
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
+    size: int
     bytes_read: int
 
     def dtype(self, key: str) -> torch.dtype:
@@ -35,6 +36,7 @@ class TensorFiles:
     def __init__(self, paths: list[Path]):
         self.bytes_read, self.name = 0, paths[0].name
         self._handles = {path: _open(path) for path in paths}
+        self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
         self.metadata = {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
         self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}

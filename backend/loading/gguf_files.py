@@ -39,7 +39,7 @@ class GGUFFile:
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
             raise UnsupportedError(f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" -m pip install gguf')
-        self.bytes_read, self.name, self.metadata = 0, path.name, {}
+        self.bytes_read, self.name, self.metadata, self.size = 0, path.name, {}, path.stat().st_size
         self._stored = _open(path)
         self.shapes = {key: stored.shape for key, stored in self._stored.items()}
 

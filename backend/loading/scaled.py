@@ -142,7 +142,7 @@ class ScaledFiles:
     """``files`` with every quantized layer as the weight that it stands for (see files.Weights). UnsupportedError for a format that is not in FORMATS."""
 
     def __init__(self, files: TensorFiles):
-        self.files, self.metadata = files, files.metadata
+        self.files, self.metadata, self.size = files, files.metadata, files.size
         self.layers = {f"{layer.name}.weight": layer for layer in _layers(files)}
         scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in WEIGHT_SCALES}
         shapes = {key: shape for key, shape in files.shapes.items() if key not in scales and key.rpartition(".")[2] not in IGNORED}

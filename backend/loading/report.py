@@ -1,0 +1,46 @@
+"""What a load cost a rank."""
+
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole checkpoint; weight_bytes: what the rank now holds;
+    peak_bytes: most memory that the device gave it meanwhile (of the process in all, where the device is the CPU; 0 where the system does not tell)."""
+
+    rank: int
+    stage: int
+    blocks: tuple[int, int]
+    bytes_read: int
+    file_bytes: int
+    weight_bytes: int
+    peak_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict:
+        """For JSON; ``text`` is the report as one line."""
+        return {**asdict(self), "text": str(self)}
+
+    def __str__(self) -> str:
+        return (f"rank {self.rank}: stage {self.stage}, blocks {self.blocks[0]}-{self.blocks[1] - 1}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
+                f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB")
+
+
+def forget_peak(device: torch.device):
+    """Begin to measure ``peak_bytes``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """As LoadReport.peak_bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
