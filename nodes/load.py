@@ -12,14 +12,22 @@ from ..backend.solver_names import NEEDS_NEGATIVE
 from . import handle
 from .dependencies import require_dependencies
 from .parallel_config import ParallelConfigType
+from .progress import node_text
 
 ParallelDiTType = io.Custom("PARALLEL_DIT")
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
+#: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
+GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
 
 
 def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, and folders of diffusers that hold a transformer."""
+    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers that hold a transformer."""
     paths = {name: folder_paths.get_full_path("diffusion_models", name) for name in folder_paths.get_filename_list("diffusion_models")}
+    for kind in GGUF_FOLDERS & folder_paths.folder_names_and_paths.keys():
+        for root in folder_paths.get_folder_paths(kind):
+            names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
+            for name in folder_paths.filter_files_extensions(names, [".gguf"]):
+                paths.setdefault(name, os.path.join(root, name))
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, below, files in os.walk(root, followlinks=True):
             if "model_index.json" in files or "config.json" in files:
@@ -51,7 +59,7 @@ class LoadParallelDiT(io.ComfyNode):
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
                 ParallelConfigType.Input("config", tooltip="From Parallel Config: on how many ranks, and how they share the work."),
-                io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
+                io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
                 io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file, bf16 where the device has no better."),
             ],
             outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler, or as a MODEL through ParallelModel.")],
@@ -67,7 +75,9 @@ class LoadParallelDiT(io.ComfyNode):
             raise RefusedError(f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page.")
         if not config.address:
             require_dependencies()
-        return io.NodeOutput(handle.load(config, os.path.abspath(path), weight_dtype))
+        dit = handle.load(config, os.path.abspath(path), weight_dtype)
+        node_text()("\n".join(rank["text"] for rank in dit.loaded.info["ranks"]))
+        return io.NodeOutput(dit)
 
 
 def _guidance_of_samplers(prompt: dict, loader_id: str):

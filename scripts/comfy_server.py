@@ -25,13 +25,14 @@ class CannotStart(Exception):
 
 @dataclass
 class Run:
-    """What one queued graph did."""
+    """What one queued graph did. steps, loaded: progress of samplers and of loaders, (value, most)."""
 
     status: str = ""  # success | error | interrupted | rejected
     message: str = ""
     node_errors: dict = field(default_factory=dict)
     outputs: dict = field(default_factory=dict)
     steps: list = field(default_factory=list)
+    loaded: list = field(default_factory=list)
     previews: int = 0
     texts: list = field(default_factory=list)  # shown under nodes
     cached: list = field(default_factory=list)  # nodes that did not run again
@@ -107,7 +108,7 @@ class ComfyServer:
                 assert time.monotonic() - began < seconds, f"the graph still runs after {seconds} s"
                 received = websocket.receive(1.0)
                 if received is not None:
-                    self._take(run, answer["prompt_id"], *received, at_step)
+                    self._take(run, prompt, answer["prompt_id"], *received, at_step)
         finally:
             websocket.close()
         run.seconds = time.monotonic() - began
@@ -115,7 +116,7 @@ class ComfyServer:
         return run
 
     @staticmethod
-    def _take(run: Run, prompt_id: str, is_text: bool, payload: bytes, at_step):
+    def _take(run: Run, prompt: dict, prompt_id: str, is_text: bool, payload: bytes, at_step):
         if not is_text:
             run.previews += payload[:4] == b"\0\0\0\1"
             if payload[:4] == b"\0\0\0\3":
@@ -125,7 +126,9 @@ class ComfyServer:
         kind, data = message["type"], message["data"]
         if data.get("prompt_id", prompt_id) != prompt_id:
             return
-        if kind == "progress":
+        if kind == "progress" and prompt[data["node"]]["class_type"].startswith("LoadParallel"):
+            run.loaded.append((data["value"], data["max"]))
+        elif kind == "progress":
             run.steps.append((data["value"], data["max"]))
             at_step(data["value"])
         elif kind == "execution_cached":

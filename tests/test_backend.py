@@ -86,6 +86,24 @@ def test_largest_seed(backend, checkpoint):
     assert torch.isfinite(stochastic).all()
 
 
+def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
+    """Progress to its end, what each rank read and holds, and nothing of it again for the same file, whatever settings come with the requests."""
+    copy = folder / "another.safetensors"
+    copy.write_bytes(Path(checkpoint).read_bytes())
+    seen, again = [], []
+    loaded = backend.load(str(copy), on_progress=lambda progress: seen.append((progress.step, progress.total)))
+    assert seen[-1][0] == seen[-1][1] > 1e6 and seen == sorted(seen)
+    ranks = loaded.info["ranks"]
+    assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (1, 1)] and ranks[0]["blocks"][1] == ranks[1]["blocks"][0]
+    size = copy.stat().st_size
+    assert all(rank["file_bytes"] == size and rank["weight_bytes"] == rank["bytes_read"] <= 0.55 * size and rank["peak_bytes"] > rank["weight_bytes"] for rank in ranks)
+    assert "read" in ranks[1]["text"] and "\n" not in ranks[1]["text"]
+    assert backend.load(str(copy), on_progress=again.append).info["ranks"] == ranks and not again
+    changed = replace_config(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=3, stale_kv="extrapolate", attention="sdpa")
+    assert backends.backend_for(changed) is backend
+    backend.unload(str(copy), "default")
+
+
 def nan(x):
     return torch.where(torch.arange(x.numel()).reshape(x.shape) == 3, float("nan"), x)
 

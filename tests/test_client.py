@@ -38,6 +38,34 @@ def test_request_and_reply(serve, kind):
     assert client.request(Load("/m.safetensors", "bf16")) == Loaded("m", "flux", {"config": {"depth": 2}})
 
 
+def test_progress_on_the_way_to_a_reply(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        for step in (1, 2):
+            reply(connection, Progress(step, 2))
+        reply(connection, Loaded("m", "flux"))
+
+    seen = []
+    client = BackendClient(serve(handler), TOKEN)
+    assert client.request(Load("/m"), on_progress=lambda progress: seen.append((progress.step, progress.total))).model == "m"
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_giving_up_in_progress_hangs_up(serve):
+    def handler(connection):
+        protocol.receive(connection)
+        reply(connection, Progress(1, 2))
+        connection.recv(1)
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(KeyboardInterrupt):
+        client.request(Load("/m"), on_progress=stop)
+    assert client.closed
+
+
 def test_wrong_token(serve):
     with pytest.raises(BackendError, match="did not let this client in.*the token is wrong.*PARALLEL_DIT_TOKEN"):
         BackendClient(serve(lambda connection: None), "guess")

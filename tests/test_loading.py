@@ -91,6 +91,14 @@ def test_refused_files(folder, change, says):
         open_checkpoint(str(path))
 
 
+def test_diffusers_names_without_a_configuration(folder, weights):
+    """One parameter is missing: which, and what to do."""
+    save_file({name: value.contiguous() for name, value in weights.items() if name != "norm_out.linear.bias"}, folder / "names.safetensors")
+    with pytest.raises(UnsupportedError, match="names of diffusers' FluxTransformer2DModel.*norm_out.linear.bias.*diffusers folder") as error:
+        open_checkpoint(str(folder / "names.safetensors"))
+    assert "\n" not in str(error.value)
+
+
 def test_unknown_class(folder):
     other = folder / "other"
     other.mkdir()

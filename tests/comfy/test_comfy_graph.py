@@ -134,9 +134,28 @@ def test_denoise_zero_returns_the_latent(comfy):
 def test_backend_is_reused(comfy):
     before = ranks_of(comfy)
     error_of(comfy.run(graph(seed=1)))
-    changed = {**TWO_RANKS, "attention": "sdpa"}  # travels with each request
-    error_of(comfy.run(graph(config=changed, seed=2)))
+    changed = {**TWO_RANKS, "attention": "sdpa", "warmup_steps": 2}  # these travel with each request
+    again = comfy.run(graph(config=changed, seed=2))
+    assert again.status == "success" and not again.loaded
     assert len(before) == 2 and ranks_of(comfy) == before
+
+
+def test_other_degrees_load_again_and_say_why(comfy):
+    error_of(comfy.run(graph(seed=1)))
+    run = comfy.run(graph(config={"pipefusion_degree": 2, "num_pipeline_patch": 1, "device": "cpu"}))
+    assert error_of(run) < 1e-4 and run.loaded[-1][0] == run.loaded[-1][1] > 0
+    log = comfy.log.read_text(errors="replace")
+    assert "the ranks for" in log and "rank 1: stage 1" in log
+    comfy.run(graph(seed=4))
+
+
+def test_gguf_files_are_listed(comfy):
+    (comfy.folder / "models/diffusion_models/some").mkdir(exist_ok=True)
+    (comfy.folder / "models/diffusion_models/some/model-Q4_K.gguf").write_bytes(b"GGUF")
+    options = comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]["required"]["model_name"]
+    assert "some/model-Q4_K.gguf" in str(options)
+    run = comfy.run(graph(model="some/model-Q4_K.gguf"))
+    assert run.status == "error" and "model-Q4_K.gguf" in run.message and "\n" not in run.message.strip()
 
 
 def test_interrupt_half_way_and_again(comfy):
