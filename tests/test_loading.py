@@ -1,6 +1,9 @@
 """The same weights from every file layout, and each rank's share of them."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -119,3 +122,32 @@ def test_tensor_parallel_ranks_read_their_columns(folder, weights):
         pieces.append(dict(engine.models["m"].transformer.named_parameters()))
     for name, dim in (("transformer_blocks.0.attn.to_q.weight", 0), ("transformer_blocks.0.attn.to_out.0.weight", 1), ("transformer_blocks.0.ff.net.2.weight", 1)):
         assert torch.cat([piece[name] for piece in pieces], dim).equal(weights[name])
+
+
+#: Peaks only rise in a process, so it has one of its own, and the smaller load comes first.
+PEAKS = """
+import gc
+from dataclasses import replace
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.report import peak_bytes
+stage = Engine(ParallelConfig(pipefusion_degree=2), replace(mesh.single(), pp=mesh.Axis(None, 0, 2, (0, 1))))
+stage.check_load({path!r}, "fp32")
+before = peak_bytes(stage.mesh.device)
+for engine in (stage, Engine(ParallelConfig(), mesh.single())):
+    engine.load("m", {path!r}, "fp32")
+    print(engine.models.pop("m").report.peak_bytes - before)
+    gc.collect()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="does not tell a process its peak")
+def test_a_stage_needs_half_of_the_memory(folder):
+    """Weights that are converted (bf16 to fp32), one of two stages against the whole: its share of the copies and of the mapped file, nothing of the other's."""
+    state = load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+    save_file({key: value.bfloat16() for key, value in state.items()}, folder / "bf16.safetensors")
+    program = PEAKS.format(path=str(folder / "bf16.safetensors"))
+    output = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=Path(__file__).parents[1], check=True, capture_output=True, text=True).stdout
+    half, whole = map(int, output.split())
+    assert whole > 71_000_000 and half <= 0.6 * whole
