@@ -122,7 +122,7 @@ class Memos:
 
     def _exchange(self, branch: str, inputs: Tensor):
         parts = [torch.cat([self._computed(layer, inputs) for layer in layers], dim=-1) if layers else inputs.new_empty(0) for layers in self.lent]
-        shapes = [(*inputs.shape[:2], sum(memo.features for memo in memos)) for memos in self.borrowed]
+        shapes = [(*inputs.shape[:-1], sum(memo.features for memo in memos)) for memos in self.borrowed]
         for answers, memos in zip(comm.exchange(parts, shapes, self.axis, "modulation"), self.borrowed):
             for memo, answer in zip(memos, answers.split([memo.features for memo in memos], dim=-1)):
                 memo.know(branch, answer)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,8 +40,7 @@ def peak_bytes(device: torch.device) -> int:
     """As LoadReport.peak_bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
+    if sys.platform != "linux":
         return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # not getrusage, whose maximum a process inherits from the one that started it
+    return 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
