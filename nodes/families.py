@@ -185,7 +185,7 @@ def _minimax_h3(config: dict) -> dict:
         "image_model": "minimax_h3", "num_layers": config["num_layers"], "token_refiner_num_layers": config["num_refiner_layers"], "hidden_size": config["hidden_size"], "latents_dim": config["in_channels"],
         "audio_latents_dim": config["audio_in_channels"], "attention_head_dim": config["attention_head_dim"], "num_attention_heads": config["num_attention_heads"], "ffn_hidden_size": config["ffn_dim"],
         "text_dim": config["text_dim"], "timestep_input_dim": config["freq_dim"], "time_embed_hidden_size": config["time_embed_hidden_dim"], "time_embed_dim": config["time_embed_dim"],
-        "rope_inv_freq_len": config["rope_freq_dim"],
+        "rope_inv_freq_len": config["rope_freq_dim"], **({"adaln_curve_grid": config["curve_points"]} if "curve_points" in config else {}),
     }
 
 
@@ -273,9 +273,9 @@ FAMILIES = {
     "ltx2": Family(
         lambda config: "LTXAV", _ltx2, latents=(128, 8),
         reads=lambda config: {"preprocess_text_embeds": lambda states, unprocessed=False: states}),         # the connectors are on the ranks
-    "minimax-h3": Family(
+    **dict.fromkeys(("minimax-h3", "minimax-h3-curves"), Family(
         lambda config: "MiniMaxH3", _minimax_h3, latents=(24, 32), translate=_minimax_h3_arguments,
-        reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])}),
+        reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])})),
 }
 
 

@@ -8,6 +8,7 @@ latent. Exact methods must stay below 1e-5; PipeFusion's stale steps drift, and 
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--size", default="12x16", help="rows x columns of the latent (12x16)")
     parser.add_argument("--frames", type=int, default=3, help="of the latent of a video model")
+    parser.add_argument("--latents", default="", help="shapes of the latents of a model that denoises several at once, 24x3x12x16,32x2x15 for MiniMax-H3")
     parser.add_argument("--text", type=int, default=9, help="text tokens")
     parser.add_argument("--conditioning", help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model arguments, for families that need more than a prompt")
     parser.add_argument("--json", type=Path, help="write the results there too")
@@ -53,7 +55,9 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
     """Three Euler steps with two prompts, of as many samples as there are replicas."""
     family, generator = checkpoint.family, torch.Generator().manual_seed(3)
     frames = [chosen.frames] if is_video(getattr(diffusers, family.transformer)) else []
-    noise = torch.randn(2, family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")), generator=generator)
+    shapes = [list(map(int, part.split("x"))) for part in chosen.latents.split(",")] if family.nested and chosen.latents else []
+    shape = (1, sum(map(math.prod, shapes))) if family.nested else (family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
+    noise = torch.randn(2, *shape, generator=generator)
     if family.schedule:
         sigmas = torch.cat([family.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
     else:
@@ -62,7 +66,7 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
         f"{branch}.{name}": torch.randn(1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator)
         for branch in ("positive", "negative") for name, width in family.widths(checkpoint.config).items()} | {
         f"{branch}.guidance": torch.tensor([3.5]) for branch in ("positive", "negative") if "guidance" in family.conditioning}
-    return Sample("model", "euler", 3.0, 0, num_pipeline_patch=config.num_pipeline_patch, tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given})
+    return Sample("model", "euler", 3.0, 0, num_pipeline_patch=config.num_pipeline_patch, latent_shapes=shapes, tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given})
 
 
 def latent(model: str, chosen, config: ParallelConfig, place: mesh.Mesh) -> torch.Tensor:

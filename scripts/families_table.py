@@ -33,7 +33,8 @@ def golden_files() -> dict[str, list[str]]:
 def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]:
     """A family's cells; its title is the first words of its file."""
     plan = "own plan" if family.tp_plan else "diffusers' plan" if getattr(diffusers, family.transformer)._tp_plan else ""
-    return (module.__doc__.partition(":")[0], family.transformer, "single file, folder" if family.layout.signature else "folder",
+    kinds = (("single file", family.layout.signature), ("folder", models.family_of_class(family.transformer) is family))
+    return (module.__doc__.partition(":")[0], family.transformer, ", ".join(kind for kind, there in kinds if there),
             "yes", family.whole_only or "yes", f"megatron ({plan}), row, column, 2d" if plan else "row, column, 2d", ", ".join(golden.get(family.name, ())) or "none")
 
 

@@ -21,10 +21,12 @@ LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
-    "minimax-h3": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0),
+    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0),
 }
 #: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
-STREAMS = {"ltx2": (1.0, 1.0), "minimax-h3": (1.0, 4.0)}
+STREAMS = {"ltx2": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}
+#: Forms of a model that diffusers does not have.
+FILES_ALONE = ("minimax-h3-curves",)
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
 ARGUMENTS = {
     "cross_attn": "c_crossattn", "pooled_output": "y", "conditioning_byt5small": "txt_byt5", "conditioning_mt5xl": "encoder_hidden_states_t5",

@@ -133,6 +133,11 @@ CASES = {
         "Ideogram4",
         {"image_model": "ideogram4", "in_channels": 128, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 128, "intermediate_size": 512, "adaln_dim": 64, "llm_features_dim": 96},
         (1, 128, 9, 10), {"cross_attn": (1, 12, 96)}),
+    "minimax-h3-curves": Case(
+        "MiniMaxH3",
+        {"image_model": "minimax_h3", "num_layers": 3, "token_refiner_num_layers": 1, "hidden_size": 256, "latents_dim": 24, "audio_latents_dim": 32, "attention_head_dim": 128, "num_attention_heads": 4, "ffn_hidden_size": 512,
+         "text_dim": 64, "time_embed_dim": 6, "adaln_curve_grid": 33, "rope_inv_freq_len": 16},
+        [(1, 24, 2, 7, 10), (1, 32, 2, 9)], {"cross_attn": (1, 12, 64)}),
     "minimax-h3__ancestral_13x18": Case(
         "MiniMaxH3",
         {"image_model": "minimax_h3", "num_layers": 4, "token_refiner_num_layers": 2, "hidden_size": 512, "latents_dim": 24, "audio_latents_dim": 32, "attention_head_dim": 128, "num_attention_heads": 4, "ffn_hidden_size": 1024,
