@@ -144,7 +144,7 @@ def _check_conditioning(sample, branch, family, model_config):
 def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: TokenGrid | NestedGrid, family: Family, model_config: dict):
     """Refuse model arguments that the family does not take, lacks, or was not made for. Raises UnsupportedError."""
     for name in given:
-        if name not in family.conditioning:
+        if name.partition(".")[0] not in family.conditioning:
             raise UnsupportedError(f"{whose} carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}.")
     for name in family.required:
         if name not in given:
@@ -160,6 +160,9 @@ def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: Toke
             raise UnsupportedError(f"{whose}'s {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
         if given[name].shape[0] not in (1, batch):
             raise UnsupportedError(f"{whose}'s {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
+    for name, value in given.items():
+        if value.ndim > 2 and value.shape[0] not in (1, batch):
+            raise UnsupportedError(f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one for each.")
     reason = family.refusal(model_config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")

@@ -76,7 +76,7 @@ class _Workload:
         heads = self._heads(place)
         return RankPlan(
             rank, place, place["pp"], (blocks.start, blocks.stop), heads,
-            [(len(part.local[0]), len(part.local[1])) for part in parts],
+            [(len(part.local.text), part.local.stream) for part in parts],
             *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, parts[0].sequence),
             {name: size for name, size in self._sent(place, stages, heads, parts, sp_rank).items() if size})
 
@@ -150,7 +150,7 @@ class _Workload:
         mixes = "sum" in self.checkpoint.family.attention
         for part in parts:
             sent += self._mixed(len(blocks), part) if mixes else Counter()
-            lengths, own = part.lengths("joint"), len(part.local[0]) + len(part.local[1])
+            lengths, own = part.lengths("joint"), len(part.local)
             ring = [sum(lengths[i * u: (i + 1) * u]) for i in range(r)]
             gathered = ring[place["ring"]]
             sent["ulysses"] += 0 if mixes else len(blocks) * head * (3 * (self._all_heads - heads) * own + heads * (gathered - own))
@@ -159,7 +159,7 @@ class _Workload:
             sent["ring"] += 0 if mixes else len(blocks) * head * 2 * heads * passed
             if place["pp"] < config.pipefusion_degree - 1:
                 sent["pipeline"] += size * own * width
-            sent += self._outputs(place, len(part.local[1]), len(part.image))
+            sent += self._outputs(place, len(part.local.image), len(part.image))
         sent["tensor"] = self._reduced(place, stages, parts) * size
         sent["modulation"] = sum(self._features(name, place) for name in stages.lent(place["pp"])) * size
         return sent
@@ -173,8 +173,8 @@ class _Workload:
         """What the modules of parallel/mixing.py send for one part; a picture is taken to be square."""
         ranks, calls = part.sp_size, blocks * self.batch * self.branches
         line = math.isqrt(self.image_rows) + 1
-        rows = len(part.local[1]) if self.config.pipefusion_degree > 1 and self.config.patches > 1 else min(line, len(part.local[1]))
-        others = ranks - 1 if rows == len(part.local[1]) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
+        rows = len(part.local.image) if self.config.pipefusion_degree > 1 and self.config.patches > 1 else min(line, len(part.local.image))
+        others = ranks - 1 if rows == len(part.local.image) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
         return Counter(sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks, surroundings=calls * others * rows * self._width * self.dtype.itemsize)
 
     def _features(self, layer: str, place) -> int:
@@ -197,7 +197,7 @@ class _Workload:
 
     def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
         """Elements that all-reduce and all-gather of tensor parallelism send for one sample and branch."""
-        text, image = (sum(len(part.local[i]) for part in parts) for i in (0, 1))
+        text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
         total = 0
         for module, cut in self._cuts(place).items():

@@ -57,6 +57,11 @@ class Memo(nn.Module):
             self.known[key] = self.layer(x, *further)
         return self.known[key]
 
+    def second(self, x: Tensor) -> Tensor:
+        """The layer's answer to a call's second embedding (Memos.modulate_ahead), which ``x`` is."""
+        whole = self.known.get((self.moment.branch and f"{self.moment.branch}+", self.moment.evaluation, None))
+        return self.layer(x) if whole is None else whole[self.moment.items.lo: self.moment.items.hi]
+
     @property
     def features(self) -> int:
         """Width of the answers."""
@@ -113,7 +118,10 @@ class Memos:
             layer.known.clear()
 
     def modulate_ahead(self, branch: str, embeddings: list[Tensor]):
-        """One GEMM a layer for all model calls of a branch; ``embeddings[i]`` (B, D) is what blocks get at call i. Collective over a pipeline's stages."""
+        """One GEMM a layer for all model calls of a branch; ``embeddings[i]`` (B, D) is what blocks get at call i, with a second one of some rows as its
+        attribute ``second`` where a model has two. Collective over a pipeline's stages."""
+        if hasattr(embeddings[0], "second"):
+            self.modulate_ahead(f"{branch}+", [embedding.second for embedding in embeddings])
         inputs = F.silu(torch.stack(embeddings)).to(self.dtype)
         for memo in self.held:
             memo.know(branch, self._computed(memo.layer, inputs))

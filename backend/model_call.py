@@ -68,7 +68,7 @@ def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch
     return Request(
         solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=torch.zeros(1), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None), times=times,
         prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: cast(mine(value)) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
-        kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, joint_text=0)
+        kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, context={SIDES[0]: family.context(model_config, grid, arguments)}, given_rows=0)
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:

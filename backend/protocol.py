@@ -29,6 +29,8 @@ MAX_DIGITS = 21
 VERSION = 1
 #: Stands in the names of models with LoRAs, behind the name of the model without.
 LORAS = "+"
+#: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels as an index into them.
+REFERENCE_METHODS = ("offset", "index", "index_timestep_zero", "uxo", "negative_index")
 
 
 class ProtocolError(ConnectionError):
@@ -99,7 +101,7 @@ class Sample:
     and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each, and they lie flattened behind each other; ``sigmas`` (steps + 1,), ``denoise_mask``
     (broadcast to the latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of sampling
     solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
-    model arguments (``c_crossattn``, ``y``, ``guidance``, ...). Further prompts of a side are ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
+    model arguments (``c_crossattn``, ``y``, ``guidance``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts of a side are ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
     they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which it counts, "until": the lowest} (each may be left out), and a tensor
     ``weight.NAME`` (broadcast to the latent's shape) where its strength differs from place to place.
     ``preview_seconds`` is the least time between two x0 previews; 0 sends none. ``denoised`` asks for the last step's prediction in the Result.

@@ -23,8 +23,9 @@ class Request:
     """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name -> how it counts; conditioning: name -> model arguments.
 
     percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
+    context: name -> rows behind the latent's in the image stream.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
-    joint_text: rows of text that sit in one sequence with the image's, for the balance of the patches.
+    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
     times: (B,), what a client tells the model of the noise (ModelCall); None where it follows from the noise level.
     """
@@ -40,6 +41,7 @@ class Request:
     grid: TokenGrid | NestedGrid
     prompts: dict[str, Prompt]
     conditioning: dict[str, dict[str, Tensor]]
+    context: dict[str, int]
     patches: int
     warmup_steps: int
     stale_kv: str
@@ -49,7 +51,7 @@ class Request:
     percent_sigmas: dict[float, float]
     batch: int
     items: slice
-    joint_text: int
+    given_rows: int
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
 
@@ -65,7 +67,7 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image rows of every patch, balanced over the joint sequence."""
-        return [rows.image for rows in patches(Sequence(self.joint_text, self.grid.tokens, "first"), self.patches)]
+        return [rows.image for rows in patches(Sequence(self.given_rows, self.grid.tokens, "first"), self.patches)]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """The model arguments of a branch for some items of this replica's batch."""
@@ -108,11 +110,12 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
     conditioning = {name: _conditioning(sample, name, shape[0], items, device, dtype) for name in names(sample)}
-    text = max((c["c_crossattn"].shape[1] for c in conditioning.values() if "c_crossattn" in c), default=0) if family.text_position else 0
+    context = {name: family.context(model_config, grid, cond) for name, cond in conditioning.items()}
+    text = {name: cond["c_crossattn"].shape[1] if family.text_position and "c_crossattn" in cond else 0 for name, cond in conditioning.items()}
     return Request(
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
-        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, joint_text=text,
+        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, context=context, given_rows=max(text[name] + context[name] for name in conditioning),
         patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
         from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {},

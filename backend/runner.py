@@ -71,11 +71,11 @@ class Runner:
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
             return model.family.output(model_output(model.transformer, model.family, arguments), grid)
-        forward.tokens = grid.tokens
+        forward.tokens, forward.context = grid.tokens, self.request.context[forward.branch]
         output = model.stage.forward(arguments, forward)
         if output is None:
             return None
-        rows = forward.rows.local[1]
+        rows = forward.rows.local.image
         return model.family.output(output, grid)[:, rows.lo: rows.hi]
 
     def _time(self, sigma: Tensor, items: slice) -> Tensor:

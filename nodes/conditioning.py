@@ -1,9 +1,10 @@
 """CONDITIONING -> the transformer's arguments, by ComfyUI's own code; what the backend cannot do is refused by name."""
 
+import comfy.conds
 import comfy.samplers
 import torch
 
-from ..backend.protocol import RefusedError
+from ..backend.protocol import REFERENCE_METHODS, RefusedError
 from .families import Family
 
 #: Keys of a CONDITIONING that change the answer in ways that the backend does not have, and the nodes that set them.
@@ -50,25 +51,42 @@ def latent_shapes(cond: dict) -> list[list[int]]:
     return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
 
 
-def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], family: Family) -> dict[str, torch.Tensor]:
-    """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows.
+def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None) -> dict[str, torch.Tensor]:
+    """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows; a list as KEY.0, KEY.1, ...
 
-    ``cond``: one prompt as comfy.samplers.process_conds leaves it. ``accepted``: the names that the backend takes.
+    ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are two. ``accepted``: the names that the backend takes.
     """
-    arguments = {key: cond.process_cond(batch_size=batch, area=None).cond for key, cond in cond["model_conds"].items() if key != "latent_shapes"}
-    return as_tensors(name, family.translate(arguments), accepted)
+    arguments = _of_batch(cond, batch)
+    values = _beside(arguments, _of_batch(other, batch)) if other else {key: value.cond for key, value in arguments.items()}
+    return as_tensors(name, family.translate(values), accepted)
 
 
 def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, torch.Tensor]:
-    """Model arguments as they are sent; RefusedError, which says that ``name`` gives it, for one that the backend does not take."""
+    """Model arguments as they are sent, a list as KEY.0, KEY.1, ...; RefusedError, which says that ``name`` gives it, for one that the backend does not take."""
     found = {}
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}.")
-        if not isinstance(value, (bool, int, float, torch.Tensor)):
-            raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__}, where the backend takes a tensor.")
-        found[key] = torch.as_tensor(value)
+        if isinstance(value, list) and all(isinstance(part, torch.Tensor) for part in value):
+            found |= {f"{key}.{i}": part for i, part in enumerate(value)}
+        elif key == "ref_latents_method" and value in REFERENCE_METHODS:
+            found[key] = torch.tensor(REFERENCE_METHODS.index(value))
+        elif isinstance(value, (bool, int, float, torch.Tensor)):
+            found[key] = torch.as_tensor(value)
+        else:
+            raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the backend takes a tensor.")
     return found
+
+
+def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
+    return {key: value.process_cond(batch_size=batch, area=None) for key, value in cond["model_conds"].items() if key != "latent_shapes"}
+
+
+def _beside(own: dict, other: dict) -> dict:
+    """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the shorter prompt, which joint attention notices."""
+    together = comfy.samplers.cond_equal_size(own, other)
+    same = lambda cond, others: not isinstance(cond, comfy.conds.CONDCrossAttn) or not together or cond.cond.shape == others.cond.shape
+    return {key: cond.cond if same(cond, other.get(key)) else cond.concat([other[key]])[: len(cond.cond)] for key, cond in own.items()}
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:

@@ -84,7 +84,7 @@ def _wan(config: dict) -> dict:
 def _wan_class(config: dict) -> str:
     if config["out_channels"] == 48:
         return "WAN22_T2V"
-    return "WAN21_I2V" if config.get("image_dim") else "WAN21_T2V"
+    return "WAN21_I2V" if config.get("image_dim") and config["in_channels"] == 36 else "WAN21_T2V"
 
 
 def _hunyuan_video(config: dict) -> dict:
@@ -95,6 +95,10 @@ def _hunyuan_video(config: dict) -> dict:
         "depth_single_blocks": config.get("num_single_layers", 0), "vec_in_dim": config.get("pooled_projection_dim"), "guidance_embed": config.get("guidance_embeds", False),
         "mlp_ratio": 4.0, "theta": 256, "qkv_bias": True, "meanflow": False, "byt5": "text_embed_2_dim" in config,
     }
+
+
+def _hunyuan_video_class(config: dict) -> str:
+    return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
 
 
 def _hunyuan_video15(config: dict) -> dict:
@@ -231,10 +235,19 @@ def _minimax_h3_arguments(arguments: dict) -> dict:
     return arguments
 
 
+def _ltxv_arguments(arguments: dict) -> dict:
+    """Without what changes nothing: guides that are attended to as they are, and frames that only later versions mark."""
+    guides = arguments.get("guide_attention_entries", [])
+    plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
+    dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))
+    return {key: value for key, value in arguments.items() if key not in dropped}
+
+
 #: Classes of models that ComfyUI does not have.
 OURS = {"Sana": Sana, "Flux3": Flux3}
-#: Keys of a CONDITIONING with which image to video models are given their picture.
+#: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit models are given theirs.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
+REFERENCES = ("reference_latents",)
 
 FAMILIES = {
     "flux": Family(
@@ -242,6 +255,7 @@ FAMILIES = {
         unet_config=_flux,
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
+        accepts=IMAGE_TO_VIDEO + REFERENCES,
     ),
     "chroma": Family(lambda config: "Chroma", _chroma, linear_shift=True),
     "sd3": Family(lambda config: "SD3", _sd3, needs=("pooled_output",)),
@@ -249,7 +263,7 @@ FAMILIES = {
     "hunyuan-dit": Family(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT", _hunyuan_dit,
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl")),
-    "hunyuan-video": Family(lambda config: "HunyuanVideo", _hunyuan_video, needs=("pooled_output",)),
+    "hunyuan-video": Family(_hunyuan_video_class, _hunyuan_video, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO),
     "hunyuan-video-1.5": Family(
         lambda config: "HunyuanVideo15", _hunyuan_video15, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO,
         reads=lambda config: {"img_in.proj.weight": torch.empty(_hidden(config), config["in_channels"], device="meta")}),
@@ -259,10 +273,10 @@ FAMILIES = {
     "cogvideox": Family(
         lambda config: "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V", _cogvideox, accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
-    "ltxv": Family(lambda config: "LTXV", _ltxv),
-    "qwen-image": Family(lambda config: "QwenImage", _qwen_image, linear_shift=True),
+    "ltxv": Family(lambda config: "LTXV", _ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=_ltxv_arguments),
+    "qwen-image": Family(lambda config: "QwenImage", _qwen_image, accepts=REFERENCES, linear_shift=True),
     "z-image": Family(lambda config: "ZImage", _z_image),
-    "krea2": Family(lambda config: "Krea2", _krea2),
+    "krea2": Family(lambda config: "Krea2", _krea2, accepts=REFERENCES),
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
@@ -322,5 +336,6 @@ def weightless_patcher(loaded: Loaded, transformer=ElsewhereModule, patcher=comf
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
     model.diffusion_model = transformer(getattr(torch, loaded.info["dtype"]), family.reads(config))
+    model.memory_required = lambda *shapes, **more: 0  # it runs elsewhere: ComfyUI need not make room for its activations
     management = comfy.model_management
     return patcher(model, management.get_torch_device(), management.unet_offload_device())

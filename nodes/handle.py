@@ -19,6 +19,8 @@ from .backends import Backend, backend_at_hand, backend_for
 from .families import weightless_patcher
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
+#: Not empty while ``make_no_room`` runs.
+_preparing: list[bool] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,17 @@ def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)
-        if unpatch_all and backend is not None and backend.alive():
+        if unpatch_all and not _preparing and backend is not None and backend.alive():
             backend.unload(path, weight_dtype)
 
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, unload)
+
+
+def make_no_room(executor, *arguments, **options):
+    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere, so no other transformer leaves the ranks for it,
+    such as the second expert of Wan 2.2."""
+    _preparing.append(True)
+    try:
+        return executor(*arguments, **options)
+    finally:
+        _preparing.pop()

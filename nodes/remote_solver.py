@@ -66,10 +66,13 @@ class RemoteSolver:
         """(Sample.prompts, their tensors)."""
         family, unet_config = family_named(self.loaded), guider.inner_model.model_config.unet_config
         batch, prompts, tensors = noise.shape[0], {}, {}
-        for side in ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]:
+        sides = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
+        everyone = [cond for side in sides for cond in guider.conds[side]]
+        for side in sides:
             for index, cond in enumerate(guider.conds[side], 1):
                 name = side if index == 1 else f"{side}{index}"
-                arguments = model_arguments(side, cond, batch, self.loaded.info["conditioning"], family)
+                other = next((one for one in everyone if one is not cond), None) if len(everyone) == 2 else None
+                arguments = model_arguments(side, cond, batch, self.loaded.info["conditioning"], family, other)
                 for key, value in fill_zeros(arguments, batch, family, unet_config).items():
                     tensors[f"{name}.{key}"] = value
                 prompts[name], weight = mixing(cond, noise)

@@ -8,6 +8,7 @@ from ..backend.protocol import RefusedError
 from ..backend.solver_names import SOLVERS
 from .conditioning import check_conditioning
 from .families import family_named
+from .handle import make_no_room
 from .load import ParallelDiTType, check_guidance, skips_negative
 from .remote_solver import RemoteSolver
 from .shift import apply_shift
@@ -150,6 +151,7 @@ def _remote_model(dit, sampler_name: str, shift: float):
     """(a MODEL whose solver runs on the ranks, that solver)."""
     model, remote = dit.patcher.clone(), RemoteSolver(dit, sampler_name)
     model.add_wrapper(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, remote)
+    comfy.patcher_extension.add_wrapper(comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING, make_no_room, model.model_options, is_model_options=True)
     apply_shift(model, shift, dit.loaded.family, family_named(dit.loaded))
     return model, remote
 

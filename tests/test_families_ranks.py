@@ -4,11 +4,15 @@ import pytest
 from families import LATENT_FORMATS
 from launch import run_ranks
 from tiny import write_checkpoint
+from variants import VARIANTS, write
 
 #: Flux has tests of its own.
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
-CASES = {2: [*FAMILIES, "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask"], 4: FAMILIES}
+CASES = {
+    2: [*FAMILIES, *(variant for variant in VARIANTS if variant != "wan22-i2v-low"), "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask"],
+    4: [*FAMILIES, "flux-kontext", "qwen-image-edit-2511", "krea2-edit", "wan21-i2v", "wan22-ti2v", "ltxv-i2v", "cogvideox-1.5-i2v"],
+}
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +20,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     for family in LATENT_FORMATS:
         write_checkpoint(folder / f"{family}.safetensors", family)
+    for variant in VARIANTS:
+        write(folder / f"{variant}.safetensors", variant)
     return folder
 
 

@@ -25,6 +25,23 @@ def test_text_longer_than_a_patch_leaves_the_rest_balanced():
     assert sizes == [(100, 1), (0, 20), (0, 20), (0, 20)]
 
 
+@pytest.mark.parametrize("count, sp", [(1, 1), (4, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize("position", ["first", "last", None])
+def test_context_rows_ride_with_patch_0(count, sp, position):
+    sequence = Sequence(12 if position else 0, 64, position, context=30)
+    found = patches(sequence, count, 0, sp)
+    assert [len(p.context) for p in found] == [30] + [0] * (count - 1)
+    assert torch.cat([p.positions("joint") for p in found]).sort().values.equal(torch.arange(sequence.joint))
+    assert torch.cat([p.positions("image") for p in found]).sort().values.equal(torch.arange(94))
+    assert len(found[0].image) <= len(found[-1].image)
+
+
+def test_positions_put_context_behind_the_latent():
+    first, last = (everything(Sequence(2, 3, position, context=4), 1, 2) for position in ("first", "last"))
+    assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions("image").tolist() == [1, 2, 5, 6]
+    assert last.local_positions("joint").tolist() == [1, 2, 5, 6, 8]
+
+
 def test_positions_put_text_where_the_family_has_it():
     first = everything(Sequence(2, 3, "first"), 1, 2)
     last = everything(Sequence(2, 3, "last"), 1, 2)
@@ -50,3 +67,10 @@ def test_nested_latents_are_rows_of_one_sequence_and_back():
     assert tokens[:, :12, :7].equal(audio.flatten(2).transpose(1, 2)) and not tokens[:, :12, 7:].any()
     assert grid.to_latent(tokens).equal(packed) and grid.shape == tuple(packed.shape[1:])
     assert grid.per_row([torch.tensor(1.0), torch.tensor(2.0)]).flatten().tolist() == [2.0] * 12 + [1.0] * 12
+
+
+def test_leading_rows_of_a_rank():
+    shares = [everything(Sequence(10, 20, "last"), rank, 2) for rank in (0, 1)]
+    assert [share.leading(13, ("image",)) for share in shares] == [(10,), (3,)]
+    assert [share.leading(13, ("text", "image")) for share in shares] == [(5, 3), (5, 0)]
+    assert [share.leading(4, ("text", "image")) for share in shares] == [(4, 0), (0, 0)]

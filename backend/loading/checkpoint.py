@@ -189,7 +189,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
     pipeline = {part: json.loads(path.read_text()) for part, path in (("scheduler", folder / "scheduler/scheduler_config.json"), ("vae", folder / "vae/config.json")) if path.is_file()}
     family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
-    return Checkpoint(folder.name, family, config, ScaledFiles(folder_files(inner)), latent_format=latent_format, pipeline=pipeline)
+    return Checkpoint(folder.name, family.of(config), config, ScaledFiles(folder_files(inner)), latent_format=latent_format, pipeline=pipeline)
 
 
 def _transformer_class(folder: Path, config: dict) -> type:
@@ -206,10 +206,14 @@ def _open_single_file(path: Path) -> Checkpoint:
         keys = family.layout.keys(files.shapes)
         if keys is not None:
             config = family.layout.config({ours: files.shapes[theirs] for ours, theirs in keys.items()}) | family.layout.metadata(files.metadata)
-            return Checkpoint(path.name, family, config, files, keys, single_file=True)
+            return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
     checkpoint = _with_diffusers_names(path, files)
     if checkpoint is not None:
         return checkpoint
+    for family in FAMILIES.values():
+        variant = family.layout.unsupported(files.shapes)
+        if variant:
+            raise UnsupportedError(f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it with KSampler.")
     first = ", ".join(list(files.shapes)[:3])
     raise UnsupportedError(f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here.")
 
@@ -223,10 +227,11 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         shapes = from_diffusers(family.layout, {name: files.shapes[key] for name, key in keys.items()})
-        if any(key not in shapes for key in family.layout.signature) or any(key in shapes for key in family.layout.absent):
+        if any(key not in shapes for key in family.layout.signature) or any(key in shapes for key in (*family.layout.absent, *family.layout.variants)):
             continue
         try:
-            checkpoint = Checkpoint(path.name, family, family.layout.config(shapes) | family.layout.metadata(files.metadata), files, keys)
+            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
+            checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
             checkpoint.sources
             return checkpoint
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:

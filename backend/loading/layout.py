@@ -1,7 +1,7 @@
 """Key layouts of single files: where each parameter of the diffusers transformer is found. A layout is data of the family."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Mapping
 
 from ..parallel.rows import Span
@@ -16,7 +16,7 @@ PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "trans
 class Layout:
     """How a single file names a family's tensors.
 
-    signature: keys that tell the family; absent: keys that tell another one.
+    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a variant that is not supported and has it.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the block number; a name of a whole tensor
     (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round, {} being
     the number of every block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as many elements.
@@ -32,14 +32,20 @@ class Layout:
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
+    variants: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file is of another layout."""
         for prefix in PREFIXES:
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
+            if all(key in found for key in self.signature) and not any(key in found for key in (*self.absent, *self.variants)):
                 return found
         return None
+
+    def unsupported(self, keys: Iterable[str]) -> str | None:
+        """The name of a variant that is not supported and that ``keys`` are of."""
+        bare = {self.spell(key.removeprefix(prefix)) for prefix in PREFIXES for key in keys if key.startswith(prefix)}
+        return next((name for key, name in self.variants.items() if key in bare), None)
 
     def spell(self, key: str) -> str:
         """A key of another spelling in this one."""

@@ -43,7 +43,8 @@ def config(shapes):
 network = "distilled_guidance_layer"
 LAYOUT = Layout(
     signature=("img_in.weight", "txt_in.weight", f"{network}.in_proj.weight", f"{network}.norms.0.scale", "double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight", "final_layer.linear.weight"),
-    absent=("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),     # Radiance
+    absent=(),
+    variants={key: "Chroma Radiance, which works on pixels" for key in ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__")},
     config=config,
     names=flux.LAYOUT.names | {
         f"{network}.layers.{{}}.in_layer": f"{network}.layers.{{}}.linear_1", f"{network}.layers.{{}}.out_layer": f"{network}.layers.{{}}.linear_2",

@@ -1,10 +1,11 @@
-"""CogVideoX (2b, 5b) and 1.5 of Zhipu: 30 or 42 joint blocks, v-prediction on a discrete schedule; text first."""
+"""CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a discrete schedule; text first."""
 
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..loading.layout import Layout, blocks_of
 from ..schedule import DiscreteSchedule
+from . import references
 from .plans import COMMON
 from .spec import Family
 
@@ -24,9 +25,8 @@ def rotary(config, grid, device):
 def forward_args(config, grid, latent, timestep, cond):
     """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
     batch = latent.shape[0]
-    latent = torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
     return dict(
-        hidden_states=grid.pad(latent).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), ofs=cond.get("ofs"),
+        hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), ofs=cond.get("ofs"),
         image_rotary_emb=rotary(config, grid, latent.device) if config["use_rotary_positional_embeddings"] else None)
 
 
@@ -34,7 +34,7 @@ def refusal(config, grid, cond):
     """A learned position table fits one size."""
     size = config["sample_height"], config["sample_width"]
     if not config["use_learned_positional_embeddings"] or grid.padded.shape[-2:] == size:
-        return None
+        return references.wrong_channels(config["in_channels"], grid, cond)
     return f"the latent is {grid.shape[-2]} x {grid.shape[-1]}, but this model makes videos of {size[0]} x {size[1]} latent pixels only."
 
 
@@ -52,6 +52,7 @@ block = "transformer_blocks.{}"
 LAYOUT = Layout(
     signature=("patch_embed.proj.weight", "patch_embed.text_proj.weight", "time_embedding_linear_1.weight", "blocks.0.norm1.linear.weight", "blocks.0.attn_out.weight", "proj_out.weight"),
     absent=(),
+    variants={"patch_embed.pos_embedding": "CogVideoX 1.0 image to video (learned positions)"},
     config=config,
     names={
         "time_embedding_linear_1": "time_embedding.linear_1", "time_embedding_linear_2": "time_embedding.linear_2",

@@ -1,25 +1,37 @@
-"""Flux.1 (dev, schnell) of Black Forest Labs: 19 double-stream and 38 single-stream blocks in the released size."""
+"""Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38 single-stream blocks in the released size."""
 
 import torch
 
 from ..loading.layout import Layout
+from . import references
 from .spec import Family
+
+#: Ways to place references that Flux knows; it takes every other one for "offset".
+PLACES = ("offset", "index", "uxo")
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2; text ids are zeros, image ids (0, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
-    batch, (_, rows, columns) = latent.shape[0], grid.counts
-    y, x = torch.meshgrid(torch.arange(rows, device=latent.device), torch.arange(columns, device=latent.device), indexing="ij")
-    ids = torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3)
+    """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
+    batch = latent.shape[0]
+    how = references.method(cond, "offset")
     return dict(
-        hidden_states=grid.to_tokens(latent),
+        hidden_states=torch.cat([grid.to_tokens(references.with_channels(latent, cond)), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond["y"],
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=ids.to(latent.dtype),
-        txt_ids=ids.new_zeros(cond["c_crossattn"].shape[1], 3).to(latent.dtype),
+        img_ids=references.all_positions(grid, cond, how if how in PLACES else "offset", latent.device),
+        txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
     )
+
+
+def refusal(config, grid, cond):
+    """Fill, Canny and Depth take a picture as channels; diffusers' blocks give one timestep to all rows."""
+    if config["guidance_embeds"] and "guidance" not in cond:
+        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+    if references.references(cond) and config["in_channels"] != (config["out_channels"] or config["in_channels"]):
+        return "it has reference latents, but this model takes its picture as channels (Fill, Canny, Depth); use FLUX.1 Kontext or remove ReferenceLatent."
+    return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method") or references.wrong_channels(config["in_channels"] // 4, grid, cond)
 
 
 def config(shapes):
@@ -75,11 +87,13 @@ FAMILY = Family(
     text_layers=("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*"),
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    conditioning=("c_crossattn", "y", "guidance"),
+    latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
+    context=references.rows,
+    conditioning=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
     required=("c_crossattn", "y"),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]},
+    refusal=refusal,
     forward_args=forward_args,
-    output=lambda output, grid: output,
+    output=lambda output, grid: output[:, : grid.tokens],
     layout=LAYOUT,
 )

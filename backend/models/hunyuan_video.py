@@ -1,20 +1,31 @@
-"""HunyuanVideo of Tencent, text to video: 20 double-stream and 40 single-stream blocks in the released size; text last, refined inside the model."""
+"""HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40 single-stream blocks in the released size; text last, refined inside the model."""
 
 import torch
 
 from ..loading.layout import Layout, blocks_of
+from . import hunyuan_guided, references
 from .plans import COMMON, PARALLEL_MLP
 from .spec import Family
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000, and so does the guidance's embedding."""
+    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and its mask as further channels (c_concat)."""
     batch, text = latent.shape[0], cond["c_crossattn"]
     mask = cond["attention_mask"] if "attention_mask" in cond else torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
+    if "guiding_frame_index" in cond:                       # v2: the first frame is given, at this timestep
+        frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
+        guidance = torch.stack([torch.zeros_like(frame) if guidance is None else guidance, frame], dim=1)
     return dict(
-        hidden_states=grid.pad(latent), encoder_hidden_states=text, encoder_attention_mask=mask, pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
+        hidden_states=grid.pad(references.with_channels(latent, cond)), encoder_hidden_states=text, encoder_attention_mask=mask, pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
         timestep=sigma.expand(batch) * 1000, guidance=guidance)
+
+
+def refusal(config, grid, cond):
+    """What guidance-distilled and image to video models need."""
+    if config["guidance_embeds"] and "guidance" not in cond:
+        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+    return references.wrong_channels(config["in_channels"], grid, cond)
 
 
 def config(shapes):
@@ -87,7 +98,11 @@ FAMILY = Family(
     clean_inpaint=True,
     patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["out_channels"],
-    conditioning=("c_crossattn", "y", "guidance", "attention_mask"),
+    leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
+    adjust=hunyuan_guided.adjust,
+    prepare=hunyuan_guided.prepare,
+    refusal=refusal,
+    conditioning=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
     required=("c_crossattn", "y"),
     widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
     forward_args=forward_args,

@@ -49,7 +49,8 @@ def config(shapes):
 
 LAYOUT = Layout(
     signature=("img_in.proj.weight", "txt_in.individual_token_refiner.blocks.0.norm1.weight", "double_blocks.0.img_attn.norm.query_norm.scale", "byt5_in.fc1.weight", "vision_in.proj.0.weight", "cond_type_embedding.weight"),
-    absent=("time_r_in.in_layer.weight", "vector_in.in_layer.weight"),      # super resolution; HunyuanVideo
+    absent=("vector_in.in_layer.weight",),              # HunyuanVideo
+    variants={"time_r_in.in_layer.weight": "HunyuanVideo 1.5 super resolution"},
     config=config,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,

@@ -1,22 +1,32 @@
-"""Krea 2: 28 blocks over one stream of text and image with grouped queries; the prompt is a stack of the text encoder's layers, fused inside the model."""
+"""Krea 2, with reference pictures: 28 blocks over one stream of text and image with grouped queries; the prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
 
 from ..loading.layout import Layout, blocks_of
+from . import references
 from .plans import COMMON
 from .spec import Family
 
 
+def given(cond):
+    """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
+    return cond if "ref_latents_method" in cond else {}
+
+
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2; positions are (0, y, x) and zeros for text. The prompt's layers come side by side."""
-    text, device = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1)), latent.device
-    image = torch.stack(torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"), dim=-1).reshape(-1, 3)
-    positions = torch.cat([image.new_zeros(text.shape[1], 3), image])
-    return dict(hidden_states=grid.to_tokens(latent), encoder_hidden_states=text, timestep=sigma.expand(latent.shape[0]), position_ids=positions)
+    """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The prompt's layers come side by side."""
+    text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
+    image = references.all_positions(grid, given(cond), "index", latent.device)
+    return dict(
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, given(cond))], dim=1), encoder_hidden_states=text, timestep=sigma.expand(latent.shape[0]),
+        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]))
 
 
 def refusal(config, grid, cond):
-    """ComfyUI runs frames as a batch; one frame is all that the model makes."""
+    """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one timestep to all rows."""
+    wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
+    if wrong:
+        return wrong
     return None if grid.counts[0] == 1 else f"the latent has {grid.counts[0]} frames, but Krea 2 makes one picture; use a batch instead."
 
 
@@ -61,12 +71,13 @@ FAMILY = Family(
     per_token={"image_rotary_emb": ("joint", 0)},
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: config["in_channels"] // 4,
-    conditioning=("c_crossattn", "attention_mask"),        # ComfyUI's model takes no notice of the mask
+    context=lambda config, grid, cond: references.rows(config, grid, given(cond)),
+    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),        # ComfyUI's model takes no notice of the mask
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
     refusal=refusal,
     forward_args=forward_args,
-    output=lambda output, grid: output,
+    output=lambda output, grid: output[:, : grid.tokens],
     layout=LAYOUT,
     tp_plan=COMMON,
 )

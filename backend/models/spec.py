@@ -1,6 +1,6 @@
 """What a model family is: data. The engine reads it and never names a family."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Mapping
 
@@ -47,7 +47,12 @@ class Family:
     counts_image: the model counts the image rows between its block lists, so it is handed all of them there.
     text_needs_a_row: blocks fail on a text stream without rows, so where they have none they are given one that attention leaves out.
     text_mask: block argument (B, text) that hides rows of text from every query; a stage hands it to attention instead.
-    per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension).
+    per_token: block arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's parts, dimension); with a third entry, only
+        where the tensor has that many dimensions. One row stands for all.
+    leading: block arguments that are a number of first rows, counted through these streams in order; a block that has some rows alone is given
+        how many of its own are among them, one number for each stream.
+    context: (transformer config, grid, arguments of one guidance branch) -> rows that forward_args puts behind the latent's in the image stream: given, not denoised.
+    variant: transformer config -> entries of this family that are others for it.
     attention: kind of each attention call of a block, in order ("joint" | "image" | "cross"), and of each call of mixing.py ("sum" | "surroundings").
     patch: transformer config -> (pt, ph, pw), latent pixels per token (of the first latent, where there are several).
     nested: the latents, where the model denoises several at once.
@@ -100,7 +105,10 @@ class Family:
     image_first: tuple[str, ...] = ()
     text_needs_a_row: bool = False
     text_mask: str | None = None
-    per_token: Mapping[str, tuple[Kind | tuple[Kind, ...], int]] = field(default_factory=dict)
+    per_token: Mapping[str, tuple] = field(default_factory=dict)
+    leading: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
+    context: Callable[[Mapping, TokenGrid, dict[str, Tensor]], int] = lambda config, grid, cond: 0
+    variant: Callable[[Mapping], dict[str, Any]] = lambda config: {}
     skip: str | None = None
     skip_source: Callable[[int, int], int | None] = lambda index, total: None
     schedule: Callable[[Mapping], DiscreteSchedule] | None = None
@@ -128,6 +136,11 @@ class Family:
     def is_float32(self, name: str) -> bool:
         """Does the parameter ``name`` stay in float32?"""
         return any(fnmatchcase(name, pattern) for pattern in self.float32)
+
+    def of(self, config: Mapping) -> "Family":
+        """The family as it is for a transformer of this configuration."""
+        others = self.variant(config)
+        return replace(self, **others) if others else self
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text rows alone?"""

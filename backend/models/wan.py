@@ -1,32 +1,64 @@
-"""Wan 2.1 and 2.2 of Alibaba, text or image to video: 30 to 40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
+"""Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B: 30 to 40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
 
-import torch
+from functools import partial
+
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ..loading.layout import Layout, blocks_of
+from . import references
 from .plans import COMMON
 from .spec import Family
 
 
-#: Rows of an encoded prompt.
-TEXT = 512
+class ImageFirst(WanAttnProcessor):
+    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows. ``rows``: of image features."""
+
+    rows = 0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows:]
+        apart = lambda x: x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        query = apart(attn.norm_q(attn.to_q(hidden_states)))
+        pairs = [(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)), (attn.norm_k(attn.to_k(text)), attn.to_v(text))]
+        read = [F.scaled_dot_product_attention(query, apart(key), apart(value)) for key, value in pairs]
+        return attn.to_out[1](attn.to_out[0](sum(read).transpose(1, 2).flatten(2)))
+
+
+def embed_image(embedder, processor, features):
+    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned positions, of which ComfyUI uses as many as there are rows."""
+    if embedder.pos_embed is not None:
+        features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
+    processor.rows = features.shape[1]
+    return embedder.norm2(embedder.ff(embedder.norm1(features)))
+
+
+def adjust(transformer, config):
+    """Image features and text of any length."""
+    embedder, processor = transformer.condition_embedder.image_embedder, ImageFirst()
+    if embedder is not None:
+        embedder.forward = partial(embed_image, embedder, processor)
+        for block in transformer.blocks:
+            block.attn2.set_processor(processor)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features as clip_fea."""
-    latent = torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
+    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features as clip_fea; 2.2's 5B is given frames by a
+    timestep for each, the part of a frame that the mask has denoised."""
+    timestep = sigma.expand(latent.shape[0]) * 1000
+    if "denoise_mask" in cond:
+        frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
+        timestep = frames.repeat_interleave(grid.counts[1] * grid.counts[2], dim=1)
     return dict(
-        hidden_states=grid.pad(latent), encoder_hidden_states=cond["c_crossattn"], encoder_hidden_states_image=cond.get("clip_fea"),
-        timestep=sigma.expand(latent.shape[0]) * 1000)
+        hidden_states=grid.pad(references.with_channels(latent, cond)), encoder_hidden_states=cond["c_crossattn"], encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
+        timestep=timestep)
 
 
 def refusal(config, grid, cond):
-    """2.1's image to video models tell text from image features by a text of 512 rows."""
-    if config["image_dim"] is None:
-        return None
-    if "clip_fea" not in cond:
+    """2.1's image to video models read CLIP features."""
+    if config["image_dim"] and "clip_fea" not in cond:
         return "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to WanImageToVideo."
-    rows = cond["c_crossattn"].shape[1]
-    return None if rows == TEXT else f"the prompt has {rows} rows, but this image to video model takes {TEXT}; encode it with the umT5 text encoder, and shorten it."
+    return references.wrong_channels(config["in_channels"], grid, cond)
 
 
 def config(shapes):
@@ -45,8 +77,11 @@ def config(shapes):
 block, embedder = "blocks.{}", "condition_embedder"
 LAYOUT = Layout(
     signature=("patch_embedding.weight", "text_embedding.0.weight", "time_projection.1.weight", "blocks.0.self_attn.q.weight", "blocks.0.ffn.0.weight", "head.head.weight", "head.modulation"),
-    # control, camera, speech and animation variants have further parts
-    absent=("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight", "casual_audio_encoder.weights", "pose_patch_embedding.weight", "ref_conv.weight", "face_adapter.fuser_blocks.0.k_norm.weight"),
+    absent=(),
+    variants={
+        "vace_patch_embedding.weight": "Wan VACE", "control_adapter.conv.weight": "Wan Fun Camera", "ref_conv.weight": "Wan Fun Control", "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
+        "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V", "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate", "pose_patch_embedding.weight": "Wan Animate",
+        "patch_embedding_pose.weight": "SCAIL", "patch_embedding_global.weight": "WanDancer"},
     config=config,
     names={
         "patch_embedding": "patch_embedding", "head.head": "proj_out", "head.modulation": "scale_shift_table",
@@ -62,6 +97,10 @@ LAYOUT = Layout(
     },
 )
 
+#: Of 2.2's 5B, which is given frames by a timestep of their own.
+GIVEN_FRAMES = {
+    "clean_inpaint": True, "conditioning": ("c_crossattn", "denoise_mask", "clip_fea"), "per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+}
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
@@ -69,6 +108,8 @@ FAMILY = Family(
     block_lists=("blocks",),
     returns=("image",),
     per_token={"rotary_emb": ("image", 1)},
+    adjust=adjust,
+    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
     attention=("image", "cross", "cross"),
     prompt_only=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
     refusal=refusal,

@@ -41,7 +41,8 @@ def block(name):
 
 LAYOUT = Layout(
     signature=("x_embedder.weight", "cap_embedder.1.weight", "x_pad_token", "cap_pad_token", "noise_refiner.0.attention.qkv.weight", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight", "final_layer.linear.weight"),
-    absent=("siglip_embedder.0.weight", "clip_text_pooled_proj.0.weight", "dec_net.cond_embed.weight"),
+    absent=(),
+    variants={"siglip_embedder.0.weight": "Z-Image Omni", "clip_text_pooled_proj.0.weight": "NewBie", "dec_net.cond_embed.weight": "Z-Image in pixels"},
     config=config,
     names=block("noise_refiner") | block("context_refiner") | block("layers") | {
         "x_embedder": "all_x_embedder.2-1", "final_layer.linear": "all_final_layer.2-1.linear", "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",

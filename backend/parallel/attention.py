@@ -96,7 +96,7 @@ class Attention:
     def _key_mask(self):
         """(B, 1, 1, text + image): the text mask as one over the keys of the whole joint sequence."""
         text, sequence = self.call.text_mask.bool(), self.call.rows.sequence
-        image = text.new_ones(text.shape[0], sequence.image)
+        image = text.new_ones(text.shape[0], sequence.stream)
         return torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)[:, None, None]
 
     def _needed(self, mask):

@@ -36,7 +36,7 @@ class Mixing:
         where = call.next()[1]
         if buffers is None:
             return self._over_ranks(part(slice(None)))
-        own, image = call.rows.local[1], call.rows.image
+        own, image = call.rows.local.image, call.rows.image
         mine = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
         shares = self._over_ranks(torch.stack([part(_within(own, buffers.spans[i])) for i in mine], dim=1))     # (B, patches of this forward, ...)
         kept, = buffers.refresh(where, shares.flatten(2)[None, :, None], slice(mine[0], mine[-1] + 1), len(buffers.spans), call.items)
@@ -53,10 +53,10 @@ class Mixing:
         where, rows = call.next()[1], call.rows
         if buffers is None and self.sp.size == 1:
             return Around(x, 0, 0)
-        own = rows.local[1]
+        own = rows.local.image
         near = _near(own, reach, rows.sequence.image)
         if buffers is None:
-            return Around(self._exchange(x, [shard[1] for shard in rows.shards], near, reach, rows.sequence.image), near.lo, own.lo - near.lo)
+            return Around(self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image), near.lo, own.lo - near.lo)
         shapes = [(x.shape[0], length, x.shape[2]) for length in rows.lengths("image")]
         fresh = torch.cat(comm.gather(x, shapes, self.sp, "surroundings"), dim=1)
         kept, = buffers.refresh(where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items)

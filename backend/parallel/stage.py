@@ -32,7 +32,8 @@ class StageDone(Exception):
 
 @dataclass
 class Forward:
-    """One forward under way: which rows of which guidance branch and batch items. ``image`` None: every row. ``tokens``: image rows of the whole latent;
+    """One forward under way: which rows of which guidance branch and batch items. ``image``: rows of the latent, None for every row; ``with_text``: with
+    the rows that ride with patch 0, of text and context. ``tokens``, ``context``: rows of the whole latent, and behind them in the image stream;
     ``fresh``, ``parts``: see Sequence."""
 
     branch: str
@@ -42,6 +43,7 @@ class Forward:
     tokens: int = 0
     fresh: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    context: int = 0
     rows: Rows | None = None
     skips: dict[int, Tensor] = field(default_factory=dict)
     cuts: dict = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Stage:
         if self.pipe and not self.mesh.pp.first:
             rows = self._rows(forward, self.sequences[forward.branch])
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
-            self.pipe.post((len(forward.items), self._text_received(rows) + len(rows.local[1]), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post((len(forward.items), self._text_received(rows) + rows.local.stream, width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -149,16 +151,16 @@ class Stage:
         elif not self.joined[index]:
             streams = {"image": image, "text": call[self.family.text] if self.family.text and index >= self.entry else None}
         else:
-            streams = self._split(image, image.shape[1] - self.current.tokens if enters else rows.kept + rows.sequence.fresh)
+            streams = self._split(image, image.shape[1] - self.current.tokens - self.current.context if enters else rows.kept + rows.sequence.fresh)
         return streams if enters else self._own(streams)
 
     def _own(self, streams):
         """This rank's rows of what the model hands over whole: image rows between block lists, and fresh text."""
         rows, text, image = self.current.rows, streams["text"], streams["image"]
-        span, fresh = rows.local[1], rows.sequence.text - rows.sequence.fresh
-        image = image if image.shape[1] == len(span) else image[:, span.lo: span.hi]
+        share, fresh = rows.local, rows.sequence.text - rows.sequence.fresh
+        image = image if image.shape[1] == share.stream else self._mine(image)
         if rows.sequence.fresh:
-            lo, hi = (max(row, fresh) - fresh + rows.kept for row in (rows.local[0].lo, rows.local[0].hi))
+            lo, hi = (max(row, fresh) - fresh + rows.kept for row in (share.text.lo, share.text.hi))
             text = torch.cat([text[:, : rows.kept], text[:, lo: hi]], dim=1)
         return {"text": text, "image": image}
 
@@ -175,6 +177,12 @@ class Stage:
         pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.streams)]
 
+    def _mine(self, image):
+        """This rank's rows of the whole image stream."""
+        share, tokens = self.current.rows.local, self.current.rows.sequence.image
+        latent, context = image[:, share.image.lo: share.image.hi], image[:, tokens + share.context.lo: tokens + share.context.hi]
+        return torch.cat([latent, context], dim=1) if len(share.context) else latent
+
     def _split(self, joined, text_rows):
         if self.family.text_position == "first":
             return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
@@ -185,15 +193,16 @@ class Stage:
 
     def _enter(self, streams):
         text, image, forward = streams["text"], streams["image"], self.current
-        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1], self.family.text_position, forward.fresh, forward.parts)
+        tokens = image.shape[1] - forward.context
+        sequence = Sequence(0 if text is None else text.shape[1], tokens, self.family.text_position, forward.fresh, forward.parts, forward.context)
         self.sequences[forward.branch] = sequence
         forward.rows = self._rows(forward, sequence)
-        text_rows, image_rows = forward.rows.local
-        return {"image": image[:, image_rows.lo: image_rows.hi], "text": None if text is None else text[:, text_rows.lo: text_rows.hi]}
+        span = forward.rows.local.text
+        return {"image": self._mine(image), "text": None if text is None else text[:, span.lo: span.hi]}
 
     def _rows(self, forward, sequence):
-        text = Span(0, sequence.text if forward.with_text else 0)
-        return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size)
+        text, context = (Span(0, count if forward.with_text else 0) for count in (sequence.text, sequence.context))
+        return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size, context)
 
     def _run(self, index, block, call, streams):
         forward, family = self.current, self.family
@@ -207,9 +216,12 @@ class Stage:
         if family.text and not self.joined[index] and index >= self.entry:
             call[family.text] = streams["text"]
         if not forward.rows.is_everything:
-            for name, (kind, dim) in family.per_token.items():
-                if name in call:
+            for name, (kind, dim, *dims) in family.per_token.items():
+                if name in call and (not dims or call[name].ndim == dims[0]):
                     call[name] = self._cut(call[name], kind, dim, stand_in)
+            for name, kinds in family.leading.items():
+                if call.get(name) is not None:
+                    call[name] = forward.rows.leading(call[name], kinds)
         if self.skip_sources[index] is not None:
             call[family.skip] = forward.skips.pop(self.skip_sources[index])
         where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in)
@@ -234,6 +246,8 @@ class Stage:
         if isinstance(value, (tuple, list)):
             kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
             return type(value)(self._cut(part, kind, dim, stand_in) for part, kind in zip(value, kinds))
+        if value.shape[dim] == 1 and self.current.rows.sequence.rows_of(kind) > 1:
+            return value
         kept = self.current.cuts.get((id(value), kind, dim, stand_in))
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
@@ -278,12 +292,12 @@ class Stage:
         return {"image": self._whole(streams["image"]), "text": text}
 
     def _whole(self, image):
-        """All image rows of the sequence, of which this forward's carry values."""
+        """The image stream of the sequence, of which this forward's rows of the latent carry values."""
         rows = self.current.rows
         if rows.is_everything:
             return image
-        full, span = image.new_zeros(image.shape[0], rows.sequence.image, image.shape[2]), rows.local[1]
-        full[:, span.lo: span.hi] = image
+        full, span = image.new_zeros(image.shape[0], rows.sequence.stream, image.shape[2]), rows.local.image
+        full[:, span.lo: span.hi] = image[:, : len(span)]
         return full
 
 

@@ -8,7 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
+import variants
 from comfy_server import PACK, CannotStart, ComfyServer
+from families import LATENT_FORMATS
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +38,21 @@ def start_comfy(tmp_path_factory):
 def comfy(start_comfy):
     """A ComfyServer that every test leaves as it found it."""
     return start_comfy()
+
+
+@pytest.fixture(scope="session")
+def family_comfy(tmp_path_factory):
+    """A ComfyServer with a tiny checkpoint of every golden family and of every variant, FAMILY.safetensors."""
+    folder = tmp_path_factory.mktemp("families")
+    models = folder / "models/diffusion_models"
+    models.mkdir(parents=True)
+    for family in LATENT_FORMATS:
+        tiny.write_checkpoint(models / f"{family}.safetensors", family)
+    for variant in variants.VARIANTS:
+        variants.write(models / f"{variant}.safetensors", variant)
+    try:
+        server = ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"})
+    except CannotStart as reason:
+        pytest.skip(str(reason))
+    yield server
+    server.stop()

@@ -1,34 +1,18 @@
 """Every family in a graph of a real ComfyUI, on two ranks: the golden latents."""
 
 import json
-from pathlib import Path
 
 import pytest
-from comfy_server import PACK, CannotStart, ComfyServer
 from families import LATENT_FORMATS, TOLERANCES
-from tiny import GOLDEN, write_checkpoint
+from tiny import GOLDEN
 
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 
 
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("comfy")
-    for family in FAMILIES:
-        (folder / "models/diffusion_models").mkdir(parents=True, exist_ok=True)
-        write_checkpoint(folder / f"models/diffusion_models/{family}.safetensors", family)
-    try:
-        server = ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"})
-    except CannotStart as reason:
-        pytest.skip(str(reason))
-    yield server
-    server.stop()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_latent_as_ksampler(comfy, family):
+def test_same_latent_as_ksampler(family_comfy, family):
     file = str(GOLDEN / f"{family}__euler_simple.safetensors")
-    run = comfy.run({
+    run = family_comfy.run({
         "1": {"class_type": "TestGoldenInputs", "inputs": {"file": file, "change": "nothing"}},
         "2": {"class_type": "ParallelConfig", "inputs": {"ulysses_degree": 2, "device": "cpu"}},
         "3": {"class_type": "LoadParallelDiT", "inputs": {"config": ["2", 0], "model_name": f"{family}.safetensors"}},

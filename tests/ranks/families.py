@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
+import variants
 
 from backend import mesh
 from backend.config import ParallelConfig
@@ -31,9 +32,9 @@ CONFIGURATIONS = {
 
 
 def request(case: str, config: ParallelConfig):
-    """The first steps of a family's golden case; FAMILY+mask hides the prompt's last rows."""
+    """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows."""
     family, _, mask = case.partition("+")
-    sample, _ = golden(f"{family}__euler_simple", case)
+    sample = variants.request(case, case) if case in variants.VARIANTS else golden(f"{family}__euler_simple", case)[0]
     tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][: STEPS + 1]}
     for branch in ("positive", "negative") if mask else ():
         tensors[f"{branch}.attention_mask"] = torch.ones(tensors[f"{branch}.c_crossattn"].shape[:2], dtype=torch.long)
@@ -46,13 +47,13 @@ def run(engine: Engine, family: str, folder: str):
     sample = request(family, engine.config)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    return samples, called(engine, family)
+    return samples.contiguous(), called(engine, family)       # a latent cropped of its padding is a view, which gloo does not broadcast
 
 
 def called(engine: Engine, name: str):
     """One call of the model; of families that denoise several latents at once, which have none, the same zeros everywhere."""
     family, output = engine.models[name].family, torch.zeros(1)
-    if not family.nested:
+    if not family.nested and name not in variants.VARIANTS:
         call = model_call(f"{name.partition('+')[0]}__euler_simple", family.name, CALLED, name)
         engine.check_forward(call)
         output, _ = engine.forward(call)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from comfy.nested_tensor import NestedTensor
 from safetensors.torch import load_file
 
+from .pictures import NODES
+
 
 class TestGoldenInputs:
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING", "LATENT")
@@ -167,4 +169,4 @@ class TestLatentError:
         return {"ui": {"text": [json.dumps(((a - b) / b.std()).abs().max().item())]}}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision, TestNativeModel, TestLatentError)}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES

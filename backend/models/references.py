@@ -1,0 +1,99 @@
+"""Pictures that are given to a model beside the one it makes: reference latents, whose tokens follow the latent's in the image stream and have
+positions of their own, and latents that come as further channels. Positions are ComfyUI's (its ref_latents_method)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..protocol import REFERENCE_METHODS
+from ..tokens import TokenGrid
+
+
+def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
+    """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
+    return [cond[name] for name in sorted((name for name in cond if name.startswith("ref_latents.")), key=lambda name: int(name.partition(".")[2]))]
+
+
+def method(cond: Mapping[str, Tensor], default: str) -> str:
+    """How the references are placed: one of REFERENCE_METHODS."""
+    return REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])] if "ref_latents_method" in cond else default
+
+
+def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
+    """Why references cannot be put beside this latent, or None. ``timestep_zero``: what to use for the method index_timestep_zero, "" where the model has it."""
+    names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
+    if not all(name.partition(".")[2].isdecimal() for name in names):
+        return f"the references are called {', '.join(names)}; call them ref_latents.0, ref_latents.1 and so on."
+    for name in names:
+        if cond[name].ndim not in (4, len(grid.shape) + 1) or cond[name].shape[1] != grid.shape[0] or not cond[name].numel():
+            return f"{name} has shape {list(cond[name].shape)}, but the latent has {grid.shape[0]} channels in {len(grid.shape) + 1} dimensions; encode the reference with the VAE of this model."
+    number = int(cond["ref_latents_method"].flatten()[0]) if "ref_latents_method" in cond else 0
+    if not 0 <= number < len(REFERENCE_METHODS):
+        return f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for {', '.join(REFERENCE_METHODS)}."
+    if timestep_zero and names and "ref_latents_method" in cond and REFERENCE_METHODS[number] == "index_timestep_zero":
+        return f"the references are placed by index_timestep_zero, which this model in diffusers does not have; {timestep_zero}."
+    return None
+
+
+def grids(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[TokenGrid]:
+    """The reference latents as grids of tokens."""
+    return [TokenGrid(tuple(latent.shape[1:]), grid.patch) for latent in references(cond)]
+
+
+def rows(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
+    """Tokens of all references: Family.context."""
+    return sum(reference.tokens for reference in grids(grid, cond))
+
+
+def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
+    """The references (B, tokens, F), to be put behind the latent's own."""
+    return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
+
+
+def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
+    """(number, row, column), in tokens, where the top left corner of each reference is; the latent's own is at (0, 0, 0)."""
+    placed, (height, width), half = [], (0, 0), (grid.patch[1] // 2, grid.patch[2] // 2)
+    for number, (_, h, w) in enumerate((reference.extent for reference in found), 1):
+        index, row, column = 1, 0, 0
+        if how in ("index", "index_timestep_zero"):
+            index = number
+        elif how == "negative_index":
+            index = -number
+        elif how == "uxo":
+            index, row, column = 0, grid.counts[1] * grid.patch[1] + height, grid.counts[2] * grid.patch[2] + width
+            height, width = height + h, width + w
+        else:                       # offset: side by side, along the shorter side of what there is
+            row, column = (0, width) if h + height > w + width else (height, 0)
+            height, width = max(height, h + row), max(width, w + column)
+        placed.append((index, (row + half[0]) // grid.patch[1], (column + half[1]) // grid.patch[2]))
+    return placed
+
+
+def positions(grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False) -> Tensor:
+    """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the picture. A picture's t is its number."""
+    axes = [torch.arange(count, device=device, dtype=torch.float32) for count in grid.counts]
+    middle = [count // 2 if centred else 0 for count in grid.counts]
+    shifted = [axes[0] + (place[0] if grid.counts[0] == 1 else 0), axes[1] + place[1] - middle[1], axes[2] + place[2] - middle[2]]
+    return torch.stack(torch.meshgrid(*shifted, indexing="ij"), dim=-1).reshape(-1, 3)
+
+
+def all_positions(grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device=None, centred: bool = False) -> Tensor:
+    """(tokens of the latent and of all references, 3)."""
+    found = grids(grid, cond)
+    return torch.cat([positions(grid, device=device, centred=centred), *(positions(one, place, device, centred) for one, place in zip(found, places(grid, found, how)))])
+
+
+def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
+    """The latent with the picture that comes as further channels (c_concat), where there is one."""
+    return torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
+
+
+def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
+    """Why a model of ``channels`` input channels cannot take this latent and picture, or None."""
+    given = cond["c_concat"].shape[1] if "c_concat" in cond else 0
+    if given and tuple(cond["c_concat"].shape[2:]) != grid.shape[1:]:
+        return f"c_concat has the size {list(cond['c_concat'].shape[2:])}, but the latent {list(grid.shape[1:])}; make both of one size."
+    if grid.shape[0] + given == channels:
+        return None
+    return f"c_concat has {given} channels, but this model takes {channels - grid.shape[0]} beside the latent's {grid.shape[0]}; use the conditioning node of this model."

@@ -1,0 +1,172 @@
+"""TEST ONLY: pictures, a VAE and CLIP features without weights, ComfyUI's own model of a tiny checkpoint, and the distance of two LATENTs."""
+
+import json
+import sys
+from collections import Counter
+
+import comfy.clip_vision
+import comfy.model_patcher
+import comfy.supported_models
+import torch
+from safetensors.torch import load_file
+
+CPU = torch.device("cpu")
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TestImage:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"width": ("INT", {"default": 128}), "height": ("INT", {"default": 128}), "frames": ("INT", {"default": 1}), "seed": ("INT", {"default": 0})}}
+
+    def run(self, width, height, frames, seed):
+        return (torch.rand((frames, height, width, 3), generator=torch.Generator().manual_seed(seed)),)
+
+
+class TestMask:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MASK",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"width": ("INT", {"default": 128}), "height": ("INT", {"default": 128})}}
+
+    def run(self, width, height):
+        mask = torch.zeros(1, height, width)
+        mask[:, height // 4:, width // 3:] = 1.0
+        return (mask,)
+
+
+class TestLatent:
+    """Random; ``empty``: zeros."""
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"shape": ("STRING", {"default": "[1,16,16,16]"}), "seed": ("INT", {"default": 0}), "empty": ("BOOLEAN", {"default": False})}}
+
+    def run(self, shape, seed, empty):
+        latent = randn(json.loads(shape), seed)
+        return ({"samples": torch.zeros_like(latent) if empty else latent},)
+
+
+class Encoder:
+    """Pixels (frames, H, W, 3) -> (1, channels, [frames,] h, w): means of squares of pixels, mixed; the first frame of every group."""
+
+    def __init__(self, channels, spatial, temporal):
+        self.latent_channels, self.spatial, self.temporal = channels, spatial, temporal
+        self.downscale_index_formula = (temporal, spatial, spatial)
+
+    def spacial_compression_encode(self):
+        return self.spatial
+
+    def encode(self, pixels):
+        means = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), self.spatial)
+        mixed = torch.einsum("cd,fdhw->fchw", 4.0 * randn((self.latent_channels, 3), 5), means - 0.5)
+        if not self.temporal:
+            return mixed
+        return mixed[torch.arange(0, len(mixed), self.temporal)].movedim(0, 1).unsqueeze(0).contiguous()
+
+
+class TestVAE:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"channels": ("INT", {"default": 16}), "spatial": ("INT", {"default": 8}), "temporal": ("INT", {"default": 0})}}
+
+    def run(self, channels, spatial, temporal):
+        return (Encoder(channels, spatial, temporal),)
+
+
+class TestClipVision:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP_VISION_OUTPUT",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"rows": ("INT", {"default": 25}), "width": ("INT", {"default": 1280}), "seed": ("INT", {"default": 0})}}
+
+    def run(self, rows, width, seed):
+        output = comfy.clip_vision.Output()
+        output.penultimate_hidden_states = output.last_hidden_state = randn((1, rows, width), seed)
+        return (output,)
+
+
+class TestConditioningValues:
+    """Sets keys of a CONDITIONING, from JSON."""
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"conditioning": ("CONDITIONING",), "values": ("STRING", {"default": "{}"}), "rows": ("INT", {"default": 0})}}
+
+    def run(self, conditioning, values, rows):
+        """``rows``: cut the prompt to so many; 0 leaves it."""
+        (prompt, kept), = conditioning
+        kept = {key: value[:, :rows] if rows and key == "attention_mask" else value for key, value in kept.items()}
+        return ([[prompt[:, :rows] if rows else prompt, kept | json.loads(values)]],)
+
+
+class TestReferenceModel:
+    """ComfyUI's own MODEL of a checkpoint in float32."""
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"file": ("STRING", {"default": ""}), "facts": ("STRING", {"default": ""})}}
+
+    def run(self, file, facts):
+        facts = json.loads(facts)
+        config = getattr(comfy.supported_models, facts["comfy_class"])(facts["unet_config"])
+        config.set_inference_dtype(torch.float32, None)
+        weights = load_file(file)
+        model = config.get_model(weights, "")
+        missing, _ = model.diffusion_model.load_state_dict(config.process_unet_state_dict(weights), strict=False)
+        assert not missing, missing
+        return (comfy.model_patcher.ModelPatcher(model, CPU, CPU),)
+
+
+class TestLatentDistance:
+    """ui text: JSON with the largest difference of two LATENTs in units of the second's standard deviation."""
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",), "reference": ("LATENT",)}}
+
+    def run(self, samples, reference):
+        got, want = samples["samples"], reference["samples"]
+        error = ((got - want) / want.std()).abs().max().item() if got.shape == want.shape else None
+        return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": error})]}}
+
+
+class TestBackendState:
+    """ui text: JSON with the models on the ranks of every backend, and how many requests of each type were sent since the last time."""
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
+    sent = Counter()
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",)}}
+
+    @classmethod
+    def IS_CHANGED(cls, samples):
+        return float("nan")
+
+    def run(self, samples):
+        module = next(module for name, module in sys.modules.items() if name.endswith("parallel-dit.nodes.backends"))
+        client = module.BackendClient
+        if not hasattr(client, "counted"):
+            client.counted, send = True, client._send
+            client._send = lambda self, message: (TestBackendState.sent.update([type(message).__name__]), send(self, message))[1]
+        models = sorted(model for backend in module._backends.values() for model in backend.client.request(module.Ping()).models)
+        sent = dict(TestBackendState.sent)
+        TestBackendState.sent.clear()
+        return {"ui": {"text": [json.dumps({"models": models, "sent": sent})]}}
+
+
+NODES = {cls.__name__: cls for cls in (TestImage, TestMask, TestLatent, TestVAE, TestClipVision, TestConditioningValues, TestReferenceModel, TestLatentDistance, TestBackendState)}

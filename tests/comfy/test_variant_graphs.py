@@ -1,0 +1,208 @@
+"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside ParallelSampler on two ranks."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from tiny import GOLDEN
+from variants import VARIANTS, described
+
+SAMPLER = {"seed": 42, "steps": 3, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+
+
+@dataclass
+class Graph:
+    """An API graph under construction; links are [node, output]."""
+
+    nodes: dict = field(default_factory=dict)
+
+    def add(self, class_type: str, **inputs) -> str:
+        self.nodes[str(len(self.nodes))] = {"class_type": class_type, "inputs": inputs}
+        return str(len(self.nodes) - 1)
+
+    def one(self, class_type: str, **inputs) -> list:
+        return [self.add(class_type, **inputs), 0]
+
+    def three(self, class_type: str, **inputs) -> tuple[list, list, list]:
+        """Positive, negative and latent of a conditioning node."""
+        node = self.add(class_type, **inputs)
+        return [node, 0], [node, 1], [node, 2]
+
+    def image(self, width=128, height=104, frames=1, seed=1):
+        return self.one("TestImage", width=width, height=height, frames=frames, seed=seed)
+
+    def vae(self, channels=16, spatial=8, temporal=4):
+        return self.one("TestVAE", channels=channels, spatial=spatial, temporal=temporal)
+
+    def latent(self, *shape, seed=1, empty=False):
+        return self.one("TestLatent", shape=json.dumps(shape), seed=seed, empty=empty)
+
+    def features(self, rows=25, width=1280, seed=3):
+        return self.one("TestClipVision", rows=rows, width=width, seed=seed)
+
+
+def references(video: bool, method: str = "", negative: bool = False, batch: int = 1):
+    """Two reference pictures of other sizes, one of odd sides; the latent's sides are odd too."""
+    def build(g: Graph, positive, other):
+        extra = (1,) if video else ()
+        for shape, seed in (((11, 14), 2), ((8, 27), 3)):
+            picture = g.latent(1, 16, *extra, *shape, seed=seed)
+            positive = g.one("ReferenceLatent", conditioning=positive, latent=picture)
+            other = g.one("ReferenceLatent", conditioning=other, latent=picture) if negative else other
+        if method:
+            positive = g.one("FluxKontextMultiReferenceLatentMethod", conditioning=positive, reference_latents_method=method)
+        return positive, other, g.latent(batch, 16, *extra, 15, 18, empty=True)
+    return build
+
+
+def inpainting(g, positive, negative):
+    mask = g.one("TestMask", width=128, height=104)
+    return g.three("InpaintModelConditioning", positive=positive, negative=negative, vae=g.vae(temporal=0), pixels=g.image(), mask=mask, noise_mask=True)
+
+
+def control(g, positive, negative):
+    return g.three("InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(temporal=0), pixels=g.image(136, 120))
+
+
+def pictured_video(g, positive, negative):
+    positive, negative, _ = g.three("InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image())
+    return positive, negative, g.latent(1, 16, 3, 15, 18, empty=True)
+
+
+def plain(*shape):
+    return lambda g, positive, negative: (positive, negative, g.latent(*shape, empty=True))
+
+
+def first_frame(node, features=True, vae={}, batch=1, **size):
+    def build(g, positive, negative):
+        size_of = {"width": 144, "height": 112, "length": 9} | size
+        seen = {"clip_vision_output": g.features(width=features)} if features else {}
+        return g.three(node, positive=positive, negative=negative, vae=g.vae(**vae), start_image=g.image(frames=1), batch_size=batch, **size_of, **seen)
+    return build
+
+
+def first_and_last_frame(g, positive, negative):
+    return g.three(
+        "WanFirstLastFrameToVideo", positive=positive, negative=negative, vae=g.vae(), width=144, height=112, length=9, batch_size=1, clip_vision_start_image=g.features(seed=3),
+        clip_vision_end_image=g.features(seed=4), start_image=g.image(seed=1), end_image=g.image(seed=2))
+
+
+def given_frame(g, positive, negative):
+    latent = g.one("Wan22ImageToVideoLatent", vae=g.vae(48, 16), width=288, height=224, length=9, batch_size=2, start_image=g.image(288, 224))
+    return positive, negative, latent
+
+
+def hunyuan(kind, batch=1):
+    def build(g, positive, negative):
+        node = g.add("HunyuanImageToVideo", positive=positive, vae=g.vae(), width=144, height=112, length=9, batch_size=batch, guidance_type=kind, start_image=g.image())
+        return [node, 0], negative, [node, 1]
+    return build
+
+
+def ltx_image(g, positive, negative):
+    return g.three("LTXVImgToVideo", positive=positive, negative=negative, vae=g.vae(128, 32, 8), image=g.image(), width=224, height=160, length=17, batch_size=2, strength=0.8)
+
+
+def ltx_guides(g, positive, negative):
+    vae = g.vae(128, 32, 8)
+    latent = g.latent(1, 128, 3, 5, 7, empty=True)
+    for frame, seed in ((0, 1), (-1, 2)):
+        positive, negative, latent = g.three("LTXVAddGuide", positive=positive, negative=negative, vae=vae, latent=latent, image=g.image(224, 160, seed=seed), frame_idx=frame, strength=1.0)
+    return positive, negative, latent
+
+
+def with_values(build, **values):
+    """``values`` set on both prompts."""
+    def changed(g, positive, negative):
+        return build(g, *(g.one("TestConditioningValues", conditioning=prompt, values=json.dumps(values), rows=0) for prompt in (positive, negative)))
+    return changed
+
+
+#: Name -> (variant, what makes positive, negative and latent of two prompts, rows of the negative prompt where they are not 7).
+GRAPHS = {
+    "kontext, offset": ("flux-kontext", references(False, negative=True, batch=2)),
+    "kontext, index": ("flux-kontext", references(False, "index")),
+    "kontext, uxo": ("flux-kontext", references(False, "uxo/uno")),
+    "fill": ("flux-fill", inpainting),
+    "canny": ("flux-canny", control),
+    "schnell": ("flux-schnell", plain(1, 16, 15, 18)),
+    "qwen edit": ("qwen-image-edit", references(True, negative=True)),
+    "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
+    "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
+    "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
+    "krea 2, reference": ("krea2-edit", references(True, "index")),
+    "wan 2.1 i2v": ("wan21-i2v", first_frame("WanImageToVideo", 1280, batch=2)),
+    "wan 2.1 flf2v": ("wan21-flf2v", first_and_last_frame),
+    "wan 2.2 i2v": ("wan22-i2v", first_frame("WanImageToVideo", None)),
+    "wan 2.2 i2v without picture": ("wan22-i2v", plain(1, 16, 3, 15, 18)),
+    "wan 2.2 ti2v": ("wan22-ti2v", given_frame),
+    "wan 2.2 ti2v without picture": ("wan22-ti2v", plain(1, 48, 3, 15, 18)),
+    "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
+    "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
+    "hunyuan-video 1.5 i2v": ("hunyuan-video15-i2v", first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16})),
+    "ltxv i2v": ("ltxv-i2v", ltx_image),
+    "ltxv guides": ("ltxv-i2v", ltx_guides),
+    "cogvideox i2v": ("cogvideox-i2v", pictured_video),
+    "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
+    "sd3.5 medium": ("sd3.5-medium", plain(2, 16, 15, 18)),
+    "sd3.5 medium, a prompt that ComfyUI repeats": ("sd3.5-medium", plain(1, 16, 16, 16), 6),
+    "pixart alpha": ("pixart-alpha", with_values(plain(1, 4, 40, 48), width=384, height=320)),
+    "hunyuan-dit 1.1": ("hunyuan-dit-1.1", with_values(plain(1, 4, 24, 32), width=256, height=192)),
+}
+#: Variants whose attention has no use for prompts of two lengths.
+ONE_LENGTH = ("hunyuan-dit-1.1",)
+TOLERANCES = {"krea2-edit": 2e-4}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_same_latent_as_ksampler(family_comfy, name):
+    variant, build, rows = (*GRAPHS[name], 7)[:3]
+    file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
+    g = Graph()
+    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"), change="nothing")
+    negative = g.one("TestConditioningValues", conditioning=[prompts, 1], values="{}", rows=0 if variant in ONE_LENGTH else rows)
+    positive, negative, latent = build(g, [prompts, 0], negative)
+    inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
+    theirs = g.one("KSampler", model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))), **inputs)
+    config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
+    ours = g.one("ParallelSampler", dit=g.one("LoadParallelDiT", config=config, model_name=file.name), **inputs)
+    result = g.add("TestLatentDistance", samples=ours, reference=theirs)
+    run = family_comfy.run(g.nodes)
+    assert run.status == "success", run.message or run.node_errors
+    assert json.loads(run.outputs[result]["text"][0])["error"] < TOLERANCES.get(variant, 1e-4)
+
+
+def experts(folder, seed: int) -> tuple[dict, str, str]:
+    """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The same with KSampler (Advanced) beside it."""
+    g = Graph()
+    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing")
+    config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
+    ours = theirs = g.latent(1, 16, 3, 16, 16, empty=True)
+    loaded = {name: g.one("LoadParallelDiT", config=config, model_name=f"{name}.safetensors") for name in EXPERTS}
+    for name, part in EXPERTS.items():
+        file = str(folder / f"models/diffusion_models/{name}.safetensors")
+        inputs = {"positive": [prompts, 0], "negative": [prompts, 1], "noise_seed": seed, "steps": 4, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", **part}
+        ours = g.one("ParallelSamplerAdvanced", dit=loaded[name], latent_image=ours, **inputs)
+        theirs = g.one("KSamplerAdvanced", model=g.one("TestReferenceModel", file=file, facts=json.dumps(described(name))), latent_image=theirs, **inputs)
+    return g.nodes, g.add("TestLatentDistance", samples=ours, reference=theirs), g.add("TestBackendState", samples=ours)
+
+
+#: Model -> its steps: those of high noise and those of low noise.
+EXPERTS = {
+    "wan22-i2v": {"add_noise": "enable", "start_at_step": 0, "end_at_step": 2, "return_with_leftover_noise": "enable"},
+    "wan22-i2v-low": {"add_noise": "disable", "start_at_step": 2, "end_at_step": 10000, "return_with_leftover_noise": "disable"},
+}
+
+
+def test_two_experts_stay_loaded_on_one_backend(family_comfy):
+    states = []
+    for seed in (1, 2, 3):
+        nodes, error, state = experts(family_comfy.folder, seed)
+        run = family_comfy.run(nodes)
+        assert run.status == "success", run.message or run.node_errors
+        assert json.loads(run.outputs[error]["text"][0])["error"] < 1e-4
+        states.append(json.loads(run.outputs[state]["text"][0]))
+    first, *later = states
+    assert len(first["models"]) == 2
+    for state in later:
+        assert state["models"] == first["models"] and state["sent"]["Sample"] == 2 and "Unload" not in state["sent"]

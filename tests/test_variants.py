@@ -1,0 +1,111 @@
+"""Variants of families: what they are refused for, and where references are placed."""
+
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from backend.checks import check_sample
+from backend.config import ParallelConfig
+from backend.errors import UnsupportedError
+from backend.loading import layout
+from backend.loading.checkpoint import open_checkpoint
+from backend.models import FAMILIES, references
+from backend.tokens import TokenGrid
+from safetensors.torch import save_file
+from tiny import facts, weights_module, write_checkpoint
+from variants import METHOD, VARIANTS, request, write
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("flux-kontext", METHOD["index_timestep_zero"], "Edit Model Reference Method"),
+    ("flux-kontext", {"ref_latents.0": torch.zeros(1, 4, 8, 8)}, "ref_latents.0 has shape .* VAE of this model"),
+    ("flux-kontext", {"ref_latents": torch.zeros(1, 16, 8, 8)}, "call them ref_latents.0"),
+    ("flux-kontext", {"ref_latents.0": torch.zeros(3, 16, 8, 8)}, "ref_latents.0 has batch 3 but the latent has 1"),
+    ("flux-kontext", {"ref_latents_method": torch.tensor(9)}, "ref_latents_method is 9"),
+    ("flux-fill", {"c_concat": None}, "c_concat has 0 channels, but this model takes 80"),
+    ("flux-fill", {"c_concat": torch.zeros(1, 80, 8, 16)}, r"\[8, 16\], but the latent \[16, 16\]"),
+    ("flux-fill", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "use FLUX.1 Kontext"),
+    ("flux-canny", {"guidance": None}, "FluxDisableGuidance"),
+    ("qwen-image-edit", METHOD["index_timestep_zero"], "Qwen-Image-Edit 2511"),
+    ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
+    ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
+    ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
+    ("hunyuan-video-i2v", {"c_concat": torch.zeros(1, 16, 3, 16, 16)}, "16 channels, but this model takes 17"),
+    ("hunyuan-video-i2v", {"ref_latent": torch.zeros(1, 16, 1, 16, 16)}, "'ref_latent'"),
+    ("ltxv-i2v", {"denoise_mask": torch.full((1, 1, 3, 8, 8), -1.0)}, "IC-LoRA"),
+    ("ltxv-i2v", {"keyframe_idxs": torch.zeros(1, 3, 1000, 2)}, "1000 tokens, but the latent 192"),
+    ("ltxv-i2v", {"denoise_mask": torch.ones(1, 1, 3, 4, 8)}, "denoise_mask has the size"),
+])
+def test_refusals_name_the_remedy(name, change, words, tmp_path):
+    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+    sample = request(name)
+    tensors = {**sample.tensors, **{f"positive.{key}": value for key, value in change.items()}}
+    sample = replace(sample, tensors={key: value for key, value in tensors.items() if value is not None})
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(sample, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family, key, name", [
+    ("chroma", "img_in_patch.weight", "Chroma Radiance"), ("qwen-image", "time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered"), ("wan21-t2v", "vace_patch_embedding.weight", "Wan VACE"),
+    ("z-image-turbo", "siglip_embedder.0.weight", "Z-Image Omni"), ("hunyuan-video15", "time_r_in.in_layer.weight", "super resolution"), ("cogvideox", "patch_embed.pos_embedding", "learned positions"),
+])
+def test_files_of_other_variants_are_refused_by_name(family, key, name, tmp_path):
+    state = weights_module().state_dict(facts(family)["shapes"])
+    save_file({f"model.diffusion_model.{k}": v for k, v in (state | {key: torch.zeros(4)}).items()}, tmp_path / "other.safetensors")
+    with pytest.raises(UnsupportedError, match=f"other.safetensors is .*{name}.*KSampler"):
+        open_checkpoint(str(tmp_path / "other.safetensors"))
+
+
+def test_a_family_is_itself_where_nothing_differs(tmp_path):
+    plain = open_checkpoint(str(write_checkpoint(tmp_path / "a.safetensors", "wan21-t2v"))).family
+    frames = open_checkpoint(str(write(tmp_path / "b.safetensors", "wan22-ti2v"))).family
+    assert not plain.clean_inpaint and frames.clean_inpaint and frames.name == plain.name and "c_concat" not in frames.conditioning
+    assert VARIANTS["wan22-ti2v"].family == "wan21-t2v"
+
+
+#: Family, what tells a released size from the class's defaults.
+RELEASED = [
+    ("wan", dict(num_attention_heads=12, ffn_dim=8960, num_layers=30, text_dim=4096)),                                                        # 2.1 T2V 1.3B
+    ("wan", dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096)),                                                       # 2.1 and 2.2 T2V 14B
+    ("wan", dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096, in_channels=36, image_dim=1280, added_kv_proj_dim=5120)),      # 2.1 I2V
+    ("wan", dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096, in_channels=36, image_dim=1280, added_kv_proj_dim=5120, pos_embed_seq_len=514)),   # FLF2V
+    ("wan", dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096, in_channels=36)),                                       # 2.2 I2V A14B
+    ("wan", dict(num_attention_heads=24, ffn_dim=14336, num_layers=30, text_dim=4096, in_channels=48, out_channels=48)),                      # 2.2 TI2V 5B
+    ("sd3", dict(num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192, joint_attention_dim=4096, pooled_projection_dim=2048)),   # SD3 medium
+    ("sd3", dict(num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=384, joint_attention_dim=4096, pooled_projection_dim=2048,
+                 dual_attention_layers=tuple(range(13)), qk_norm="rms_norm")),                                                                # 3.5 medium
+    ("sd3", dict(num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192, joint_attention_dim=4096, pooled_projection_dim=2048, qk_norm="rms_norm")),  # 3.5 large
+    ("flux", dict(in_channels=384, out_channels=64, guidance_embeds=True)),                                                                   # Fill
+    ("flux", dict(in_channels=128, out_channels=64, guidance_embeds=True)),                                                                   # Canny, Depth
+    ("flux", dict(in_channels=64, guidance_embeds=False)),                                                                                    # schnell
+    ("pixart", dict(use_additional_conditions=True, cross_attention_dim=1152, caption_channels=4096, num_layers=28)),                         # alpha 1024
+    ("hunyuan-dit", dict(in_channels=4, patch_size=2, num_attention_heads=16, attention_head_dim=88, hidden_size=1408, num_layers=40, mlp_ratio=4.3637, cross_attention_dim=1024, cross_attention_dim_t5=2048,
+                         pooled_projection_dim=1024, use_style_cond_and_image_meta_size=True)),                                               # 1.1
+    ("hunyuan-video", dict(in_channels=33)),                                                                                                  # I2V v1
+    ("cogvideox", dict(in_channels=32, num_attention_heads=48, num_layers=42, patch_size_t=2, ofs_embed_dim=512, use_rotary_positional_embeddings=True)),     # 1.5 5B I2V
+]
+
+
+@pytest.mark.parametrize("name, config", RELEASED)
+def test_released_sizes_are_read_from_shapes(name, config):
+    """A single file with the shapes that a released configuration has gives that configuration back."""
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        transformer = getattr(diffusers, family.transformer)(**config)
+    shapes = {key: tuple(value.shape) for key, value in transformer.state_dict().items()}
+    file = {}
+    for parameter, source in layout.sources(family.layout, shapes).items():
+        rows = max(source.hi or shapes[parameter][0], file.get(source.key, (0,))[0])
+        file[source.key] = (rows, *shapes[parameter][1:])
+    found = family.layout.config(file)
+    assert {key: found[key] if not isinstance(value, float) else pytest.approx(found[key], rel=1e-3) for key, value in config.items() if key in found} == {key: config[key] for key in config if key in found}
+
+
+@pytest.mark.parametrize("method, want", [
+    # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the picture's lower right corner
+    ("offset", [(1, 0, 0), (1, 6, 0)]), ("index", [(1, 0, 0), (2, 0, 0)]), ("uxo", [(0, 8, 9), (0, 14, 16)]), ("negative_index", [(-1, 0, 0), (-2, 0, 0)])])
+def test_places_of_references(method, want):
+    grid = TokenGrid((16, 15, 18), (1, 2, 2))
+    found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
+    assert references.places(grid, found, method) == want
