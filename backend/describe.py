@@ -201,7 +201,7 @@ class _Workload:
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
         total = 0
         for module, cut in self._cuts(place).items():
-            block = ".".join(module.split(".")[:2])
+            block = next(name for name in names if module.startswith(name + "."))
             if not (stages.holders[module] == place["pp"] if module in stages.holders else names[block] in stages.blocks[place["pp"]]):
                 continue
             rows = self._rows_of(block, module, text, image)

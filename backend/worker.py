@@ -22,7 +22,7 @@ from . import mesh as meshes
 from .config import ConfigError, ParallelConfig
 from .denoise import Callbacks, Cancelled as Stopped
 from .dispatch import Dispatcher
-from .engine import Engine
+from .engine import Engine, describe
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
 from .protocol import Cancelled, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
@@ -43,6 +43,7 @@ class Worker:
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
         self.reports: dict[str, list[dict]] = {}
+        self.plans: dict[str, list[str]] = {}
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
@@ -120,11 +121,12 @@ class Leader(Worker):
             reasons = self.load(message, _reporter(job))
             if reasons:
                 raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
+            self.plans[key] = [str(plan) for plan in describe(self.engine.config, message.path, dtype=self.engine.models[key].dtype)]
         warnings = self.engine.check_loras(key, stack)
         if stack:
             self.dispatcher.tell(message)
         name = self.engine.name(key, stack)
-        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}))
+        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key], "plan": self.plans[key]}))
 
     def on_unload(self, job: Job, message: Unload):
         self.dispatcher.tell(message)

@@ -94,6 +94,7 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
     loaded = backend.load(str(copy), on_progress=lambda progress: seen.append((progress.step, progress.total)))
     assert seen[-1][0] == seen[-1][1] > 1e6 and seen == sorted(seen)
     ranks = loaded.info["ranks"]
+    assert [line.partition(":")[0] for line in loaded.info["plan"]] == [f"rank {rank['rank']}" for rank in ranks] and all("sends per step" in line for line in loaded.info["plan"])
     assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (1, 1)] and ranks[0]["blocks"][1] == ranks[1]["blocks"][0]
     size = copy.stat().st_size
     assert all(rank["file_bytes"] == size and rank["weight_bytes"] == rank["bytes_read"] <= 0.55 * size and rank["peak_bytes"] > rank["weight_bytes"] for rank in ranks)
