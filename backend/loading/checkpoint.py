@@ -195,7 +195,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 def _transformer_class(folder: Path, config: dict) -> type:
     name = config.get("_class_name", "")
     cls = getattr(diffusers, name, None)
-    if cls is None or "Transformer" not in name:
+    if cls is None or ("Transformer" not in name and family_of_class(name) is None):
         raise UnsupportedError(f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers.")
     return cls
 
@@ -221,9 +221,10 @@ def _open_single_file(path: Path) -> Checkpoint:
 def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
     """A single file whose keys are the diffusers class's own: its configuration is derived from the shapes, as that of the family's other layout is.
 
+    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the file's tensors.
     UnsupportedError where a family's names are there but no configuration of it has these shapes; None where there is no family's.
     """
-    reason = None
+    found, reason = [], None
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         shapes = from_diffusers(family.layout, {name: files.shapes[key] for name, key in keys.items()})
@@ -232,10 +233,9 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
         try:
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
             checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
-            checkpoint.sources
-            return checkpoint
+            found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             reason = reason or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not tell the configuration ({error}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
-    if reason:
+    if reason and not found:
         raise UnsupportedError(reason)
-    return None
+    return max(found, key=lambda candidate: candidate[0])[1] if found else None
