@@ -61,4 +61,32 @@ def test_workflow_is_a_template(comfy, name):
     assert comfy.fetch(f"/api/workflow_templates/parallel-dit/{name}.jpg")[:2] == b"\xff\xd8"
     known = comfy.get("/object_info")
     api = json.loads((PACK / "workflows" / f"{name}.api.json").read_text())
-    assert sorted(node["type"] for node in graph["nodes"] if node["type"] in known) == sorted(node["class_type"] for node in api.values())
+    assert as_prompt(graph, known) == {key: with_defaults(node, known) for key, node in api.items()}
+
+
+def widgets_of(info: dict) -> dict[str, dict]:
+    """Name -> options of the inputs that are widgets, in the node's order."""
+    inputs = {name: (*info["input"][part][name], {})[:2] for part in ("required", "optional") for name in info["input_order"].get(part, [])}
+    return {name: options for name, (kind, options) in inputs.items() if isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")}
+
+
+def with_defaults(node: dict, known: dict) -> dict:
+    defaults = {name: options["default"] for name, options in widgets_of(known[node["class_type"]]).items() if "default" in options}
+    return {"class_type": node["class_type"], "inputs": defaults | node["inputs"]}
+
+
+def as_prompt(graph: dict, known: dict) -> dict:
+    """What ComfyUI's page would post of a graph: widgets by position, links by number."""
+    links = {link: [str(source), slot] for link, source, slot, *_ in graph["links"]}
+    prompt = {}
+    for node in graph["nodes"]:
+        if node["type"] not in known:  # a note
+            continue
+        values, inputs = iter(node["widgets_values"]), {}
+        for name, options in widgets_of(known[node["type"]]).items():
+            inputs[name] = next(values, options.get("default"))
+            if options.get("control_after_generate"):
+                next(values)
+        linked = {entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs | linked}
+    return prompt

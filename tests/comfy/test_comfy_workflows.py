@@ -1,18 +1,26 @@
 """The bundled workflows, queued in a real ComfyUI: tiny checkpoints under the names of the real ones, and encoders without weights."""
 
 import json
+import os
 
 import pytest
 from comfy_server import PACK
 from PIL import Image
 from safetensors.torch import save_file
-from tiny import facts, weights_module
+from tiny import GOLDEN, facts, weights_module
 
 NAMES = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 #: Loaders that would read gigabytes -> what stands in for them.
 TEXT, VIDEO_TEXT = ("TestText", {"width": 64, "pooled": 32, "rows": 12}), ("TestText", {"width": 4096, "pooled": 32, "rows": 512})
 STAND_INS = {"flux": {"DualCLIPLoader": TEXT, "VAELoader": ("TestVae", {"video": False})},
              "wan": {"CLIPLoader": VIDEO_TEXT, "VAELoader": ("TestVae", {"video": True}), "CLIPVisionLoader": ("TestVision", {})}}
+#: Start of a workflow's name -> the golden family whose tiny checkpoint and prompt stand in for the released ones.
+TINY = {
+    "sd35": "sd3", "pixart_sigma": "pixart-sigma", "hunyuan_dit": "hunyuan-dit", "chroma": "chroma", "qwen_image": "qwen-image", "flux_kontext": "flux-dev", "z_image": "z-image-turbo",
+    "krea2": "krea2", "flux2": "flux2-dev", "lumina2": "lumina2", "hidream": "hidream", "kandinsky5": "kandinsky5", "hunyuan_video_": "hunyuan-video", "hunyuan_video15": "hunyuan-video15",
+    "cogvideox": "cogvideox", "ltxv": "ltxv",
+}
+LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader")
 #: Input -> value that keeps a run short; a step of the graph is scaled with them.
 SMALL = {"width": 128, "height": 128, "length": 9, "steps": 4, "device": "cpu"}
 WAN_IMAGE = {"patch_embedding.weight": (512, 36, 1, 2, 2), **{f"img_emb.proj.{layer}.{leaf}": shape for layer, leaf, shape in (
@@ -29,8 +37,22 @@ def nodes_of(graph: dict, kind: str) -> list[dict]:
     return [node for node in graph.values() if node["class_type"].startswith(kind)]
 
 
-def stand_in(graph: dict, family: str) -> dict:
+def family_of(name: str) -> str:
+    return next((family for start, family in TINY.items() if name.startswith(start)), "wan" if name.startswith("wan") else "flux")
+
+
+def stand_ins(family: str, scale: int) -> dict:
+    """Loader -> what stands in for it. ``scale``: pixels to one of the latent; the edits' own nodes make pictures of a million pixels, which 64 keeps small."""
+    if family in STAND_INS:
+        return STAND_INS[family]
+    golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
+    return {loader: ("TestGoldenText", golden) for loader in LOADERS} | {
+        "CheckpointLoaderSimple": ("TestCheckpoint", golden), "VAELoader": ("TestVae", {"video": family == "qwen-image", "scale": scale})}
+
+
+def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
     """The graph at a small size, with loaders of encoders replaced and on two ranks of the CPU."""
+    replaced = stand_ins(family, scale)
     for node in graph.values():
         inputs = node["inputs"]
         share = SMALL["steps"] / inputs["steps"] if "steps" in inputs else 1
@@ -38,8 +60,10 @@ def stand_in(graph: dict, family: str) -> dict:
             if inputs.get(key, 10000) < 10000:
                 inputs[key] = int(inputs[key] * share)
         inputs |= {key: value for key, value in SMALL.items() if key in inputs or node["class_type"] == "ParallelConfig" and key == "device"}
-        if node["class_type"] in STAND_INS[family]:
-            node["class_type"], node["inputs"] = STAND_INS[family][node["class_type"]]
+        if node["class_type"] in replaced:
+            node["class_type"], node["inputs"] = replaced[node["class_type"]]
+        if not inputs.get("model_name", ".safetensors").endswith(".safetensors"):  # a folder of diffusers
+            inputs["model_name"] += ".safetensors"
     config, = nodes_of(graph, "ParallelConfig")
     if config["inputs"].get("cfg_degree") == 2:
         config["inputs"] |= {"ulysses_degree": 1, "pipefusion_degree": 1}
@@ -48,11 +72,12 @@ def stand_in(graph: dict, family: str) -> dict:
 
 def write_tiny(path, family: str):
     """A tiny checkpoint under the name of a real one: other weights for every name."""
-    shapes = facts("flux-dev" if family == "flux" else "wan21-t2v")["shapes"] | (WAN_IMAGE if "i2v" in path.name else {})
+    shapes = facts({"flux": "flux-dev", "wan": "wan21-t2v"}.get(family, family))["shapes"] | (WAN_IMAGE if "i2v" in path.name else {})
     state = weights_module().state_dict(shapes)
     if "low_noise" in path.name:
         state = {key: value.flip(0) for key, value in state.items()}
     save_file({key: value.contiguous() for key, value in state.items()}, path)
+    os.utime(path, (1e9, 1e9))  # the same file as the last time, which loads nothing again
 
 
 @pytest.fixture
@@ -92,17 +117,24 @@ def test_demo_makes_a_picture(comfy, config):
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(picture[16:20], "big") == 256
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
+def cfg_degree(name: str) -> int:
+    """Workflows with the same ranks follow each other, so that the ranks start once."""
+    config, = nodes_of(read(name), "ParallelConfig")
+    return config["inputs"].get("cfg_degree", 1)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"demo"}, key=lambda name: (cfg_degree(name), name)))
 def test_workflow_makes_a_picture(comfy, files, name):
-    family = "wan" if name.startswith("wan") else "flux"
-    graph = stand_in(read(name), family)
+    family = family_of(name)
+    graph = stand_in(read(name), family, scale=64 if "_edit" in name else 8)
     files(graph, family)
     run = comfy.run(graph)
     assert run.status == "success", run.message or run.node_errors
     steps = sum(min(node["inputs"].get("end_at_step", 4), 4) - node["inputs"].get("start_at_step", 0) for node in nodes_of(graph, "ParallelSampler") or nodes_of(graph, "BasicScheduler"))
-    assert len(run.steps) == steps == 4
+    # a busy machine shows two steps of a fast model as one, so what every sampler shows at its end counts
+    assert sum(most for value, most in run.steps if value == most) == steps == 4
     picture = picture_of(comfy, run)
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n" if family == "flux" else picture[8:12] == b"WEBP"
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" if nodes_of(graph, "SaveImage") else picture[8:12] == b"WEBP"
 
 
 def test_both_experts_stay_loaded(comfy, files):

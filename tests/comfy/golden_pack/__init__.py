@@ -87,29 +87,64 @@ class TestText:
         return [[draw(1, self.rows, self.width), {"pooled_output": draw(1, self.pooled)}]]
 
 
+class TestGoldenText(TestText):
+    """As TestText, with what a golden case's prompt holds: masks as they are, the rest drawn anew for each text."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"file": ("STRING", {"default": ""})}}
+
+    def run(self, file):
+        self.stored = TestGoldenInputs._conditioning(load_file(file), "positive")
+        return (self,)
+
+    def clone(self):
+        return self
+
+    def set_tokenizer_option(self, name, value):
+        pass
+
+    def encode_from_tokens_scheduled(self, text, **options):
+        draws = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        drawn = lambda value: torch.randn(value.shape, generator=draws) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        (prompt, kept), = self.stored
+        return [[drawn(prompt), {key: drawn(value) for key, value in kept.items() if key not in ("guidance", "frame_rate")}]]
+
+
+class TestCheckpoint:
+    """In place of a checkpoint's loader: TestGoldenText and TestVae."""
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    FUNCTION = "run"
+    CATEGORY = "test"
+    INPUT_TYPES = TestGoldenText.INPUT_TYPES
+
+    def run(self, file):
+        return (None, *TestGoldenText().run(file), *TestVae().run(False))
+
+
 class TestVae:
-    """In place of a VAE's loader: 16 channels of 8 x 8 pixels' mean colour, and 4 frames to one where the pictures are a video."""
+    """In place of a VAE's loader: 16 channels of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to one where the pictures are a video."""
     RETURN_TYPES = ("VAE",)
     FUNCTION = "run"
     CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"video": ("BOOLEAN", {"default": False})}}
+        return {"required": {"video": ("BOOLEAN", {"default": False})}, "optional": {"scale": ("INT", {"default": 8})}}
 
-    def run(self, video):
-        self.video = video
+    def run(self, video, scale=8):
+        self.video, self.scale = video, scale
         return (self,)
 
     def encode(self, pixels):
-        means = F.avg_pool2d(pixels.movedim(-1, 1)[:, :3], 8) * 2 - 1
+        means = F.avg_pool2d(pixels.movedim(-1, 1)[:, :3], self.scale) * 2 - 1
         latent = means.repeat(1, 6, 1, 1)[:, :16]
         return latent[::4].movedim(1, 0)[None] if self.video else latent
 
     def decode(self, latent):
         if latent.ndim == 5:
             return torch.stack([self.decode(frames).repeat_interleave(4, dim=0)[3:] for frames in latent.movedim(1, 2)])
-        return F.interpolate(latent[:, :3] / 2 + 0.5, scale_factor=8).movedim(1, -1).clamp(0, 1)
+        return F.interpolate(latent[:, :3] / 2 + 0.5, scale_factor=self.scale).movedim(1, -1).clamp(0, 1)
 
 
 class TestVision:
@@ -169,4 +204,4 @@ class TestLatentError:
         return {"ui": {"text": [json.dumps(((a - b) / b.std()).abs().max().item())]}}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestGoldenText, TestCheckpoint, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES
