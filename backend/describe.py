@@ -8,6 +8,7 @@ import torch
 
 from .config import ParallelConfig
 from .loading.checkpoint import Checkpoint, open_checkpoint
+from .loading.report import blocks_text
 from .mesh import Axis, layout, single
 from .parallel import tensor
 from .parallel.rows import Rows, Sequence, everything, patches
@@ -38,7 +39,7 @@ class RankPlan:
     def __str__(self) -> str:
         sent = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.bytes_per_step.items()) or "nothing"
         host = f" (and {self.host_bytes / 1e6:.1f} MB in host memory)" if self.host_bytes else ""
-        return (f"rank {self.rank}: stage {self.stage}, blocks {self.blocks[0]}-{self.blocks[1] - 1}, {self.heads} heads, {len(self.patches)} patches, "
+        return (f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, {len(self.patches)} patches, "
                 f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
 
 

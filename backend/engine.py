@@ -1,5 +1,6 @@
 """Load -> parallelize -> sample, on one rank. Every rank calls the same methods in the same order."""
 
+import gc
 import hashlib
 import json
 import time
@@ -116,6 +117,8 @@ class Engine:
         self.models = {name: other for name, other in self.models.items() if other is not model}
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
         self.kept.clear()
+        del model
+        gc.collect()                                # a stage and its blocks know each other
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 

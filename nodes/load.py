@@ -60,7 +60,7 @@ class LoadParallelDiT(io.ComfyNode):
             inputs=[
                 ParallelConfigType.Input("config", tooltip="From Parallel Config: on how many ranks, and how they share the work."),
                 io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
-                io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file, bf16 where the device has no better."),
+                io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file on a GPU, fp32 on the CPU."),
             ],
             outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler, or as a MODEL through ParallelModel.")],
             hidden=[io.Hidden.prompt, io.Hidden.unique_id],
@@ -76,7 +76,7 @@ class LoadParallelDiT(io.ComfyNode):
         if not config.address:
             require_dependencies()
         dit = handle.load(config, os.path.abspath(path), weight_dtype)
-        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), "With a prompt of 512 rows and a latent of 4096 (FLUX at 1024 x 1024):", *dit.loaded.info["plan"]]))
+        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), "As these ranks were started, with two prompts of 512 rows and a latent of 4096 (FLUX at 1024 x 1024):", *dit.loaded.info["plan"]]))
         return io.NodeOutput(dit)
 
 

@@ -26,7 +26,7 @@ class ParallelLoRA(io.ComfyNode):
                 io.Combo.Input("lora_name", options=folder_paths.get_filename_list("loras"), tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, PEFT or LyCORIS write them."),
                 io.Float.Input("strength", default=1.0, min=-100.0, max=100.0, step=0.01, tooltip="How much of the LoRA is added; 0 adds nothing, negative values subtract it."),
             ],
-            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For Parallel Sampler. The transformer without the LoRA stays usable too.")],
+            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The transformer without the LoRA stays usable too.")],
         )
 
     @classmethod

@@ -11,14 +11,14 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.model_sampling
 import torch
-from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from comfy_api.latest import io
 
 from ..backend.protocol import ModelCall, RefusedError
 from .backends import Backend
 from .conditioning import as_tensors, fill_zeros
 from .families import ElsewhereModule, family_named, weightless_patcher
-from .handle import ParallelDiT, ensure_loaded, unload_with
+from .handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
 from .kept import KeptArguments
 from .load import ParallelDiTType
 
@@ -70,6 +70,7 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
     patcher.add_wrapper(WrappersMP.OUTER_SAMPLE, transformer.hold_backend)
+    add_wrapper(WrappersMP.PREPARE_SAMPLING, make_no_room, patcher.model_options, is_model_options=True)
     unload_with(patcher, dit)
     return patcher
 
@@ -107,7 +108,7 @@ class RemoteTransformer(ElsewhereModule):
 
     def _call(self, x, timestep, context=None, transformer_options={}, **arguments):
         if not isinstance(x, torch.Tensor):
-            raise RefusedError("the latent holds several latents (video and audio), but this transformer takes one.")
+            raise RefusedError("the latent holds several latents (video and audio), which Parallel Model does not take; use Parallel Sampler, where the transformer denoises both.")
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
         given = {name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None}
         family = family_named(loaded)

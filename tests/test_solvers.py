@@ -156,7 +156,7 @@ def test_brownian_path_adds_up():
 def refused(**change) -> str:
     shape, config = (1, 16, 8, 8), FAMILIES["flux"].layout.config(facts("flux-dev")["shapes"])
     tensors = {"noise": torch.zeros(shape), "latent": torch.zeros(shape), "sigmas": torch.tensor([1.0, 0.5, 0.0]),
-               "positive.c_crossattn": torch.zeros(1, 4, 64), "positive.y": torch.zeros(1, 32), **change.pop("tensors", {})}
+               "positive.c_crossattn": torch.zeros(1, 4, 64), "positive.y": torch.zeros(1, 32), "positive.guidance": torch.full((1,), 3.5), **change.pop("tensors", {})}
     try:
         check_sample(Sample("m", change["sampler"], 1.0, 1, tensors=tensors), ParallelConfig(), FAMILIES["flux"], config, torch.float32, "cpu")
     except UnsupportedError as reason:

@@ -7,6 +7,11 @@ from pathlib import Path
 import torch
 
 
+def blocks_text(blocks: tuple[int, int]) -> str:
+    """First and last + 1 of a stage's blocks, for people; a transformer that runs whole counts none."""
+    return f"blocks {blocks[0]}-{blocks[1] - 1}" if blocks[1] > blocks[0] else "all blocks"
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole checkpoint; weight_bytes: what the rank now holds;
@@ -26,7 +31,7 @@ class LoadReport:
         return {**asdict(self), "text": str(self)}
 
     def __str__(self) -> str:
-        return (f"rank {self.rank}: stage {self.stage}, blocks {self.blocks[0]}-{self.blocks[1] - 1}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
+        return (f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
                 f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB")
 
 

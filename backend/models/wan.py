@@ -58,6 +58,8 @@ def refusal(config, grid, cond):
     """2.1's image to video models read CLIP features."""
     if config["image_dim"] and "clip_fea" not in cond:
         return "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to WanImageToVideo."
+    if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
+        return f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads {config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
     return references.wrong_channels(config["in_channels"], grid, cond)
 
 

@@ -49,7 +49,7 @@ def run(engine: Engine, family: str, folder: str):
     sample = request(family, engine.config)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    return samples.contiguous(), called(engine, family)       # a latent cropped of its padding is a view, which gloo does not broadcast
+    return samples.contiguous(), called(engine, family)       # latents cropped of their padding are views, which gloo does not broadcast
 
 
 def called(engine: Engine, name: str):
@@ -60,7 +60,7 @@ def called(engine: Engine, name: str):
         engine.check_forward(call)
         output, _ = engine.forward(call)
     engine.unload(name)
-    return output
+    return output.contiguous()
 
 
 def main(folder: str, families: str, out: str):
