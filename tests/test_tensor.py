@@ -36,7 +36,8 @@ def test_heads_of_keys_and_values_must_divide(tmp_path):
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "krea2.safetensors", "krea2")))      # 4 heads, 2 of keys and values
     with pytest.raises(UnsupportedError, match="does not divide the 2 heads of keys and values"):
         Engine(ParallelConfig(tensor_parallel_degree=4), place(4)).check_load(str(tmp_path / "krea2.safetensors"), "default")
-    assert tensor.shards(checkpoint.empty, checkpoint.family, "row", place(4))
+    rows = tensor.shards(checkpoint.empty, checkpoint.family, "row", place(4))
+    assert {sum(map(len, rows[f"transformer_blocks.0.attn.{name}"].inputs)) for name in ("to_q", "to_k", "to_v")} == {128}
 
 
 def test_a_class_without_plan_is_refused():
