@@ -66,5 +66,25 @@ def test_parallel_methods_name_no_family(path):
     assert not [family for family in families if f"{family}." in code or f"'{family}'" in code]
 
 
+def assigned(path: Path) -> dict[str, ast.expr]:
+    """The module's own names that an assignment gives a value, and the values."""
+    statements = ast.parse(path.read_text()).body
+    return {ast.unparse(n.targets[0]): n.value for n in statements if isinstance(n, ast.Assign)} | {ast.unparse(n.target): n.value for n in statements if isinstance(n, ast.AnnAssign)}
+
+
+FAMILY_FILES = [path for path in sorted((ROOT / "backend/models").glob("*.py")) if "FAMILY" in assigned(path)]
+
+
+@pytest.mark.parametrize("path", FAMILY_FILES, ids=lambda p: p.stem)
+def test_a_family_is_data(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 200
+    assert not [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+
+
+def test_every_family_file_is_in_the_registry():
+    assert sorted(ast.unparse(module) for module in assigned(ROOT / "backend/models/__init__.py")["MODULES"].elts) == [path.stem for path in FAMILY_FILES]
+
+
 def test_root_package_needs_no_comfyui():
     assert imports(ROOT / "__init__.py") <= {".nodes.extension"}

@@ -10,7 +10,8 @@ from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
-from backend.models import FAMILIES, references
+from backend.models import FAMILIES
+from backend.models.calls import references
 from backend.tokens import TokenGrid
 from safetensors.torch import save_file
 from tiny import facts, weights_module, write_checkpoint

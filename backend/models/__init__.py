@@ -1,4 +1,4 @@
-"""Model families, one data file each, found by name or by the transformer's class."""
+"""Model families, one data file each (its code in calls/, its single files in layouts/), found by name or by the transformer's class."""
 
 from . import chroma, cogvideox, flux, flux2, flux3, hidream, hunyuan_dit, hunyuan_video, hunyuan_video15, ideogram4, kandinsky5, krea2, ltx2, ltxv, lumina2, minimax_h3, minimax_h3_curves, pixart, qwen_image, sana, sd3, wan, z_image
 from .spec import Family

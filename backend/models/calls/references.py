@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..protocol import REFERENCE_METHODS
-from ..tokens import TokenGrid
+from ...protocol import REFERENCE_METHODS
+from ...tokens import TokenGrid
 
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:

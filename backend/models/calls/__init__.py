@@ -1,0 +1,1 @@
+"""How a family's transformer is called: the code that models/<family>.py names."""

@@ -1,0 +1,20 @@
+"""Z-Image: the arguments of its forward and what is changed in diffusers' modules."""
+
+import torch
+from diffusers.models.transformers.transformer_z_image import FeedForward
+
+
+def adjust(transformer, config):
+    """diffusers fixes these widths at what they are in the released size."""
+    if "feed_forward_width" not in config:
+        return
+    hidden, time = config["feed_forward_width"], config["time_width"]
+    for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
+        block.feed_forward = FeedForward(config["dim"], hidden)
+    first, _, last = transformer.t_embedder.mlp
+    transformer.t_embedder.mlp[0], transformer.t_embedder.mlp[2] = torch.nn.Linear(first.in_features, time), torch.nn.Linear(time, last.out_features)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Lists of samples, each with a time axis; the timestep counts from noise (0) to picture (1)."""
+    return dict(x=list(grid.pad(latent).unsqueeze(2)), t=(1.0 - sigma).expand(latent.shape[0]), cap_feats=list(cond["c_crossattn"]))
