@@ -205,7 +205,7 @@ def interleave(scenarios: dict[str, Callable], rounds: int, patience: float) -> 
             meet()
             found[name].append(scenarios[name]())
             if leader:
-                print(f"round {round + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+                print(f"round {round + 1}/{rounds}: {name} {json.dumps(found[name][-1])}", file=sys.stderr, flush=True)
     return found, busy
 
 

@@ -50,10 +50,12 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
 def runs(options, model: str) -> dict[str, Run]:
     """Every scenario; engines of one topology are shared."""
     rank, found, engines = int(os.environ["RANK"]), {}, {}
-    steps = 2 if options.quick else 3
+    steps = 2 if options.quick else options.steps
     request = lambda config, guided: common.request(
         model, steps + (3 if config.patches > 1 else 0), guided, options.side, options.text, num_pipeline_patch=config.num_pipeline_patch)
     for name, config in methods(options.ranks).items():
+        if options.only and not name.startswith(options.only):
+            continue
         if config.topology() not in engines:
             engines[config.topology()] = common.engine(config, options.device, model)
         guided = config.cfg_degree == 2
@@ -117,6 +119,8 @@ def show(rows: list[dict], **facts):
 def main():
     parser = common.model_options(common.parser(__doc__, rounds=5))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a run; PipeFusion takes 3 more (default 3)")
+    parser.add_argument("--only", default="", help="only the methods whose names begin so, beside one rank and the ceiling: cfg, pipefusion, ...")
     options = common.parse(parser)
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script or as a module
 
@@ -102,7 +103,7 @@ def train(options) -> dict:
     """Train for `options.minutes`; returns the averaged weights by name."""
     model, rng = build_model(), random.Random(options.seed)
     if options.resume:
-        model.load_state_dict(torch.load(options.resume, weights_only=True))
+        model.load_state_dict(load_file(options.resume))
     average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     start, step, saved, recent = time.time(), 0, 0.0, None
@@ -116,9 +117,9 @@ def train(options) -> dict:
         if step % 50 == 0:
             print(f"step {step}  {elapsed:.0f} s  loss {recent:.4f}", flush=True)
         if elapsed - saved > CHECKPOINT_SECONDS:
-            torch.save(average, options.checkpoint)
+            save_file(average, options.checkpoint)
             saved = elapsed
-    torch.save(average, options.checkpoint)
+    save_file(average, options.checkpoint)
     return average
 
 
@@ -155,7 +156,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        default=Path(tempfile.gettempdir()) / "shapes-flux.pt",
+        default=Path(tempfile.gettempdir()) / "shapes-flux.safetensors",
         help="file for the weights so far",
     )
     return parser.parse_args()
