@@ -73,7 +73,7 @@ def _check_tensors(sample, family, model_config):
             raise UnsupportedError(f"the request has no tensor {name!r}.")
     check_numbers(tensors)
     noise, sigmas = tensors["noise"], tensors["sigmas"]
-    _check_shapes(sample, family, model_config)
+    check_latent(tuple(noise.shape), sample.latent_shapes, family, model_config)
     if not noise.numel():
         raise UnsupportedError(f"the latent has shape {tuple(noise.shape)}, which holds nothing; make it larger.")
     if tensors["latent"].shape != noise.shape:
@@ -85,8 +85,9 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step.")
 
 
-def _check_shapes(sample, family, model_config):
-    shape, shapes, nested = tuple(sample.tensors["noise"].shape), sample.latent_shapes, family.nested
+def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
+    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``. Raises UnsupportedError."""
+    nested = family.nested
     if nested is None:
         channels = family.latent_channels(model_config)
         if shapes or len(shape) not in (4, 5) or shape[1] != channels:

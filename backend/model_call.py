@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .checks import check_arguments, check_kernel, check_rows
+from .checks import check_arguments, check_kernel, check_latent, check_rows
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser, Part
 from .errors import UnsupportedError
@@ -32,22 +32,25 @@ ALONE = Axis(None, 0, 1, (0,))
 def check_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
     """Refuse a call that cannot run. Raises UnsupportedError."""
     check_kernel(call.attention, device, dtype)
-    if family.nested:
-        raise UnsupportedError(f"{family.name} denoises {' and '.join(family.nested.names)} at once, which calls of the model by themselves do not; use ParallelSampler.")
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")
     x, time = call.tensors["x"], call.tensors["time"]
     channels = family.latent_channels(model_config)
-    if x.ndim not in (4, 5) or x.shape[1] < channels or not x.numel() or not x.is_floating_point():
+    unlike = family.nested is None and (call.latent_shapes or x.ndim not in (4, 5) or x.shape[1] < channels)
+    if unlike or not x.numel() or not x.is_floating_point():
         raise UnsupportedError(f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes (batch, {channels} channels, [frames,] height, width).")
+    if family.nested:
+        check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes one for each of the {x.shape[0]} samples.")
+    if family.nested and (time != time[:1]).any():
+        raise UnsupportedError(f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} have one in common; call it for each sample by itself.")
     latent, arguments = _split(call, family, model_config)
     for name, value in arguments.items():
         if value.ndim and value.shape[0] not in (1, x.shape[0]):
             raise UnsupportedError(f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; use one prompt or one for each.")
-    grid = family.grid(model_config, latent.shape[1:], [])
+    grid = family.grid(model_config, latent.shape[1:], call.latent_shapes)
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
     check_rows(replace(config, num_pipeline_patch=1), grid)
 
@@ -61,19 +64,21 @@ def rows_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
 def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device, rows: list[int]) -> Request:
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
-    batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], [])
+    batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
     tokens, times = grid.to_tokens(latent[rows].to(device, torch.float32)), call.tensors["time"][rows].to(device, torch.float32)
     mine = lambda value: value if not value.ndim or rows == list(range(value.shape[0])) else value[rows if value.shape[0] == batch else [0] * len(rows)]
     cast = lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype)
     return Request(
-        solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=torch.zeros(1), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None), times=times,
+        solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=call.tensors["time"][:1].float(), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None),
+        times=None if family.nested else times, carry=family.nested and family.nested.carry,
         prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: cast(mine(value)) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
         kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, context={SIDES[0]: family.context(model_config, grid, arguments)}, given_rows=0)
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
     """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent, families are given them as c_concat."""
-    channels, x = family.latent_channels(model_config), call.tensors["x"]
+    x = call.tensors["x"]
+    channels = x.shape[1] if family.nested else family.latent_channels(model_config)
     arguments = {name.removeprefix("cond."): value for name, value in call.tensors.items() if name.startswith("cond.")}
     return x[:, :channels], arguments if x.shape[1] <= channels else {**arguments, "c_concat": x[:, channels:]}
 
@@ -85,7 +90,7 @@ class OneCall(Denoiser):
         super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
 
     def _plan(self) -> list[Evaluation]:
-        return [Evaluation(torch.zeros(()), 0)]
+        return [Evaluation(self.request.sigmas[0], 0)]
 
     def _modulate_ahead(self, plan: list[Evaluation]):
         """There is no next call to compute for; but weights that wait in host memory, or on another stage, run no other way."""

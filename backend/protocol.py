@@ -125,8 +125,8 @@ class Sample:
 class ModelCall:
     """Evaluate the model once; the Result's tensor ``output`` (B, C, [T,] H, W) is what the model returns, in float32.
 
-    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input channels (c_concat) with those behind its own;
-    ``time`` (B,), what the model is told of the noise: the noise level of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with
+    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input channels (c_concat) with those behind its own, or several
+    packed (B, 1, L) with their ``latent_shapes``, as in Sample, and ``output`` likewise; ``time`` (B,), what the model is told of the noise: the noise level of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with
     ComfyUI's names, a row for each sample, or one for all.
     The backend keeps the tensors that ``keep`` names (name -> key), for this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key)
     stands for a tensor. Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
@@ -134,6 +134,7 @@ class ModelCall:
     model: str
     attention: str = "auto"
     client: str = ""
+    latent_shapes: list = field(default_factory=list)
     keep: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     forget: list = field(default_factory=list)

@@ -228,10 +228,10 @@ _MINIMAX_KNOWN = ("seed", "audio_scale", "layout")
 def _minimax_h3_arguments(arguments: dict) -> dict:
     payload = arguments.pop("minimax_payload", {})
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
-        raise RefusedError("latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; ParallelSampler does not run that: remove the mask or sample with KSampler.")
+        raise RefusedError("latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL.")
     further = sorted(payload.keys() - set(_MINIMAX_KNOWN))
     if further:
-        raise RefusedError(f"the prompt carries {', '.join(further)} (MiniMax H3 Image To Video, Add Guide or Reference To Video), which ParallelSampler does not run; remove that node or sample with KSampler.")
+        raise RefusedError(f"the prompt carries {', '.join(further)} (MiniMax H3 Image To Video, Add Guide or Reference To Video), which the ranks do not run; remove that node, or sample with KSampler and an ordinary MODEL.")
     return arguments
 
 

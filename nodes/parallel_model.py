@@ -10,6 +10,7 @@ from functools import partial
 import comfy.model_management
 import comfy.model_patcher
 import comfy.model_sampling
+import comfy.utils
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from comfy_api.latest import io
@@ -36,6 +37,8 @@ REFUSED_OPTIONS = {
     "ar_state": "an autoregressive state",
     "run_vx": "a switch of LTX's video part",
     "run_ax": "a switch of LTX's audio part",
+    "minimax_h3_sigma_shift_video": "other noise schedules (ModelSampling MiniMax H3)",
+    "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
 HARMLESS_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "prefetch_dynamic_vbars", "easycache", "lazycache", "context_window"}
@@ -66,6 +69,7 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     """A MODEL whose transformer is the one that ``dit`` names."""
     patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
     patcher.model.memory_usage_factor = 0.0     # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
+    patcher.model.process_timestep = lambda timestep, **arguments: timestep      # the ranks make those of frames and tokens from the mask, which comes with the arguments
     transformer, sampling = patcher.model.diffusion_model, patcher.model.model_sampling
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
@@ -100,24 +104,25 @@ class RemoteTransformer(ElsewhereModule):
             self.held = before
 
     def forward(self, x, timestep, context=None, control=None, transformer_options={}, **arguments):
-        """x (B, C, [T,] H, W), timestep (B,) and what else ComfyUI's model of the family gives its transformer -> (B, C, [T,] H, W) in float32."""
+        """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of the family gives its transformer -> the output of x's form in float32."""
         self._check_options(control, transformer_options)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
         executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
         return executor.execute(x, timestep, context, transformer_options=transformer_options, **arguments)
 
     def _call(self, x, timestep, context=None, transformer_options={}, **arguments):
-        if not isinstance(x, torch.Tensor):
-            raise RefusedError("the latent holds several latents (video and audio), which Parallel Model does not take; use Parallel Sampler, where the transformer denoises both.")
+        nested = not isinstance(x, torch.Tensor)
+        x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
         given = {name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None}
         family = family_named(loaded)
         tensors = as_tensors("the graph", family.translate(given), loaded.info["conditioning"])
         tensors = fill_zeros(tensors, x.shape[0], family, family.unet_config(loaded.info["config"]))
         self._tell_of_idle_ranks(x.shape[0])
-        call = ModelCall(loaded.model, self.dit.config.attention, tensors={
+        call = ModelCall(loaded.model, self.dit.config.attention, latent_shapes=[list(shape[1:]) for shape in shapes], tensors={
             "x": x, "time": timestep / self.time_scale, **{f"cond.{name}": value for name, value in tensors.items()}})
-        return self._answer(backend, call).to(x.device)
+        output = self._answer(backend, call).to(x.device)
+        return comfy.utils.unpack_latents(output, shapes) if nested else output
 
     def _answer(self, backend: Backend, call: ModelCall) -> torch.Tensor:
         management, result = comfy.model_management, None

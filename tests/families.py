@@ -88,16 +88,17 @@ def _scale(family: str, shapes: list):
     return torch.cat([torch.full((math.prod(shape),), factor) for shape, factor in zip(shapes, STREAMS[family])])
 
 
-def model_call(name: str, family: str, batch: int, model: str = "tiny") -> ModelCall:
-    """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its own; the prompts of a golden case take turns."""
-    sample, _ = golden(name, model)
+def model_call(sample: Sample, family: str, batch: int) -> ModelCall:
+    """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its own unless its latents share one; the prompts of a request take turns
+    where they are alike, else all rows have the positive one."""
     x = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
-    times, turns = torch.linspace(0.9, 0.2, batch), [row % 2 for row in range(batch)]
+    times, turns = torch.linspace(0.9, 0.9 if sample.latent_shapes else 0.2, batch), [row % 2 for row in range(batch)]
     conditioning = {}
     for key in (key.removeprefix("positive.") for key in sample.tensors if key.startswith("positive.")):
-        positive, negative = sample.tensors[f"positive.{key}"], sample.tensors[f"negative.{key}"]
-        conditioning[f"cond.{key}"] = torch.cat([positive, negative])[turns] if positive.ndim else positive
-    return ModelCall(model, tensors={"x": x, "time": times if FAMILIES[family].schedule is None else (1000 * times).round(), **conditioning})
+        positive, negative = sample.tensors[f"positive.{key}"], sample.tensors.get(f"negative.{key}")
+        alike = positive.ndim and negative is not None and positive.shape == negative.shape
+        conditioning[f"cond.{key}"] = torch.cat([positive, negative])[turns] if alike else positive
+    return ModelCall(sample.model, latent_shapes=sample.latent_shapes, tensors={"x": x, "time": times if FAMILIES[family].schedule is None else (1000 * times).round(), **conditioning})
 
 
 def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from families import LATENT_FORMATS, STREAMS
+from families import LATENT_FORMATS
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.backend.protocol import BackendError, Ping, RefusedError
 from parallel_dit.nodes import backends
@@ -26,6 +26,7 @@ with comfy_modules():
     import comfy.samplers
     import comfy.sd
     import comfy.supported_models
+    from comfy.nested_tensor import NestedTensor
     from comfy.patcher_extension import WrappersMP
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
@@ -36,8 +37,8 @@ with comfy_modules():
 
 CONFIG = ParallelConfig(cfg_degree=2, device="cpu")
 CPU = torch.device("cpu")
-#: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt, HunyuanDiT).
-OTHERS = ["wan21-t2v", "pixart-sigma", "sd3", "hunyuan-dit"]
+#: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt, HunyuanDiT), and those of several latents.
+OTHERS = ["wan21-t2v", "pixart-sigma", "sd3", "hunyuan-dit", "ltx2", "minimax-h3"]
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,19 @@ class Pair:
         self.ours = remote_model(self.dit)
         stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
         self.positive, self.negative = (_conditioning(stored, branch) for branch in ("positive", "negative"))
-        self.latent, self.noise = torch.zeros_like(stored["noise"]), stored["noise"]
+        self.noise = stored["noise"] if "noise" in stored else NestedTensor([stored["noise.0"], stored["noise.1"]])
+        self.latent = self.noise * 0.0
 
     def error(self, run) -> float:
         """Largest difference of run(MODEL)'s latents, in standard deviations."""
         with torch.inference_mode():
-            want, found = run(self.native), run(self.ours)
-        assert torch.isfinite(want).all()
-        return ((found - want).abs().max() / want.std()).item()
+            wanted, found = _parts(run(self.native)), _parts(run(self.ours))
+        assert all(torch.isfinite(want).all() for want in wanted)
+        return max(((a - b).abs().max() / b.std()).item() for a, b in zip(found, wanted, strict=True))
+
+
+def _parts(latent) -> list:
+    return latent.unbind() if latent.is_nested else [latent]
 
 
 def _conditioning(stored, branch):
@@ -108,7 +114,7 @@ def test_other_families_in_ksampler(pairs, family, sampler):
     assert pair.error(ksampler(pair, sampler, steps=3)) <= 1e-4
 
 
-@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in ("flux-dev", *OTHERS, *STREAMS) and facts(family)["comfy_class"] not in OURS])
+@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in ("flux-dev", *OTHERS) and facts(family)["comfy_class"] not in OURS])
 def test_every_other_family_in_one_step(pairs, family):
     pair = pairs(family)
     assert pair.error(ksampler(pair, steps=1, denoise=0.5)) <= 1e-4

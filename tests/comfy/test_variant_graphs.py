@@ -1,4 +1,4 @@
-"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside ParallelSampler on two ranks."""
+"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside ParallelSampler, and itself on ParallelModel, on two ranks."""
 
 import json
 from dataclasses import dataclass, field
@@ -165,11 +165,13 @@ def test_same_latent_as_ksampler(family_comfy, name):
     inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
     theirs = g.one("KSampler", model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))), **inputs)
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
-    ours = g.one("ParallelSampler", dit=g.one("LoadParallelDiT", config=config, model_name=file.name), **inputs)
-    result = g.add("TestLatentDistance", samples=ours, reference=theirs)
+    dit = g.one("LoadParallelDiT", config=config, model_name=file.name)
+    ours = g.one("ParallelSampler", dit=dit, **inputs), g.one("KSampler", model=g.one("ParallelModel", dit=dit), **inputs)
+    results = [g.add("TestLatentDistance", samples=samples, reference=theirs) for samples in ours]
     run = family_comfy.run(g.nodes)
     assert run.status == "success", run.message or run.node_errors
-    assert json.loads(run.outputs[result]["text"][0])["error"] < TOLERANCES.get(variant, 1e-4)
+    for result in results:
+        assert json.loads(run.outputs[result]["text"][0])["error"] < TOLERANCES.get(variant, 1e-4)
 
 
 def experts(folder, seed: int) -> tuple[dict, str, str]:

@@ -19,6 +19,7 @@ from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
+from backend.protocol import Sample
 from families import golden, model_call
 from tiny import relative
 
@@ -49,16 +50,14 @@ def run(engine: Engine, family: str, folder: str):
     sample = request(family, engine.config)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    return samples.contiguous(), called(engine, family)       # latents cropped of their padding are views, which gloo does not broadcast
+    return samples.contiguous(), called(engine, family, sample)       # latents cropped of their padding are views, which gloo does not broadcast
 
 
-def called(engine: Engine, name: str):
-    """One call of the model; of families that denoise several latents at once, which have none, the same zeros everywhere."""
-    family, output = engine.models[name].family, torch.zeros(1)
-    if not family.nested and name not in variants.VARIANTS:
-        call = model_call(f"{name.partition('+')[0]}__euler_simple", family.name, CALLED, name)
-        engine.check_forward(call)
-        output, _ = engine.forward(call)
+def called(engine: Engine, name: str, sample: Sample):
+    """One call of the model."""
+    call = model_call(sample, engine.models[name].family.name, CALLED)
+    engine.check_forward(call)
+    output, _ = engine.forward(call)
     engine.unload(name)
     return output.contiguous()
 
@@ -83,7 +82,7 @@ def main(folder: str, families: str, out: str):
                 wanted = references[family]
                 rows.append(dict(
                     family=family, config=config.product, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1,
-                    relative=relative(samples, wanted[0]), called=relative(output, wanted[1]) if output.any() else 0.0, seconds=time.perf_counter() - started))
+                    relative=relative(samples, wanted[0]), called=relative(output, wanted[1]), seconds=time.perf_counter() - started))
     everyone = [None] * world
     dist.all_gather_object(everyone, rows)
     if rank == 0:

@@ -21,7 +21,7 @@ from backend.denoise import Callbacks
 from backend.engine import Engine, describe
 from backend.loading.lora import lora_stack
 from backend.parallel import sharding
-from families import model_call
+from families import golden, model_call
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
@@ -130,7 +130,7 @@ def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
 
 
 def call(engine: Engine, case: str):
-    request = model_call("flux-dev__size20x12", "flux", CALLS[case])
+    request = model_call(golden("flux-dev__size20x12")[0], "flux", CALLS[case])
     engine.check_forward(request)
     return engine.forward(request)
 
