@@ -8,7 +8,7 @@ from .config import ParallelConfig
 from .errors import UnsupportedError
 from .models.spec import Family
 from .parallel import kernels
-from .protocol import Sample
+from .protocol import Describe, Sample
 from .prompts import names, side_of
 from .request import request_config
 from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
@@ -188,6 +188,18 @@ def check_family(family: Family, config: ParallelConfig):
     for degree in ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree") if family.whole_only else ():
         if getattr(config, degree) > 1:
             raise UnsupportedError(f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or data_parallel_degree instead; docs/adding_a_model.md says how to add a family.")
+
+
+def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
+    """Rows of the latent that a Describe tells; refuse one that is none. Raises UnsupportedError."""
+    latent, channels = message.latent, family.nested.channels(model_config)[0] if family.nested else family.latent_channels(model_config)
+    if len(latent) not in (3, 4) or any(type(side) is not int or side < 1 for side in latent) or latent[0] != channels:
+        raise UnsupportedError(f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} channels, [frames,] height, width).")
+    if message.prompts not in (1, 2) or message.prompts < config.cfg_degree or message.text_rows < 0:
+        raise UnsupportedError(f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree {config.cfg_degree}; tell one or two, and as many as ranks share them.")
+    grid = TokenGrid(tuple(latent), family.patch(model_config))
+    check_rows(config, grid)
+    return grid.tokens
 
 
 def check_rows(config: ParallelConfig, grid: TokenGrid | NestedGrid):

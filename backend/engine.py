@@ -5,12 +5,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
 
-from .checks import check_family, check_model, check_numbers, check_sample
+from .checks import check_family, check_model, check_numbers, check_sample, check_workload
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
@@ -26,7 +26,7 @@ from .model_call import OneCall, build_call, check_call, rows_of_replica
 from .parallel import comm, sharding, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
-from .protocol import LORAS, ModelCall, Sample
+from .protocol import LORAS, Describe, ModelCall, Sample
 from .request import Request, build
 from .runner import LoadedModel, running
 
@@ -134,6 +134,13 @@ class Engine:
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,
         }
+
+    def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
+        """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises UnsupportedError or ConfigError."""
+        dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path)
+        config = replace(self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv)
+        rows = check_workload(message, config, checkpoint.family, checkpoint.config)
+        return rows, [str(plan) for plan in describe(config, checkpoint, rows, message.text_rows, branches=message.prompts, dtype=dtype)]
 
     # ------------------------------------------------------------------ sampling
     def check_sample(self, sample: Sample):

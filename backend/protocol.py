@@ -88,6 +88,25 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Describe:
+    """What would each rank hold and send while the transformer ``model`` is sampled with these settings? ``latent``: [C, [T,] H, W] of one latent, the first where it
+    takes several; ``prompts``: 2 with a negative one. Nothing is computed."""
+    model: str
+    latent: list
+    text_rows: int
+    prompts: int
+    num_pipeline_patch: int = 0
+    stale_kv: str = "reuse"
+
+
+@dataclass(frozen=True)
+class Described:
+    """``image_rows``: rows of the latent; ``ranks``: a line for each (describe.RankPlan)."""
+    image_rows: int
+    ranks: list
+
+
+@dataclass(frozen=True)
 class Unload:
     """Free the transformer ``model`` on every rank, whatever its LoRAs (no error where it is not loaded)."""
     model: str
@@ -192,7 +211,7 @@ class Shutdown:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    Hello, Welcome, Load, Loaded, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
+    Hello, Welcome, Load, Loaded, Describe, Described, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
 
 
 def encode(message) -> list:

@@ -22,10 +22,10 @@ from . import mesh as meshes
 from .config import ConfigError, ParallelConfig
 from .denoise import Callbacks, Cancelled as Stopped
 from .dispatch import Dispatcher
-from .engine import Engine, describe
+from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
-from .protocol import Cancelled, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
+from .protocol import LORAS, Cancelled, Describe, Described, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
 from .server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -43,7 +43,7 @@ class Worker:
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
         self.reports: dict[str, list[dict]] = {}
-        self.plans: dict[str, list[str]] = {}
+        self.paths: dict[str, str] = {}
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
@@ -87,7 +87,7 @@ class Leader(Worker):
         super().__init__(config, device)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(address, token, welcome, models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()))
-        self.handlers = {Load: self.on_load, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
+        self.handlers = {Load: self.on_load, Describe: self.on_describe, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -121,12 +121,15 @@ class Leader(Worker):
             reasons = self.load(message, _reporter(job))
             if reasons:
                 raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
-            self.plans[key] = [str(plan) for plan in describe(self.engine.config, message.path, dtype=self.engine.models[key].dtype)]
+            self.paths[key] = message.path
         warnings = self.engine.check_loras(key, stack)
         if stack:
             self.dispatcher.tell(message)
         name = self.engine.name(key, stack)
-        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key], "plan": self.plans[key]}))
+        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}))
+
+    def on_describe(self, job: Job, message: Describe):
+        job.reply(Described(*self.engine.describe(message, self.paths.get(message.model.partition(LORAS)[0], ""))))
 
     def on_unload(self, job: Job, message: Unload):
         self.dispatcher.tell(message)

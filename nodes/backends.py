@@ -10,7 +10,7 @@ import threading
 import torch
 
 from ..backend.config import ConfigError, ParallelConfig
-from ..backend.protocol import BackendError, Load, Loaded, ModelCall, Ping, Sample, Unload
+from ..backend.protocol import BackendError, Describe, Described, Load, Loaded, ModelCall, Ping, Sample, Unload
 from .client import BackendClient
 from .launcher import BackendProcess
 
@@ -44,6 +44,11 @@ class Backend:
             if replaced != loaded.base:  # the file has changed since
                 self._request(Unload(replaced), check)
             return loaded
+
+    def describe(self, message: Describe) -> Described:
+        """What each rank would hold and send; nothing runs."""
+        with self._busy:
+            return self._request(message)
 
     def unload(self, path: str, weight_dtype: str):
         """Free a transformer on every rank; nothing happens where it is not loaded or while a request runs."""

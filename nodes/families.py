@@ -30,7 +30,7 @@ class Family:
     CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
     ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's
     ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow. ``latents``: channels of every latent where the
-    model denoises several at once. ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
+    model denoises several at once. ``pictures``: it makes pictures, though its latent format is a video's. ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
     comfy_class: Callable[[dict], str]
@@ -41,6 +41,7 @@ class Family:
     reads: Callable[[dict], dict] = lambda config: {}
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
+    pictures: bool = False
     translate: Callable[[dict], dict] = lambda arguments: arguments
 
 
@@ -256,6 +257,7 @@ FAMILIES = {
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
         accepts=IMAGE_TO_VIDEO + REFERENCES,
+        reads=lambda config: {"patch_size": 2},
     ),
     "chroma": Family(lambda config: "Chroma", _chroma, linear_shift=True),
     "sd3": Family(lambda config: "SD3", _sd3, needs=("pooled_output",)),
@@ -274,9 +276,9 @@ FAMILIES = {
         lambda config: "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V", _cogvideox, accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
     "ltxv": Family(lambda config: "LTXV", _ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=_ltxv_arguments),
-    "qwen-image": Family(lambda config: "QwenImage", _qwen_image, accepts=REFERENCES, linear_shift=True),
+    "qwen-image": Family(lambda config: "QwenImage", _qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True),
     "z-image": Family(lambda config: "ZImage", _z_image),
-    "krea2": Family(lambda config: "Krea2", _krea2, accepts=REFERENCES),
+    "krea2": Family(lambda config: "Krea2", _krea2, accepts=REFERENCES, pictures=True),
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),

@@ -14,7 +14,7 @@ import comfy.patcher_extension
 import comfy.utils
 
 from ..backend.config import ParallelConfig
-from ..backend.protocol import Loaded
+from ..backend.protocol import Describe, Described, Loaded
 from .backends import Backend, backend_at_hand, backend_for
 from .families import weightless_patcher
 
@@ -64,6 +64,11 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
     """
     return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
+
+
+def describe(handle: ParallelDiT, message: Describe) -> Described:
+    """What each rank would hold and send. Errors as in ``load``."""
+    return ensure_loaded(handle)[0].describe(message)
 
 
 def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True) -> tuple[Backend, Loaded]:

@@ -12,6 +12,7 @@ from ..backend.solver_names import NEEDS_NEGATIVE
 from . import handle
 from .dependencies import require_dependencies
 from .parallel_config import ParallelConfigType
+from .plan import plan
 from .progress import node_text
 
 ParallelDiTType = io.Custom("PARALLEL_DIT")
@@ -68,7 +69,8 @@ class LoadParallelDiT(io.ComfyNode):
 
     @classmethod
     def execute(cls, config, model_name, weight_dtype="default") -> io.NodeOutput:
-        for cfg, sampler_name in _guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id):
+        guidance = list(_guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id))
+        for cfg, sampler_name in guidance:
             check_guidance(cfg, sampler_name, config)
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
@@ -76,7 +78,8 @@ class LoadParallelDiT(io.ComfyNode):
         if not config.address:
             require_dependencies()
         dit = handle.load(config, os.path.abspath(path), weight_dtype)
-        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), "As these ranks were started, with two prompts of 512 rows and a latent of 4096 (FLUX at 1024 x 1024):", *dit.loaded.info["plan"]]))
+        prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
+        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), *plan(dit, prompts)]))
         return io.NodeOutput(dit)
 
 

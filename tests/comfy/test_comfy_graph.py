@@ -146,6 +146,12 @@ def test_other_degrees_load_again_and_say_why(comfy):
     assert error_of(run) < 1e-4 and run.loaded[-1][0] == run.loaded[-1][1] > 0
     log = comfy.log.read_text(errors="replace")
     assert "the ranks for" in log and "rank 1: stage 1" in log
+    piped = {"pipefusion_degree": 2, "num_pipeline_patch": 5, "device": "cpu"}
+    again = comfy.run(graph(config=piped, cfg=1.0))
+    assert again.status == "success" and not again.loaded
+    told = [next(text for text in each.texts if "rank 0:" in text) for each in (run, again)]
+    assert all(text.count("rank 1:") == 2 and "a picture of 1024 x 1024 (4096 rows)" in text for text in told)
+    assert "two prompts" in told[0] and ", 1 patch:" in told[0] and "one prompt" in told[1] and "5 patches" in told[1].splitlines()[-1]
     comfy.run(graph(seed=4))
 
 

@@ -4,18 +4,23 @@ import json
 
 import pytest
 import torch
+from backend.checks import check_workload
+from backend.config import ParallelConfig
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
-from backend.protocol import Loaded
+from backend.protocol import Describe, Loaded
 from comfy_modules import comfy_modules
 from families import LATENT_FORMATS, golden, load, to_vae_units
 from tiny import facts, write_checkpoint
 
 with comfy_modules():
     import comfy.samplers
+    from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, latent_shapes, model_arguments
     from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.families import weightless_patcher
+    from parallel_dit.nodes.handle import ParallelDiT
+    from parallel_dit.nodes.plan import assumed_latent
 
 
 def test_every_family_of_the_backend_has_a_node_side():
@@ -57,6 +62,14 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
         found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
         want = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
         assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {key: value.flatten().tolist() for key, value in want.items() if value.any()}
+
+
+def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
+    name, loaded = loaded
+    what, latent = assumed_latent(ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded)))
+    family, golden_latent = FAMILIES[loaded.family], load(f"{name}__euler_simple")[0]["noise"]
+    assert check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500
+    assert ("frames" in what) == (family.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)), what
 
 
 def test_latents_are_scaled_as_in_the_golden_files(loaded):

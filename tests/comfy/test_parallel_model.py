@@ -234,7 +234,7 @@ STEPS_REFUSED = {
     "replaced block": (lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}), None, "'patches_replace': dit"),
     "attention": (lambda m: with_patch(m, "optimized_attention_override", print), None, "another attention function"),
     "ControlNet": (lambda m: m, {"control": Control()}, "ControlNet"),
-    "reference": (lambda m: m, {"reference_latents": [torch.zeros(1, 16, 8, 8)]}, "'ref_latents'"),
+    "style model's mask": (lambda m: m, {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)}, "'attention_mask'"),
     "NaN": (lambda m: m, {"pooled_output": torch.full((1, 32), float("nan"))}, "cond.y holds NaN"),
     "other encoder": (lambda m: m, {"pooled_output": torch.zeros(1, 31)}, "encoded for another model"),
 }
