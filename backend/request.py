@@ -25,7 +25,7 @@ class Request:
     percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
     context: name -> rows behind the latent's in the image stream.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
-    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches.
+    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches; shares: ranks that share the rows of one.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
     times: (B,), what a client tells the model of the noise (ModelCall); None where it follows from the noise level.
     """
@@ -52,6 +52,7 @@ class Request:
     batch: int
     items: slice
     given_rows: int
+    shares: int = 1
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
 
@@ -67,7 +68,7 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image rows of every patch, balanced over the joint sequence."""
-        return [rows.image for rows in patches(Sequence(self.given_rows, self.grid.tokens, "first"), self.patches)]
+        return [rows.image for rows in patches(Sequence(self.given_rows, self.grid.tokens, "first"), self.patches, sp_size=self.shares)]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """The model arguments of a branch for some items of this replica's batch."""
@@ -116,7 +117,7 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
         prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, context=context, given_rows=max(text[name] + context[name] for name in conditioning),
-        patches=config.patches, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
+        patches=config.patches, shares=config.sp_degree, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
         from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {},
         carry=family.nested and family.nested.carry)

@@ -282,8 +282,8 @@ FAMILIES = {
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", _hidream, needs=("pooled_output", "conditioning_llama3")),
     "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", _kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
-    "flux2": Family(lambda config: "Flux2", _flux2),
-    "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}),
+    "flux2": Family(lambda config: "Flux2", _flux2, accepts=REFERENCES),
+    "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}, accepts=REFERENCES),
     "lumina2": Family(lambda config: "Lumina2", _lumina2),
     "ideogram4": Family(lambda config: "Ideogram4", _ideogram4),
     "ltx2": Family(

@@ -7,11 +7,17 @@ import comfy.supported_models_base
 
 
 class Flux3Model(comfy.model_base.BaseModel):
-    """Argument: eight layers of Qwen3-VL's hidden states side by side."""
+    """Arguments: eight layers of Qwen3-VL's hidden states side by side, and reference latents."""
 
     def extra_conds(self, **kwargs):
-        prompt = kwargs.get("cross_attn", None)
-        return {**super().extra_conds(**kwargs), **({} if prompt is None else {"c_crossattn": comfy.conds.CONDRegular(prompt)})}
+        found = super().extra_conds(**kwargs)
+        if kwargs.get("cross_attn") is not None:
+            found["c_crossattn"] = comfy.conds.CONDRegular(kwargs["cross_attn"])
+        if kwargs.get("reference_latents") is not None:
+            found["ref_latents"] = comfy.conds.CONDList([self.process_latent_in(latent) for latent in kwargs["reference_latents"]])
+        if kwargs.get("reference_latents_method") is not None:
+            found["ref_latents_method"] = comfy.conds.CONDConstant(kwargs["reference_latents_method"])
+        return found
 
 
 class Flux3(comfy.supported_models_base.BASE):

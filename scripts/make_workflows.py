@@ -36,10 +36,10 @@ def inputs_of(info: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]
 
 
 def values_of(widgets: list[tuple[str, dict]], given: dict) -> list[tuple[str, object]]:
-    """(name, value) in the order of a node's widgets, with those that the page adds: what becomes of a seed, and the button that uploads."""
+    """(name, value) in the order of a node's widgets, the default where another node gives it, with those that the page adds: what becomes of a seed, and the button that uploads."""
     values = []
     for name, options in widgets:
-        values.append((name, given[name] if name in given else options["default"]))
+        values.append((name, given[name] if name in given and not isinstance(given[name], list) else options["default"]))
         values += [("control after generate", "randomize")] * bool(options.get("control_after_generate")) + [("upload", "image")] * bool(options.get("image_upload"))
     return values
 
@@ -59,6 +59,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     for key, node in graph.items():
         kind = node["class_type"]
         linked, widgets = inputs_of(info[kind])
+        fed = [(name, info[kind]["input"]["required"][name][0]) for name, _ in widgets if isinstance(node["inputs"].get(name), list)]
         outputs = [{"name": name, "type": type_, "links": []} for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)]
         column = column_of(kind, info[kind]["output"])
         values = values_of(widgets, node["inputs"])
@@ -68,13 +69,13 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         heights[column] += height + TITLE + 20
         if "_meta" in node:
             made["title"] = node["_meta"]["title"]
-        for slot, (name, type_) in enumerate(linked):
+        for slot, (name, type_) in enumerate([*linked, *fed]):
             link = None
             if name in node["inputs"]:
                 source, source_slot = node["inputs"][name]
                 link = len(links) + 1
                 links.append([link, int(source), source_slot, int(key), slot, type_])
-            made["inputs"].append({"name": name, "type": type_, "link": link})
+            made["inputs"].append({"name": name, "type": type_, "link": link} | ({"widget": {"name": name}} if (name, type_) in fed else {}))
         nodes.append(made)
     by_id = {node["id"]: node for node in nodes}
     for order, node in enumerate(nodes):

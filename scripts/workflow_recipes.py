@@ -31,7 +31,7 @@ def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simp
 
 
 #: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them; latent; solve.
-#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node), sigmas (a scheduler node), rate, encode, note.
+#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one), sigmas (a scheduler node), rate, encode, note.
 RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5", "model": "sd3.5_large_fp8_scaled.safetensors", "checkpoint": "sd3.5_large_fp8_scaled.safetensors", "latent": picture(), "negative": BAD,
@@ -63,7 +63,11 @@ RECIPES = {
         "latent": picture(kind="EmptyLatentImage"), "solve": solve(8, 1.0)},
     "flux2_txt2img": {
         "title": "Flux.2 dev", "model": "flux2_dev_fp8mixed.safetensors", "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"), "vae": "flux2-vae.safetensors",
-        "latent": picture(kind="EmptyFlux2LatentImage"), "guidance": 4.0, "sigmas": ("Flux2Scheduler", {"steps": 20, "width": 1024, "height": 1024}), "solve": solve(20, 1.0)},
+        "latent": picture(kind="EmptyFlux2LatentImage"), "guidance": 4.0, "sigmas": ("Flux2Scheduler", {"steps": 20}), "solve": solve(20, 1.0)},
+    "flux2_edit": {
+        "title": "Flux.2 dev, from a picture", "model": "flux2_dev_fp8mixed.safetensors", "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"), "vae": "flux2-vae.safetensors",
+        "image": ("ImageScaleToTotalPixels", {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1}), "latent": picture(kind="EmptyFlux2LatentImage"), "guidance": 4.0,
+        "sigmas": ("Flux2Scheduler", {"steps": 20}), "solve": solve(20, 1.0), "note": "One `Set Reference Latent` for each further picture."},
     "lumina2_txt2img": {
         "title": "Lumina-Image 2.0", "model": "lumina_2_model_bf16.safetensors", "clip": clip("gemma_2_2b_fp16.safetensors", type="lumina2"), "vae": "ae.safetensors", "latent": picture(),
         "encode": "CLIPTextEncodeLumina2", "negative": BAD, "solve": solve(30, 4.0, "res_multistep")},
@@ -138,9 +142,12 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         return [add(encode, title, clip=clip_, **inputs), 0]
 
     plain = positive = prompt(EDIT if picture_ else CLIP_SCENE if is_video else PHOTO, "Positive")
-    latent = [add("VAEEncode", pixels=picture_, vae=vae), 0] if picture_ else None
+    latent, size = [add("VAEEncode", pixels=picture_, vae=vae), 0] if picture_ else None, {}
     if picture_ and "encode" not in recipe:
         positive = [add("ReferenceLatent", conditioning=positive, latent=latent), 0]
+    if picture_ and "latent" in recipe:
+        measured = add("GetImageSize", image=picture_)
+        latent, size = None, {"width": [measured, 0], "height": [measured, 1]}
     if "guidance" in recipe:
         positive = [add("FluxGuidance", conditioning=positive, guidance=recipe["guidance"]), 0]
     negative = prompt(recipe["negative"], "Negative") if "negative" in recipe else [add("ConditioningZeroOut", "Negative (unused at cfg 1.0)", conditioning=plain), 0]
@@ -148,7 +155,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         both = add("LTXVConditioning", positive=positive, negative=negative, frame_rate=recipe["rate"])
         positive, negative = [both, 0], [both, 1]
     if latent is None:
-        kind, size = recipe["latent"]
+        kind, size = recipe["latent"][0], recipe["latent"][1] | size
         if kind == "Kandinsky5ImageToVideo":
             made = add(kind, positive=positive, negative=negative, vae=vae, **size)
             positive, negative, latent = [made, 0], [made, 1], [made, 2]
@@ -157,7 +164,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     wired = {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent}
     if "sigmas" in recipe:
         kind, more = recipe["sigmas"]
-        more = more | ({"latent": latent} if kind == "LTXVScheduler" else {})
+        more = more | {"LTXVScheduler": {"latent": latent}, "Flux2Scheduler": {key: size[key] for key in ("width", "height") if key in size}}[kind]
         sampled = add("ParallelSamplerCustom", **wired, noise=[add("RandomNoise", noise_seed=7), 0], sigmas=[add(kind, **more), 0],
                       **{key: settings[key] for key in ("cfg", "sampler_name", "shift")})
     else:

@@ -50,6 +50,12 @@ def test_positions_put_text_where_the_family_has_it():
     assert first.local_positions("image").tolist() == [1, 2]
 
 
+def test_every_rank_has_rows_of_every_patch():
+    """However long the text: blocks that see the latent alone have nothing else."""
+    for rows in patches(Sequence(500, 64, "first"), 4, 0, 3):
+        assert min(len(share.image) for share in rows.shards) >= 1
+
+
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_fresh_text_stays_behind(sp):
     shards = [everything(Sequence(11, 8, "last", fresh=4), rank, sp) for rank in range(sp)]

@@ -5,16 +5,21 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from backend import memo, mesh
 from backend.checks import check_sample
 from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.calls import references
+from backend.parallel.stage import model_output
 from backend.tokens import TokenGrid
+from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
 from safetensors.torch import save_file
-from tiny import facts, weights_module, write_checkpoint
+from tiny import facts, relative, weights_module, write_checkpoint
 from variants import METHOD, VARIANTS, request, write
 
 
@@ -28,6 +33,8 @@ from variants import METHOD, VARIANTS, request, write
     ("flux-fill", {"c_concat": torch.zeros(1, 80, 8, 16)}, r"\[8, 16\], but the latent \[16, 16\]"),
     ("flux-fill", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "use FLUX.1 Kontext"),
     ("flux-canny", {"guidance": None}, "FluxDisableGuidance"),
+    ("flux2-edit", METHOD["index_timestep_zero"], "Edit Model Reference Method"),
+    ("flux2-edit", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "VAE of this model"),
     ("qwen-image-edit", METHOD["index_timestep_zero"], "Qwen-Image-Edit 2511"),
     ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
     ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
@@ -110,3 +117,33 @@ def test_places_of_references(method, want):
     grid = TokenGrid((16, 15, 18), (1, 2, 2))
     found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
     assert references.places(grid, found, method) == want
+
+
+@torch.inference_mode()
+def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
+    """Tokens and positions of diffusers' own pipeline, in its own transformer."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
+    model, sample = engine.models["tiny"], request("flux3-edit")
+    plain = diffusers.Flux3Transformer2DModel(**model.config).eval()
+    plain.load_state_dict({name.replace(".layer.", "."): value for name, value in model.transformer.state_dict().items()})
+    cond = {key.removeprefix("positive."): value for key, value in sample.tensors.items() if key.startswith("positive.")}
+    latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
+    grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
+    found = model.family.output(model_output(model.transformer, model.family, model.family.forward_args(model.config, grid, latent, time[0], cond)), grid)
+
+    pack, pictures = lambda latent: latent.flatten(2).transpose(1, 2), references.references(cond)
+    ids = lambda latent, number: _prepare_image_ids(*latent.shape[-2:], 0.5, l_coord=number)
+    rows = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(text.shape[1]))
+    want = plain(
+        pack(latent), text, time, ids(latent, 0), rows, image_cond_hidden_states=torch.cat([pack(picture) for picture in pictures], dim=1),
+        image_cond_ids=torch.cat([ids(picture, -1 - i) for i, picture in enumerate(pictures)])).sample
+    assert len(pictures) == 2 and relative(found, want) < 1e-6
+
+
+def test_what_references_decide_is_computed_once(tmp_path):
+    """Flux.3's prompt and references, each one embedder and four blocks, once a request and branch."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
+    engine.sample(request("flux3-edit"), Callbacks())
+    assert memo.COMPUTED == {"prompt": 2 * (5 + 5)}

@@ -40,6 +40,7 @@ class Variant:
 
 
 REFERENCES = {"ref_latents.0": randn(1, 16, 11, 14), "ref_latents.1": randn(1, 16, 8, 20)}
+WIDE_REFERENCES = {"ref_latents.0": randn(1, 128, 7, 5), "ref_latents.1": randn(1, 128, 4, 11)}
 VIDEO_REFERENCES = {name: value.unsqueeze(2) for name, value in REFERENCES.items()}
 METHOD = {name: {"ref_latents_method": torch.tensor(i)} for i, name in enumerate(REFERENCE_METHODS)}
 IMAGE_EMBEDDER = {
@@ -65,6 +66,8 @@ VARIANTS = {
     "flux-fill": Variant("flux-dev", {"img_in.weight": (256, 384)}, "FluxInpaint", {"in_channels": 96}, arguments={"c_concat": randn(1, 80, 16, 16)}),
     "flux-canny": Variant("flux-dev", {"img_in.weight": (256, 128)}, "Flux", {"in_channels": 32}, arguments={"c_concat": randn(1, 16, 16, 16)}),
     "flux-schnell": Variant("flux-dev", GUIDANCE, "FluxSchnell", {"guidance_embed": False}),
+    "flux2-edit": Variant("flux2-dev", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
+    "flux3-edit": Variant("flux3", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
     "qwen-image-edit": Variant("qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}),
     "qwen-image-edit-2511": Variant("qwen-image", {"__index_timestep_zero__": (0,)}, "QwenImage", {"default_ref_method": "index_timestep_zero"}, arguments=VIDEO_REFERENCES),
     "krea2-edit": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index"]),

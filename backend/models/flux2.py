@@ -1,6 +1,7 @@
-"""Flux.2 of Black Forest Labs (dev, klein): double- and single-stream blocks that share their modulation; no pooled prompt, latents of 128 channels."""
+"""Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that share their modulation; no pooled prompt, latents of 128 channels."""
 
-from .calls.flux2 import forward_args
+from .calls import references
+from .calls.flux2 import forward_args, refusal
 from .layouts.flux2 import LAYOUT
 from .plans import COMMON
 from .spec import Family
@@ -22,10 +23,12 @@ FAMILY = Family(
         "single_transformer_blocks.*.to_out": "rowwise behind attention", "single_transformer_blocks.*.norm_?": None, **COMMON},
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
-    conditioning=("c_crossattn", "guidance", "y"),         # ComfyUI sends a pooled prompt where there is one, the model has no use for it
+    context=references.rows,
+    conditioning=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),         # ComfyUI sends a pooled prompt where there is one, the model has no use for it
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+    refusal=refusal,
     forward_args=forward_args,
-    output=lambda output, grid: output,
+    output=lambda output, grid: output[:, : grid.tokens],
     layout=LAYOUT,
 )

@@ -161,10 +161,10 @@ def everything(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> Rows:
 def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[Rows]:
     """The patches of one PipeFusion step, balanced over the joint sequence: patch 0 has all text and context and fewer latent rows.
 
-    Every patch has at least one latent row; ``count`` must not exceed the latent rows.
+    Every patch has at least one latent row for each SP rank, since a block may see no others; ``count`` x ``sp_size`` must not exceed the latent rows.
     """
     given = sequence.joint - sequence.image
-    first = max(1, min(round(sequence.joint / count) - given, sequence.image - (count - 1))) if count > 1 else sequence.image
+    first = max(sp_size, min(round(sequence.joint / count) - given, sequence.image - (count - 1) * sp_size)) if count > 1 else sequence.image
     rest, none = Span(first, sequence.image), Span(0, 0)
     whole = everything(sequence, sp_rank, sp_size)
     later = [rest.shard(i, count - 1) for i in range(count - 1)]

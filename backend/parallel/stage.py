@@ -95,7 +95,7 @@ class Stage:
         if self.pipe and not self.mesh.pp.first:
             rows = self._rows(forward, self.sequences[forward.branch])
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
-            self.pipe.post((len(forward.items), self._text_received(rows) + rows.local.stream, width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post((len(forward.items), sum(self._received(rows)), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -115,7 +115,7 @@ class Stage:
         streams = self._streams(index, call)
         if index in (0, self.entry):
             self.current.parts = tuple((self.family.nested.names[i], call[self.family.streams[i]].shape[1]) for i in self.family.nested.order) if self.family.streams else ()
-            streams = self._enter(streams)
+            streams = self._enter(index, streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
         if index in self.blocks:
@@ -191,10 +191,10 @@ class Stage:
     def _join(self, streams):
         return torch.cat([streams["text"], streams["image"]] if self.family.text_position == "first" else [streams["image"], streams["text"]], dim=1)
 
-    def _enter(self, streams):
+    def _enter(self, index, streams):
         text, image, forward = streams["text"], streams["image"], self.current
-        tokens = image.shape[1] - forward.context
-        sequence = Sequence(0 if text is None else text.shape[1], tokens, self.family.text_position, forward.fresh, forward.parts, forward.context)
+        context = forward.context if index == self.entry else 0          # it comes with the text
+        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1] - context, self.family.text_position, forward.fresh, forward.parts, context)
         self.sequences[forward.branch] = sequence
         forward.rows = self._rows(forward, sequence)
         span = forward.rows.local.text
@@ -240,14 +240,14 @@ class Stage:
         return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
 
     def _cut(self, value, kind, dim, stand_in):
-        """This rank's rows of a per-token argument; the same object comes to every block, so cuts are kept for the forward."""
+        """This rank's rows of a per-token argument, one row where one stands for all; the same object comes to every block, so cuts are kept for the forward."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):
             kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
             return type(value)(self._cut(part, kind, dim, stand_in) for part, kind in zip(value, kinds))
-        if value.shape[dim] == 1 and self.current.rows.sequence.rows_of(kind) > 1:
-            return value
+        if (value.shape[dim] == 1 or value.stride(dim) == 0) and self.current.rows.sequence.rows_of(kind) > 1:
+            return value.narrow(dim, 0, 1)
         kept = self.current.cuts.get((id(value), kind, dim, stand_in))
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
@@ -265,12 +265,13 @@ class Stage:
         self.like = both
         if text is None:
             return {"image": both, "text": None}
-        kept = self._text_received(self.current.rows)
-        return {"text": torch.cat([both[:, :kept], text[:, kept:]], dim=1), "image": both[:, kept:]}
+        kept, received = self._received(self.current.rows)
+        context = image[:, received:]
+        return {"text": torch.cat([both[:, :kept], text[:, kept:]], dim=1), "image": torch.cat([both[:, kept:], context], dim=1) if context.shape[1] else both[:, kept:]}
 
-    def _text_received(self, rows):
-        """Text rows that come from the stage before: none where the text enters with this one's first block."""
-        return rows.kept if self.blocks.start > self.entry else 0
+    def _received(self, rows):
+        """(rows of text, rows of the image stream) that come from the stage before: the latent's alone where text and context enter with this one's first block."""
+        return (rows.kept, rows.local.stream) if self.blocks.start > self.entry else (0, len(rows.local.image))
 
     def _send(self, streams):
         text, image = streams["text"], streams["image"]

@@ -16,6 +16,7 @@ from tiny import facts, write_checkpoint
 with comfy_modules():
     import comfy.samplers
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
+    from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, latent_shapes, model_arguments
     from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.families import weightless_patcher
@@ -78,3 +79,21 @@ def test_latents_are_scaled_as_in_the_golden_files(loaded):
     model = weightless_patcher(loaded).model
     model.latent_shapes = [[1, *shape] for shape in shapes]
     assert torch.allclose(model.process_latent_out(stored["x0_step5"]), to_vae_units(name, stored["x0_step5"], shapes), atol=1e-6)
+
+
+def test_flux3_is_given_references(tmp_path):
+    """ComfyUI has no model that could: ours takes them as ComfyUI's edit models do, and a way to place them, which it lacks, is refused by name."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "flux3.safetensors", "flux3")))
+    loaded = Loaded("m", "flux3", {"config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"})
+    patcher, family, pictures = weightless_patcher(loaded), NODE_FAMILIES["flux3"], [torch.randn(1, 128, 5, 7), torch.randn(1, 128, 4, 4)]
+
+    def arguments(**values):
+        prompt = [[torch.randn(1, 12, 64), {"pooled_output": None, "reference_latents": pictures, **values}]]
+        check_conditioning("positive", prompt, "flux3", family)
+        conds = comfy.samplers.process_conds(patcher.model, torch.zeros(2, 128, 8, 9), {"positive": comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
+        return model_arguments("positive", conds["positive"][0], 2, loaded.info["conditioning"], family)
+
+    found = arguments()
+    assert all(found[f"ref_latents.{i}"].equal(picture.expand(2, -1, -1, -1)) for i, picture in enumerate(pictures))
+    with pytest.raises(RefusedError, match="'ref_latents_method'"):
+        arguments(reference_latents_method="offset")

@@ -41,17 +41,17 @@ class Graph:
         return self.one("TestClipVision", rows=rows, width=width, seed=seed)
 
 
-def references(video: bool, method: str = "", negative: bool = False, batch: int = 1):
+def references(video: bool, method: str = "", negative: bool = False, batch: int = 1, channels: int = 16):
     """Two reference pictures of other sizes, one of odd sides; the latent's sides are odd too."""
     def build(g: Graph, positive, other):
         extra = (1,) if video else ()
         for shape, seed in (((11, 14), 2), ((8, 27), 3)):
-            picture = g.latent(1, 16, *extra, *shape, seed=seed)
+            picture = g.latent(1, channels, *extra, *shape, seed=seed)
             positive = g.one("ReferenceLatent", conditioning=positive, latent=picture)
             other = g.one("ReferenceLatent", conditioning=other, latent=picture) if negative else other
         if method:
             positive = g.one("FluxKontextMultiReferenceLatentMethod", conditioning=positive, reference_latents_method=method)
-        return positive, other, g.latent(batch, 16, *extra, 15, 18, empty=True)
+        return positive, other, g.latent(batch, channels, *extra, 15, 18, empty=True)
     return build
 
 
@@ -126,6 +126,9 @@ GRAPHS = {
     "fill": ("flux-fill", inpainting),
     "canny": ("flux-canny", control),
     "schnell": ("flux-schnell", plain(1, 16, 15, 18)),
+    "flux.2, index": ("flux2-edit", references(False, negative=True, batch=2, channels=128)),
+    "flux.2, offset": ("flux2-edit", references(False, "offset", channels=128)),
+    "flux.2, uxo": ("flux2-edit", references(False, "uxo/uno", channels=128)),
     "qwen edit": ("qwen-image-edit", references(True, negative=True)),
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
@@ -172,6 +175,24 @@ def test_same_latent_as_ksampler(family_comfy, name):
     assert run.status == "success", run.message or run.node_errors
     for result in results:
         assert json.loads(run.outputs[result]["text"][0])["error"] < TOLERANCES.get(variant, 1e-4)
+
+
+def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
+    """Each call of the model carries the references."""
+    variant, build = GRAPHS["flux.2, index"]
+    file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
+    g = Graph()
+    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"), change="nothing")
+    positive, negative, latent = build(g, [prompts, 0], [prompts, 1])
+    inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
+    config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
+    ours = g.one("ParallelModel", dit=g.one("LoadParallelDiT", config=config, model_name=file.name))
+    models = ours, g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant)))
+    samples, reference = (g.one("KSampler", model=model, **inputs) for model in models)
+    result = g.add("TestLatentDistance", samples=samples, reference=reference)
+    run = family_comfy.run(g.nodes)
+    assert run.status == "success", run.message or run.node_errors
+    assert json.loads(run.outputs[result]["text"][0])["error"] < 1e-4
 
 
 def experts(folder, seed: int) -> tuple[dict, str, str]:

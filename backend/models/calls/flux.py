@@ -4,9 +4,6 @@ import torch
 
 from . import references
 
-#: Ways to place references that Flux knows; it takes every other one for "offset".
-PLACES = ("offset", "index", "uxo")
-
 
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
@@ -18,7 +15,7 @@ def forward_args(config, grid, latent, sigma, cond):
         pooled_projections=cond["y"],
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=references.all_positions(grid, cond, how if how in PLACES else "offset", latent.device),
+        img_ids=references.all_positions(grid, cond, how if how in references.PLACES else "offset", latent.device),
         txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
     )
 

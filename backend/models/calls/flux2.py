@@ -1,14 +1,25 @@
-"""Flux.2: the arguments of its forward."""
+"""Flux.2: the arguments of its forward and what it refuses."""
 
 import torch
 
+from . import references
+
+#: What ComfyUI's method "index" counts references by, on the first axis of positions.
+NUMBERS = 10
+
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Positions are (0, y, x, 0), and (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself."""
-    batch, device, text = latent.shape[0], latent.device, cond["c_crossattn"]
-    image = torch.stack(torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"), dim=-1).reshape(-1, 3)
+    """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself."""
+    batch, device, text, how = latent.shape[0], latent.device, cond["c_crossattn"], references.method(cond, "index")
+    image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
+    spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
     rows = torch.arange(text.shape[1], device=device)[:, None]
     guidance = cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] and "guidance" in cond else None
     return dict(
-        hidden_states=grid.to_tokens(latent), encoder_hidden_states=text, timestep=sigma.expand(batch), guidance=guidance,
-        img_ids=torch.nn.functional.pad(image, (0, 1)), txt_ids=torch.nn.functional.pad(rows, (3, 0)))
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1), encoder_hidden_states=text, timestep=sigma.expand(batch), guidance=guidance,
+        img_ids=torch.nn.functional.pad(image * spread, (0, 1)), txt_ids=torch.nn.functional.pad(rows, (3, 0)))
+
+
+def refusal(config, grid, cond):
+    """diffusers' blocks give one timestep to all rows."""
+    return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method")

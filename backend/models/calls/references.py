@@ -9,6 +9,9 @@ from torch import Tensor
 from ...protocol import REFERENCE_METHODS
 from ...tokens import TokenGrid
 
+#: Ways to place references that Flux knows; it takes every other one for "offset".
+PLACES = ("offset", "index", "uxo")
+
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
     """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""

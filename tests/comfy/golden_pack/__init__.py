@@ -127,22 +127,22 @@ class TestCheckpoint:
 
 
 class TestVae:
-    """In place of a VAE's loader: 16 channels of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to one where the pictures are a video."""
+    """In place of a VAE's loader: ``channels`` of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to one where the pictures are a video."""
     RETURN_TYPES = ("VAE",)
     FUNCTION = "run"
     CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"video": ("BOOLEAN", {"default": False})}, "optional": {"scale": ("INT", {"default": 8})}}
+        return {"required": {"video": ("BOOLEAN", {"default": False})}, "optional": {"scale": ("INT", {"default": 8}), "channels": ("INT", {"default": 16})}}
 
-    def run(self, video, scale=8):
-        self.video, self.scale = video, scale
+    def run(self, video, scale=8, channels=16):
+        self.video, self.scale, self.channels = video, scale, channels
         return (self,)
 
     def encode(self, pixels):
         means = F.avg_pool2d(pixels.movedim(-1, 1)[:, :3], self.scale) * 2 - 1
-        latent = means.repeat(1, 6, 1, 1)[:, :16]
+        latent = means.repeat(1, -(-self.channels // 3), 1, 1)[:, : self.channels]
         return latent[::4].movedim(1, 0)[None] if self.video else latent
 
     def decode(self, latent):
