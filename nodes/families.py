@@ -219,7 +219,18 @@ def _ideogram4(config: dict) -> dict:
 
 def _ltx2(config: dict) -> dict:
     return {"image_model": "ltxav", **{key: config[key] for key in (
-        "num_layers", "attention_head_dim", "cross_attention_dim", "audio_attention_head_dim", "audio_cross_attention_dim", "caption_channels")}}
+        "num_layers", "attention_head_dim", "cross_attention_dim", "audio_attention_head_dim", "audio_cross_attention_dim", "caption_channels") if key in config}}
+
+
+def _mark_unfinished(config: dict):
+    """In place of ComfyUI's connectors, which are on the ranks: a prompt that they have yet to finish, where its width does not tell, with a feature more."""
+    return lambda states, unprocessed=False: torch.nn.functional.pad(states, (0, 1)) if unprocessed and not config["use_prompt_embeddings"] else states
+
+
+def _ltx2_arguments(arguments: dict) -> dict:
+    text = arguments["c_crossattn"]
+    marked = {"c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True} if text.shape[2] % 2 else {}
+    return _ltxv_arguments({**arguments, **marked})
 
 
 #: What ComfyUI's MiniMax-H3 carries beside its prompt and the backend knows by itself; everything else there is a picture, video or sound.
@@ -287,8 +298,7 @@ FAMILIES = {
     "lumina2": Family(lambda config: "Lumina2", _lumina2),
     "ideogram4": Family(lambda config: "Ideogram4", _ideogram4),
     "ltx2": Family(
-        lambda config: "LTXAV", _ltx2, latents=(128, 8),
-        reads=lambda config: {"preprocess_text_embeds": lambda states, unprocessed=False: states}),         # the connectors are on the ranks
+        lambda config: "LTXAV", _ltx2, latents=(128, 8), translate=_ltx2_arguments, reads=lambda config: {"preprocess_text_embeds": _mark_unfinished(config)}),
     **dict.fromkeys(("minimax-h3", "minimax-h3-curves"), Family(
         lambda config: "MiniMaxH3", _minimax_h3, latents=(24, 32), translate=_minimax_h3_arguments,
         reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])})),

@@ -21,10 +21,10 @@ LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
-    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0),
+    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0), "ltx23": (0.0, 1.0),
 }
 #: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
-STREAMS = {"ltx2": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}
+STREAMS = {"ltx2": (1.0, 1.0), "ltx23": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}
 #: Forms of a model that diffusers does not have.
 FILES_ALONE = ("minimax-h3-curves",)
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
@@ -50,6 +50,7 @@ FURTHER = {
     "flux2-dev": lambda a: {"c_crossattn": left_padded(a["c_crossattn"])},
     "lumina2": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
     "ltx2": lambda a: a.pop("unprocessed_ltxav_embeds") and {"frame_rate": torch.tensor(25)},
+    "ltx23": lambda a: {"frame_rate": torch.tensor(25)},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the

@@ -58,7 +58,7 @@ def test_diffusers_folder_has_the_same_weights(family, tmp_path):
     (folder / "config.json").write_text(json.dumps({"_class_name": single.family.transformer, **single.config}))
     again = open_checkpoint(str(folder))
     again.load(range(again.block_count), torch.float32, torch.device("cpu"))
-    assert again.family is single.family
+    assert again.family == single.family
     weights = again.empty.state_dict()
     assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
 
@@ -87,7 +87,7 @@ def test_single_file_with_diffusers_names(family, tmp_path):
     weights = {f"transformer.{name}": value.contiguous() for name, value in single.empty.state_dict().items()}
     save_file(weights, tmp_path / "diffusers.safetensors")
     again = open_checkpoint(str(tmp_path / "diffusers.safetensors"))
-    assert again.family is single.family and again.config == single.config
+    assert again.family == single.family and again.config == single.config
     again.load(range(again.block_count), torch.float32, torch.device("cpu"))
     assert all(value.equal(weights[f"transformer.{name}"]) for name, value in again.empty.state_dict().items())
 

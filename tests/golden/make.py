@@ -108,6 +108,12 @@ CASES = {
         {"image_model": "ltxav", "num_layers": 3, "attention_head_dim": 8, "cross_attention_dim": 256, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 64, "connector_attention_head_dim": 16,
          "connector_num_attention_heads": 4, "connector_num_layers": 2, "causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split", "frequencies_precision": "float64"},
         [(1, 128, 3, 6, 5), (1, 8, 9, 16)], {"cross_attn": (1, 12, 64)}, lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)}),
+    "ltx23": Case(
+        "LTXAV",
+        {"image_model": "ltxav", "num_layers": 3, "attention_head_dim": 8, "cross_attention_dim": 256, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "connector_attention_head_dim": 32, "connector_num_attention_heads": 8,
+         "audio_connector_attention_head_dim": 16, "audio_connector_num_attention_heads": 8, "connector_num_layers": 2, "causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
+         "frequencies_precision": "float64", "apply_gated_attention": True, "connector_apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True, "caption_projection_first_linear": False},
+        [(1, 128, 3, 6, 5), (1, 8, 9, 16)], {"cross_attn": (1, 12, 384)}, lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)}),
     "sana": Case("Sana", {"image_model": "sana"}, (1, 32, 7, 9), {"cross_attn": (1, 12, 64)}, constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]}, elsewhere=Diffusers),
     "hidream": Case(
         "HiDream",

@@ -1,4 +1,4 @@
-"""LTX-2: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""LTX-2 and 2.3: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 from functools import wraps
 
@@ -7,13 +7,19 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2VideoTransformerBlock, apply_interleaved_rotary_emb, apply_split_rotary_emb
 from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
+from torch import nn
+
+from . import ltxv
+from .ltxv import corners, times
 
 #: Rows of a connected prompt, at least.
 ROWS = 1024
+#: What ComfyUI calls the masks of the video's latent and of the sound's.
+MASKS = ("denoise_mask", "audio_denoise_mask")
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, for any number of rows, none included: a patch may hold no sound."""
+    """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may hold no sound."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, query_rotary_emb=None, key_rotary_emb=None):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
@@ -23,6 +29,8 @@ class Attention(LTX2AudioVideoAttnProcessor):
             q, k = (rotate(x, emb) if x.shape[1] else x for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb)))
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, None if attention_mask is None else attention_mask[:, None])
+        if attn.to_gate_logits is not None:
+            out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
@@ -34,6 +42,11 @@ class Block(LTX2VideoTransformerBlock):
         self.times = temb_ca_scale_shift, temb_ca_gate
         return super().forward(
             hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, *args, **kwargs)
+
+    @staticmethod
+    def get_mod_params(scale_shift_table, temb, batch_size):
+        """As diffusers', for any number of rows."""
+        return (scale_shift_table[None, None].to(temb.device) + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))).unbind(dim=2)
 
     def listen(self, attention, args, kwargs):
         """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
@@ -52,52 +65,105 @@ class Block(LTX2VideoTransformerBlock):
         self.video = None
 
 
+def finish(connector, prompt):
+    """What the connector makes of a prompt (B, rows, width) that it has yet to finish, which comes with a feature more, of zeros; of others nothing."""
+    if prompt.shape[2] == connector.inner_dim:
+        return prompt
+    rows, registers = prompt.shape[1], connector.num_learnable_registers
+    spare = -(-max(ROWS, rows) // registers) * registers - rows
+    known = torch.arange(rows + spare, device=prompt.device) < rows
+    return connector(F.pad(prompt[..., :-1], (0, 0, 0, spare)), torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1))[0]
+
+
 class Prompt(PixArtAlphaTextProjection):
-    """The projection of a prompt; one that its connector has yet to finish comes with a feature more, of zeros."""
+    """LTX-2's projection of a prompt, behind its connector."""
 
     def forward(self, prompt):
-        if prompt.shape[2] > self.linear_1.in_features:
-            prompt = prompt[..., :-1]
-            rows, registers = prompt.shape[1], self.connector.num_learnable_registers
-            spare = -(-max(ROWS, rows) // registers) * registers - rows
-            known = torch.arange(rows + spare, device=prompt.device) < rows
-            prompt = self.connector(F.pad(prompt, (0, 0, 0, spare)), torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1))[0]
-        return super().forward(prompt)
+        return super().forward(finish(self.connector, prompt))
+
+
+class Unprojected(nn.Module):
+    """The connector alone, in the projection's place: 2.3's prompts have the blocks' width."""
+
+    def forward(self, prompt):
+        return finish(self.connector, prompt)
+
+
+def hear_the_loudest(transformer, config):
+    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI; diffusers' by its own rows'."""
+    factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
+    for heard, gate in ((transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate), (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate)):
+        heard.register_forward_pre_hook(lambda module, args, kwargs, gate=gate: setattr(gate, "loudest", highest(args[0], kwargs["batch_size"])), with_kwargs=True)
+        gate.register_forward_pre_hook(lambda module, args: (module.loudest * factor,))
+
+
+def highest(times, batch):
+    """(B, tokens), (B,) or flattened -> the highest noise level of every sample, (B,)."""
+    return times.reshape(batch, -1).amax(dim=1)
 
 
 def adjust(transformer, config):
-    """ComfyUI's order of hearing, attention for any number of rows, and the connectors."""
+    """ComfyUI's order of hearing and its gates, attention for any number of rows, and the connectors."""
+    hear_the_loudest(transformer, config)
     for block in transformer.transformer_blocks:
         block.__class__ = Block
         block.watch()
+        block.perturbed_attn = False
         for name in ("attn1", "attn2", "audio_to_video_attn", "audio_attn1", "audio_attn2", "video_to_audio_attn"):
             getattr(block, name).set_processor(Attention())
-    for projection, sizes in zip((transformer.caption_projection, transformer.audio_caption_projection), config.get("connectors", ())):
-        projection.__class__ = Prompt
-        projection.connector = LTX2ConnectorTransformer1d(**sizes, rope_type="split")
+    for name, sizes in zip(("caption_projection", "audio_caption_projection"), config.get("connectors", ())):
+        if config["use_prompt_embeddings"]:
+            getattr(transformer, name).__class__ = Prompt
+        else:
+            setattr(transformer, name, Unprojected())
+            transformer.register_to_config(use_prompt_embeddings=True)
+        getattr(transformer, name).connector = LTX2ConnectorTransformer1d(**sizes, rope_type="split")
+
+
+def variant(config):
+    """Keys and values of 2.3's prompt depend on the noise level."""
+    return {"prompt_only": ()} if config["cross_attn_mod"] else {}
+
+
+def widths(config):
+    """(features of a prompt that the connectors have yet to finish, of the video's and the sound's part of a finished one)."""
+    if config["use_prompt_embeddings"]:
+        return config["caption_channels"], (config["caption_channels"],) * 2
+    parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]
+    return sum(parts), parts
+
+
+def is_finished(config, cond):
+    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind them."""
+    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(widths(config)[1])
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """A prompt of twice the width is finished: the video's and the sound's."""
-    (video, audio), text, (frames, height, width) = grid.unpack(latent), cond["c_crossattn"], grid.parts[0].counts
-    finished = text.shape[2] == 2 * config["caption_channels"]
-    prompts = text.chunk(2, dim=2) if finished else [F.pad(text, (0, 1))] * 2
-    mask, times = cond.get("attention_mask"), sigma.expand(latent.shape[0]) * config["timestep_scale_multiplier"]
+    """A finished prompt is the video's and the sound's; LTX-2's that is not is both."""
+    (video, audio), text, mask, batch = grid.unpack(latent), cond["c_crossattn"], cond.get("attention_mask"), latent.shape[0]
+    prompts = text.split(widths(config)[1], dim=2) if text.shape[2] == sum(widths(config)[1]) else [text] * 2
+    prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
+    levels = [times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"] for part, name in zip(grid.parts, MASKS)]
+    places = torch.stack([corners(grid.parts[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
     return dict(
         hidden_states=grid.parts[0].to_tokens(video), audio_hidden_states=grid.parts[1].to_tokens(audio), encoder_hidden_states=prompts[0], audio_encoder_hidden_states=prompts[1],
-        encoder_attention_mask=mask, audio_encoder_attention_mask=mask, timestep=times, sigma=times, num_frames=frames, height=height, width=width,
-        fps=float(cond["frame_rate"].reshape(-1)[0]) if "frame_rate" in cond else 25.0, audio_num_frames=grid.parts[1].counts[1])
+        encoder_attention_mask=mask, audio_encoder_attention_mask=mask, timestep=levels[0], audio_timestep=levels[1], sigma=highest(levels[0], batch), audio_sigma=highest(levels[1], batch),
+        video_coords=places.expand(batch, -1, -1, -1), audio_num_frames=grid.parts[1].counts[1])
 
 
 def refusal(config, grid, cond):
-    """What a prompt must be."""
-    if config.get("gated_attn") or config.get("cross_attn_mod") or not config.get("use_prompt_embeddings", True):
-        return "this is LTX-2.3 or later, which is not supported here; use LTX-2."
-    width, caption = cond["c_crossattn"].shape[2], config["caption_channels"]
-    if width not in (caption, 2 * caption):
-        return f"c_crossattn has width {width}, but this LTX-2 model takes {caption}, or {2 * caption} behind its connectors; encode the prompt with LTX-2's text encoder."
-    if width == caption and not config.get("connectors"):
+    """What a prompt, masks and guides must be."""
+    if config.get("use_keyframes_abs_pos_embedding"):
+        return "this is LTX-2.5, which is not supported here; use LTX-2 or LTX-2.3."
+    width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
+    if width not in (unfinished, sum(parts)):
+        return f"c_crossattn has width {width}, but this LTX-2 model takes {unfinished}, or {sum(parts)} behind its connectors; encode the prompt with LTX-2's text encoder."
+    finished = is_finished(config, cond)
+    if not finished and not config.get("connectors"):
         return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer has none; load ComfyUI's single file."
-    if "attention_mask" in cond and width == caption:
+    if not finished and "attention_mask" in cond:
         return "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have all rows; encode it with LTX-2's text encoder, which sends none."
-    return None
+    sound = cond.get(MASKS[1])
+    if sound is not None and tuple(sound.shape[2:]) != grid.parts[1].shape[1:]:
+        return f"{MASKS[1]} has the size {list(sound.shape[2:])}, but the sound's latent {list(grid.parts[1].shape[1:])}; make the mask with the latent's own node."
+    return ltxv.refusal(config, grid.parts[0], cond)

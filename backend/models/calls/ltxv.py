@@ -6,28 +6,31 @@ import torch
 PIXELS = (8, 32, 32)
 
 
-def coordinates(config, grid, cond, device):
-    """(1 or B, 3, tokens): the pixels' corners, and seconds in time; versions with causal positions start with a single frame. Guides, the last tokens, say theirs."""
+def corners(grid, cond, device, causal, side=0):
+    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``: the video starts with a single frame. Guides, the last tokens, say theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
-    axes = [torch.arange(count, device=device, dtype=torch.float32) * pixels for count, pixels in zip(grid.counts, PIXELS)]
-    if config.get("causal_temporal_positioning", False):
+    axes = [(torch.arange(count, device=device, dtype=torch.float32) + side) * pixels for count, pixels in zip(grid.counts, PIXELS)]
+    if causal:
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
-    corners = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
+    found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
     if "keyframe_idxs" in cond and cond["keyframe_idxs"].shape[2]:
-        guides = cond["keyframe_idxs"][..., 0].float().trunc()
-        corners = torch.cat([corners[:, :, : -guides.shape[2]].expand(guides.shape[0], -1, -1), guides], dim=2)
-    return torch.cat([corners[:, :1] * (1.0 / frame_rate), corners[:, 1:]], dim=1)
+        guides = cond["keyframe_idxs"][..., side].float().trunc()
+        found = torch.cat([found[:, :, : -guides.shape[2]].expand(guides.shape[0], -1, -1), guides], dim=2)
+    return torch.cat([found[:, :1] * (1.0 / frame_rate), found[:, 1:]], dim=1)
+
+
+def times(grid, mask, sigma, batch):
+    """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask, that of a token's first value."""
+    return sigma.expand(batch) if mask is None else grid.to_tokens(mask.float())[..., 0] * sigma.expand(batch)[:, None]
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Tokens that a mask keeps are given at the noise level of their mask."""
+    """Prompts whose rows are all seen need no mask."""
     batch, mask = latent.shape[0], cond.get("attention_mask")
-    timestep = sigma.expand(batch)
-    if "denoise_mask" in cond:
-        timestep = grid.to_tokens(cond["denoise_mask"][:, :1].float()).squeeze(2) * timestep[:, None]
     return dict(
-        hidden_states=grid.to_tokens(latent), encoder_hidden_states=cond["c_crossattn"], timestep=timestep * 1000,
-        encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask, video_coords=coordinates(config, grid, cond, latent.device).expand(batch, -1, -1))
+        hidden_states=grid.to_tokens(latent), encoder_hidden_states=cond["c_crossattn"], timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
+        encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask,
+        video_coords=corners(grid, cond, latent.device, config.get("causal_temporal_positioning", False)).expand(batch, -1, -1))
 
 
 def refusal(config, grid, cond):

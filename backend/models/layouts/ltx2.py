@@ -1,4 +1,4 @@
-"""LTX-2 in single files: their keys, and the configuration that their shapes tell."""
+"""LTX-2 and 2.3 in single files: their keys, and the configuration that their shapes tell."""
 
 import json
 
@@ -12,19 +12,21 @@ CONNECTOR_HEADS, SMALL_CONNECTOR_HEADS = {3840: 30}, 4
 def config(shapes):
     """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell it in their header."""
     (hidden, channels), (audio, heard) = shapes["patchify_proj.weight"], shapes["audio_patchify_proj.weight"]
+    gated, modulated, caption = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes, "prompt_adaln_single.linear.weight" in shapes, shapes.get("caption_projection.linear_1.weight")
     return dict(
         in_channels=channels, out_channels=shapes["proj_out.weight"][0], num_attention_heads=HEADS, attention_head_dim=hidden // HEADS, cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
         audio_in_channels=heard, audio_out_channels=shapes["audio_proj_out.weight"][0], audio_num_attention_heads=HEADS, audio_attention_head_dim=audio // HEADS,
-        audio_cross_attention_dim=shapes["transformer_blocks.0.audio_attn2.to_k.weight"][1], num_layers=blocks_of(shapes, "transformer_blocks"), caption_channels=shapes["caption_projection.linear_1.weight"][1],
+        audio_cross_attention_dim=shapes["transformer_blocks.0.audio_attn2.to_k.weight"][1], num_layers=blocks_of(shapes, "transformer_blocks"),
+        gated_attn=gated, audio_gated_attn=gated, cross_attn_mod=modulated, audio_cross_attn_mod=modulated, use_prompt_embeddings=caption is not None, **({"caption_channels": caption[1]} if caption else {}),
         rope_type="split", rope_double_precision=True, timestep_scale_multiplier=1000, cross_attn_timestep_scale_multiplier=1,
         connectors=[connector(shapes, f"{kind}_embeddings_connector") for kind in ("video", "audio")])
 
 
 def connector(shapes, name):
     """Arguments of LTX2ConnectorTransformer1d."""
-    registers, width = shapes[f"{name}.learnable_registers"]
-    heads = CONNECTOR_HEADS.get(width, SMALL_CONNECTOR_HEADS)
-    return dict(num_attention_heads=heads, attention_head_dim=width // heads, num_layers=blocks_of(shapes, f"{name}.transformer_1d_blocks"), num_learnable_registers=registers)
+    (registers, width), gates = shapes[f"{name}.learnable_registers"], shapes.get(f"{name}.transformer_1d_blocks.0.attn1.to_gate_logits.weight")
+    heads = gates[0] if gates else CONNECTOR_HEADS.get(width, SMALL_CONNECTOR_HEADS)
+    return dict(num_attention_heads=heads, attention_head_dim=width // heads, num_layers=blocks_of(shapes, f"{name}.transformer_1d_blocks"), num_learnable_registers=registers, gated_attention=gates is not None)
 
 
 def metadata(strings):
@@ -38,12 +40,13 @@ def metadata(strings):
 block, cross = "transformer_blocks.{}", "av_cross_attn"
 TIMES = {
     "adaln_single": "time_embed", "audio_adaln_single": "audio_time_embed", "av_ca_video_scale_shift_adaln_single": f"{cross}_video_scale_shift", "av_ca_audio_scale_shift_adaln_single": f"{cross}_audio_scale_shift",
-    "av_ca_a2v_gate_adaln_single": f"{cross}_video_a2v_gate", "av_ca_v2a_gate_adaln_single": f"{cross}_audio_v2a_gate"}
+    "av_ca_a2v_gate_adaln_single": f"{cross}_video_a2v_gate", "av_ca_v2a_gate_adaln_single": f"{cross}_audio_v2a_gate", "prompt_adaln_single": "prompt_adaln", "audio_prompt_adaln_single": "audio_prompt_adaln"}
 CONNECTORS = {"video_embeddings_connector": "caption_projection.connector", "audio_embeddings_connector": "audio_caption_projection.connector"}
-PARTS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2")
+PARTS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn1.to_gate_logits", "ff.net.0.proj", "ff.net.2")
 LAYOUT = Layout(
-    signature=("patchify_proj.weight", "audio_patchify_proj.weight", "audio_adaln_single.linear.weight", "caption_projection.linear_1.weight", "transformer_blocks.0.audio_to_video_attn.q_norm.weight", "audio_embeddings_connector.learnable_registers"),
-    absent=("prompt_adaln_single.linear.weight", "transformer_blocks.0.attn1.to_gate_logits.weight", "keyframes_abs_pos_embedding"),         # 2.3 and 2.5
+    signature=("patchify_proj.weight", "audio_patchify_proj.weight", "audio_adaln_single.linear.weight", "transformer_blocks.0.audio_to_video_attn.q_norm.weight", "audio_embeddings_connector.learnable_registers"),
+    absent=(),
+    variants={"keyframes_abs_pos_embedding": "LTX-2.5"},
     config=config,
     metadata=metadata,
     names={
