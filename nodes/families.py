@@ -230,7 +230,9 @@ def _mark_unfinished(config: dict):
 def _ltx2_arguments(arguments: dict) -> dict:
     text = arguments["c_crossattn"]
     marked = {"c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True} if text.shape[2] % 2 else {}
-    return _ltxv_arguments({**arguments, **marked})
+    frames = arguments.get("generated_keyframes")
+    made = {"generated_keyframes": torch.tensor([[frames["first_latent_frame"], frames["num_keyframes"]]])} if frames else {}
+    return {**_ltxv_arguments({**arguments, **marked}), **made}
 
 
 #: What ComfyUI's MiniMax-H3 carries beside its prompt and the backend knows by itself; everything else there is a picture, video or sound.

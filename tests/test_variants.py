@@ -46,8 +46,8 @@ from variants import METHOD, VARIANTS, request, write
     ("ltxv-i2v", {"denoise_mask": torch.ones(1, 1, 3, 4, 8)}, "denoise_mask has the size"),
     ("ltx2-i2v", {"denoise_mask": torch.full((1, 1, 3, 6, 5), -1.0)}, "IC-LoRA"),
     ("ltx2-i2v", {"audio_denoise_mask": torch.ones(1, 1, 8, 16)}, "audio_denoise_mask has the size"),
-    ("ltx23-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384, or 384 behind"),
-    ("ltx23-i2v", {"attention_mask": torch.ones(1, 12)}, "yet to finish"),
+    ("ltx25-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384, or 384 behind"),
+    ("ltx25-i2v", {"attention_mask": torch.ones(1, 12)}, "yet to finish"),
 ])
 def test_refusals_name_the_remedy(name, change, words, tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
@@ -61,7 +61,6 @@ def test_refusals_name_the_remedy(name, change, words, tmp_path):
 @pytest.mark.parametrize("family, key, name", [
     ("chroma", "img_in_patch.weight", "Chroma Radiance"), ("qwen-image", "time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered"), ("wan21-t2v", "vace_patch_embedding.weight", "Wan VACE"),
     ("z-image-turbo", "siglip_embedder.0.weight", "Z-Image Omni"), ("hunyuan-video15", "time_r_in.in_layer.weight", "super resolution"), ("cogvideox", "patch_embed.pos_embedding", "learned positions"),
-    ("ltx23", "keyframes_abs_pos_embedding", "LTX-2.5"),
 ])
 def test_files_of_other_variants_are_refused_by_name(family, key, name, tmp_path):
     state = weights_module().state_dict(facts(family)["shapes"])

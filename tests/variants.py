@@ -25,6 +25,7 @@ def frames_given(channels: int, frames: int, height: int, width: int) -> torch.T
 #: A video of three frames and its sound, of which the first moments are given, one in part.
 SOUND_GIVEN = torch.cat([torch.zeros(4), torch.full((1,), 0.5), torch.ones(4)]).view(1, 1, 9, 1).expand(1, 8, 9, 16).contiguous()
 AV_GIVEN = {"denoise_mask": frames_given(128, 3, 6, 5), "audio_denoise_mask": SOUND_GIVEN, "keyframe_idxs": torch.arange(30 * 6).reshape(1, 3, 30, 2)}
+AV_MASK = torch.cat([AV_GIVEN[name].flatten(1)[:, None] for name in ("denoise_mask", "audio_denoise_mask")], dim=2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ VARIANTS = {
         "hunyuan-video", arguments={"guiding_frame_index": torch.zeros(1)}, negative={"guiding_frame_index": None}, mask=torch.ones(1, 1, 3, 1, 1).index_fill(2, torch.tensor([0]), 0.0)),
     "hunyuan-video15-i2v": Variant("hunyuan-video15", arguments={"c_concat": randn(1, 33, 3, 10, 10), "clip_fea": randn(1, 25, 1152)}),
     "ltxv-i2v": Variant("ltxv", arguments={"denoise_mask": frames_given(128, 3, 8, 8), "keyframe_idxs": torch.arange(64 * 6).reshape(1, 3, 64, 2)}, mask=frames_given(128, 3, 8, 8)),
-    **{f"{family}-i2v": Variant(family, arguments=AV_GIVEN, mask=torch.cat([mask.flatten(1)[:, None] for mask in (frames_given(128, 3, 6, 5), SOUND_GIVEN)], dim=2)) for family in ("ltx2", "ltx23")},
+    "ltx2-i2v": Variant("ltx2", arguments=AV_GIVEN, mask=AV_MASK),
+    "ltx25-i2v": Variant(
+        "ltx23", {"keyframes_abs_pos_embedding": (1, 256), **{f"transformer_blocks.{i}.ff.net.{part}.bias": None for i in range(3) for part in ("0.proj", "2")}}, "LTXAV", {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
+        arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])}, mask=AV_MASK),
     "cogvideox-i2v": Variant("cogvideox", {"patch_embed.proj.weight": (256, 32, 2, 2)}, "CogVideoX_I2V", {"in_channels": 32}, arguments={"c_concat": randn(1, 16, 3, 16, 16)}),
     "cogvideox-1.5-i2v": Variant(
         "cogvideox", {

@@ -1,4 +1,4 @@
-"""LTX-2 and 2.3 of Lightricks: 48 blocks over video and sound, two streams of different width that attend to themselves, to the prompt and to each other.
+"""LTX-2, 2.3 and 2.5 of Lightricks: 48 blocks over video and sound, two streams of different width that attend to themselves, to the prompt and to each other.
 
 The prompt is Gemma's, behind a projection in the text encoder's file; the connectors that finish it are in this one, as in ComfyUI.
 """
@@ -27,7 +27,7 @@ FAMILY = Family(
     adjust=adjust,
     patch=lambda config: (1, 1, 1), latent_channels=lambda config: config["in_channels"],
     nested=Nested(("video", "audio"), patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)), channels=lambda config: (config["in_channels"], CHANNELS), order=(1, 0)),
-    conditioning=("c_crossattn", "attention_mask", "frame_rate", "unprocessed_ltxav_embeds", "denoise_mask", "audio_denoise_mask", "keyframe_idxs"),
+    conditioning=("c_crossattn", "attention_mask", "frame_rate", "unprocessed_ltxav_embeds", "denoise_mask", "audio_denoise_mask", "keyframe_idxs", "generated_keyframes"),
     required=("c_crossattn",),
     widths=lambda config: {},
     clean_inpaint=True,

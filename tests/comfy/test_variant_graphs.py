@@ -111,14 +111,11 @@ def ltx_guides(g, positive, negative):
     return positive, negative, latent
 
 
-def ltx2_image(strength, given=True):
-    """A first frame, and the beginning of the sound."""
-    def build(g, positive, negative):
-        video = g.one("LTXVImgToVideoInplace", vae=g.vae(128, 32, 8), image=g.image(), latent=g.latent(2, 128, 3, 5, 7, empty=True), strength=strength, bypass=False)
-        audio = g.latent(2, 8, 9, 16, seed=5, empty=not given)
-        audio = g.one("SetLatentNoiseMask", samples=audio, mask=g.one("TestMask", width=16, height=9)) if given else audio
-        return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=audio)
-    return build
+def ltx2_image(g, positive, negative):
+    """A first frame, and sound with a mask."""
+    video = g.one("LTXVImgToVideoInplace", vae=g.vae(128, 32, 8), image=g.image(), latent=g.latent(2, 128, 3, 5, 7, empty=True), strength=0.8, bypass=False)
+    audio = g.one("SetLatentNoiseMask", samples=g.latent(2, 8, 9, 16, seed=5), mask=g.one("TestMask", width=16, height=9))
+    return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=audio)
 
 
 def ltx2_guides(g, positive, negative):
@@ -160,10 +157,8 @@ GRAPHS = {
     "hunyuan-video 1.5 i2v": ("hunyuan-video15-i2v", first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16})),
     "ltxv i2v": ("ltxv-i2v", ltx_image),
     "ltxv guides": ("ltxv-i2v", ltx_guides),
-    "ltx2 i2v": ("ltx2-i2v", ltx2_image(0.8)),
-    "ltx2 guides": ("ltx2-i2v", ltx2_guides),
-    "ltx2.3 i2v": ("ltx23-i2v", ltx2_image(1.0, given=False)),
-    "ltx2.3 guides": ("ltx23-i2v", ltx2_guides),
+    "ltx2 i2v": ("ltx2-i2v", ltx2_image),
+    "ltx2.5 guides": ("ltx25-i2v", ltx2_guides),
     "cogvideox i2v": ("cogvideox-i2v", pictured_video),
     "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
     "sd3.5 medium": ("sd3.5-medium", plain(2, 16, 15, 18)),

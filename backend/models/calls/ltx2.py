@@ -1,4 +1,4 @@
-"""LTX-2 and 2.3: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""LTX-2, 2.3 and 2.5: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 from functools import wraps
 
@@ -10,7 +10,7 @@ from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
 from torch import nn
 
 from . import ltxv
-from .ltxv import corners, times
+from .ltxv import corners, guides, times
 
 #: Rows of a connected prompt, at least.
 ROWS = 1024
@@ -122,7 +122,7 @@ def adjust(transformer, config):
 
 def variant(config):
     """Keys and values of 2.3's prompt depend on the noise level."""
-    return {"prompt_only": ()} if config["cross_attn_mod"] else {}
+    return {"prompt_only": ()} if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True) else {}
 
 
 def widths(config):
@@ -138,6 +138,18 @@ def is_finished(config, cond):
     return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(widths(config)[1])
 
 
+def single_frames(grid, cond, device):
+    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
+    frames, size = grid.counts[0], grid.counts[1] * grid.counts[2]
+    marks = torch.zeros(frames, device=device)
+    marks[0] = 1.0
+    marks = marks.repeat_interleave(size)
+    marks[grid.tokens - guides(cond):] = 0.0
+    first, count = cond["generated_keyframes"][0].tolist() if "generated_keyframes" in cond else (0, 0)
+    marks[first * size: (first + count) * size] = 1.0
+    return marks.view(1, -1, 1)
+
+
 def forward_args(config, grid, latent, sigma, cond):
     """A finished prompt is the video's and the sound's; LTX-2's that is not is both."""
     (video, audio), text, mask, batch = grid.unpack(latent), cond["c_crossattn"], cond.get("attention_mask"), latent.shape[0]
@@ -145,16 +157,15 @@ def forward_args(config, grid, latent, sigma, cond):
     prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
     levels = [times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"] for part, name in zip(grid.parts, MASKS)]
     places = torch.stack([corners(grid.parts[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
+    marks = {"video_keyframes_mask": single_frames(grid.parts[0], cond, latent.device)} if config.get("use_keyframes_abs_pos_embedding") else {}
     return dict(
         hidden_states=grid.parts[0].to_tokens(video), audio_hidden_states=grid.parts[1].to_tokens(audio), encoder_hidden_states=prompts[0], audio_encoder_hidden_states=prompts[1],
         encoder_attention_mask=mask, audio_encoder_attention_mask=mask, timestep=levels[0], audio_timestep=levels[1], sigma=highest(levels[0], batch), audio_sigma=highest(levels[1], batch),
-        video_coords=places.expand(batch, -1, -1, -1), audio_num_frames=grid.parts[1].counts[1])
+        video_coords=places.expand(batch, -1, -1, -1), audio_num_frames=grid.parts[1].counts[1], **marks)
 
 
 def refusal(config, grid, cond):
     """What a prompt, masks and guides must be."""
-    if config.get("use_keyframes_abs_pos_embedding"):
-        return "this is LTX-2.5, which is not supported here; use LTX-2 or LTX-2.3."
     width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
     if width not in (unfinished, sum(parts)):
         return f"c_crossattn has width {width}, but this LTX-2 model takes {unfinished}, or {sum(parts)} behind its connectors; encode the prompt with LTX-2's text encoder."

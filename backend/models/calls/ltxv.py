@@ -6,6 +6,11 @@ import torch
 PIXELS = (8, 32, 32)
 
 
+def guides(cond):
+    """How many of the last tokens are guides."""
+    return cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
+
+
 def corners(grid, cond, device, causal, side=0):
     """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``: the video starts with a single frame. Guides, the last tokens, say theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
@@ -13,9 +18,9 @@ def corners(grid, cond, device, causal, side=0):
     if causal:
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
     found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
-    if "keyframe_idxs" in cond and cond["keyframe_idxs"].shape[2]:
-        guides = cond["keyframe_idxs"][..., side].float().trunc()
-        found = torch.cat([found[:, :, : -guides.shape[2]].expand(guides.shape[0], -1, -1), guides], dim=2)
+    if guides(cond):
+        told = cond["keyframe_idxs"][..., side].float().trunc()
+        found = torch.cat([found[:, :, : -guides(cond)].expand(told.shape[0], -1, -1), told], dim=2)
     return torch.cat([found[:, :1] * (1.0 / frame_rate), found[:, 1:]], dim=1)
 
 
@@ -35,11 +40,11 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """What the mask and the guides must fit."""
-    mask, guides = cond.get("denoise_mask"), cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
+    mask = cond.get("denoise_mask")
     if mask is not None and tuple(mask.shape[2:]) != grid.shape[1:]:
         return f"denoise_mask has the size {list(mask.shape[2:])}, but the latent {list(grid.shape[1:])}; make the mask with the latent's own node."
     if mask is not None and (mask < 0).any():
         return "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is not supported; give the guide in the latent's size."
-    if guides > grid.tokens:
-        return f"keyframe_idxs has {guides} tokens, but the latent {grid.tokens}; crop the guides before the latent is changed."
+    if guides(cond) > grid.tokens:
+        return f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides before the latent is changed."
     return None

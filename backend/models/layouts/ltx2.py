@@ -1,4 +1,4 @@
-"""LTX-2 and 2.3 in single files: their keys, and the configuration that their shapes tell."""
+"""LTX-2, 2.3 and 2.5 in single files: their keys, and the configuration that their shapes tell."""
 
 import json
 
@@ -6,18 +6,21 @@ from ...loading.layout import Layout, blocks_of
 
 HEADS = 32
 #: Heads of the released connectors, by their width, and of smaller ones.
-CONNECTOR_HEADS, SMALL_CONNECTOR_HEADS = {3840: 30}, 4
+CONNECTOR_HEADS, SMALL_CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}, 4
 
 
 def config(shapes):
     """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell it in their header."""
     (hidden, channels), (audio, heard) = shapes["patchify_proj.weight"], shapes["audio_patchify_proj.weight"]
-    gated, modulated, caption = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes, "prompt_adaln_single.linear.weight" in shapes, shapes.get("caption_projection.linear_1.weight")
+    block = {key.removeprefix("transformer_blocks.0."): shape for key, shape in shapes.items() if key.startswith("transformer_blocks.0.")}
+    gated, modulated, caption = "attn1.to_gate_logits.weight" in block, block["scale_shift_table"][0] == 9, shapes.get("caption_projection.linear_1.weight")
     return dict(
         in_channels=channels, out_channels=shapes["proj_out.weight"][0], num_attention_heads=HEADS, attention_head_dim=hidden // HEADS, cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
         audio_in_channels=heard, audio_out_channels=shapes["audio_proj_out.weight"][0], audio_num_attention_heads=HEADS, audio_attention_head_dim=audio // HEADS,
         audio_cross_attention_dim=shapes["transformer_blocks.0.audio_attn2.to_k.weight"][1], num_layers=blocks_of(shapes, "transformer_blocks"),
         gated_attn=gated, audio_gated_attn=gated, cross_attn_mod=modulated, audio_cross_attn_mod=modulated, use_prompt_embeddings=caption is not None, **({"caption_channels": caption[1]} if caption else {}),
+        ff_bias="ff.net.2.bias" in block, audio_ff_bias="audio_ff.net.2.bias" in block, use_prompt_adaln_single="prompt_adaln_single.linear.weight" in shapes,
+        use_keyframes_abs_pos_embedding="keyframes_abs_pos_embedding" in shapes,
         rope_type="split", rope_double_precision=True, timestep_scale_multiplier=1000, cross_attn_timestep_scale_multiplier=1,
         connectors=[connector(shapes, f"{kind}_embeddings_connector") for kind in ("video", "audio")])
 
@@ -46,7 +49,6 @@ PARTS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn1.to_g
 LAYOUT = Layout(
     signature=("patchify_proj.weight", "audio_patchify_proj.weight", "audio_adaln_single.linear.weight", "transformer_blocks.0.audio_to_video_attn.q_norm.weight", "audio_embeddings_connector.learnable_registers"),
     absent=(),
-    variants={"keyframes_abs_pos_embedding": "LTX-2.5"},
     config=config,
     metadata=metadata,
     names={
