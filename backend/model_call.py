@@ -67,11 +67,10 @@ def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch
     batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
     tokens, times = grid.to_tokens(latent[rows].to(device, torch.float32)), call.tensors["time"][rows].to(device, torch.float32)
     mine = lambda value: value if not value.ndim or rows == list(range(value.shape[0])) else value[rows if value.shape[0] == batch else [0] * len(rows)]
-    cast = lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype)
     return Request(
         solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=call.tensors["time"][:1].float(), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None),
         times=None if family.nested else times, carry=family.nested and family.nested.carry,
-        prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: cast(mine(value)) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
+        prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: family.cast(name, mine(value), device, dtype) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
         kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, context={SIDES[0]: family.context(model_config, grid, arguments)}, given_rows=0)
 
 

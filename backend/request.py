@@ -110,9 +110,9 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     tensor = lambda name: sample.tensors[name].to(device, torch.float32)
     tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
-    conditioning = {name: _conditioning(sample, name, shape[0], items, device, dtype) for name in names(sample)}
+    conditioning = {name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)}
     context = {name: family.context(model_config, grid, cond) for name, cond in conditioning.items()}
-    text = {name: cond["c_crossattn"].shape[1] if family.text_position and "c_crossattn" in cond else 0 for name, cond in conditioning.items()}
+    text = {name: family.text_rows(cond) if family.text_position else 0 for name, cond in conditioning.items()}
     return Request(
         solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
         noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
@@ -129,10 +129,10 @@ def _prompt(sample, name, tokens) -> Prompt:
     return Prompt(side_of(name), tokens(weight) if weight in sample.tensors else float(told.get("strength", 1.0)), **limits)
 
 
-def _conditioning(sample, branch, batch, items, device, dtype):
+def _conditioning(sample, branch, batch, items, device, dtype, family):
     prefix = branch + "."
     found = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
-    cast = {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in found.items()}
+    cast = {name: family.cast(name, value, device, dtype) for name, value in found.items()}
     whole = {name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value for name, value in cast.items()}
     return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in whole.items()}
 

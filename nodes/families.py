@@ -235,18 +235,35 @@ def _ltx2_arguments(arguments: dict) -> dict:
     return {**_ltxv_arguments({**arguments, **marked}), **made}
 
 
-#: What ComfyUI's MiniMax-H3 carries beside its prompt and the backend knows by itself; everything else there is a picture, video or sound.
-_MINIMAX_KNOWN = ("seed", "audio_scale", "layout")
+#: Rows of ComfyUI's MiniMax-H3 layout that are given and not denoised -> video (0) or sound (2).
+_MINIMAX_GIVEN = {"cond": 0, "ref_img": 0, "cond_audio": 2, "ref_audio": 2}
+#: What else its payload holds: the backend knows it by itself, or it is in the layout.
+_MINIMAX_KNOWN = {"seed", "audio_scale", "layout", "text_token_tags", "keyframes", "refs", "cond_video_latents", "cond_audio_latents", "visual_cond_noise_aug", "audio_cond_noise_aug"}
 
 
 def _minimax_h3_arguments(arguments: dict) -> dict:
-    payload = arguments.pop("minimax_payload", {})
+    """ComfyUI's payload as tensors: the rows of keyframes and references by its own model's code, their places by its layout, and which rows of text are pictures."""
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
         raise RefusedError("latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL.")
-    further = sorted(payload.keys() - set(_MINIMAX_KNOWN))
+    payload, found = arguments.get("minimax_payload", {}), {key: value for key, value in arguments.items() if key != "minimax_payload"}
+    further = sorted(payload.keys() - _MINIMAX_KNOWN)
     if further:
-        raise RefusedError(f"the prompt carries {', '.join(further)} (MiniMax H3 Image To Video, Add Guide or Reference To Video), which the ranks do not run; remove that node, or sample with KSampler and an ordinary MODEL.")
-    return arguments
+        raise RefusedError(f"the prompt carries {', '.join(further)}, which the ranks do not know; remove the node that sets it, or sample with KSampler and an ordinary MODEL.")
+    tags, layout = payload.get("text_token_tags"), payload.get("layout")
+    if tags is not None and (tags != 1).any():
+        found["text_tags"] = tags.reshape(1, -1)
+    given = [(start, stop, _MINIMAX_GIVEN[kind]) for start, stop, kind in layout.segments if kind in _MINIMAX_GIVEN] if layout else []
+    if not given:
+        return found
+    from comfy.ldm.minimax import model
+
+    own = SimpleNamespace(patch_size=(1, 2, 2))
+    rows = {"given_video": model.MiniMaxH3Model._cond_video_rows(own, payload, "cpu"), "given_audio": model.MiniMaxH3Model._cond_audio_rows(own, payload, "cpu")}
+    times = [payload.get("visual_cond_noise_aug", model.VISUAL_COND_TIMESTEP), payload.get("audio_cond_noise_aug", model.AUDIO_COND_TIMESTEP)]
+    audio = next(start for start, _, kind in layout.segments if kind == "audio")
+    return {
+        **found, **{name: value[None] for name, value in rows.items() if value is not None}, "given_times": torch.tensor([times]), "origin": layout.position_ids[audio, 0],
+        "given_tags": torch.cat([torch.full((stop - start,), tag) for start, stop, tag in given])[None], "given_positions": torch.cat([layout.position_ids[start:stop] for start, stop, _ in given])[None]}
 
 
 def _ltxv_arguments(arguments: dict) -> dict:

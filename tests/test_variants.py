@@ -44,6 +44,8 @@ from variants import METHOD, VARIANTS, request, write
     ("ltxv-i2v", {"denoise_mask": torch.full((1, 1, 3, 8, 8), -1.0)}, "IC-LoRA"),
     ("ltxv-i2v", {"keyframe_idxs": torch.zeros(1, 3, 1000, 2)}, "1000 tokens, but the latent 192"),
     ("ltxv-i2v", {"denoise_mask": torch.ones(1, 1, 3, 4, 8)}, "denoise_mask has the size"),
+    ("minimax-h3-guides", {"given_audio": None}, "0 and 46 rows, but given_tags tells of 40 of video .0. and 6 of audio"),
+    ("minimax-h3-guides", {"text_tags": torch.ones(1, 5)}, "text_tags has 5 rows, but the prompt 12"),
     ("ltx2-i2v", {"denoise_mask": torch.full((1, 1, 3, 6, 5), -1.0)}, "IC-LoRA"),
     ("ltx2-i2v", {"audio_denoise_mask": torch.ones(1, 1, 8, 16)}, "audio_denoise_mask has the size"),
     ("ltx25-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384, or 384 behind"),

@@ -28,6 +28,12 @@ AV_GIVEN = {"denoise_mask": frames_given(128, 3, 6, 5), "audio_denoise_mask": SO
 AV_MASK = torch.cat([AV_GIVEN[name].flatten(1)[:, None] for name in ("denoise_mask", "audio_denoise_mask")], dim=2)
 
 
+#: Two pictures of 20 rows and 6 rows of sound, for a prompt with a picture in it.
+GIVEN_ROWS = {
+    "given_video": randn(1, 40, 96), "given_audio": randn(1, 6, 32), "given_tags": torch.tensor([[0] * 20 + [2] * 6 + [0] * 20]), "given_positions": 20.0 * randn(1, 46, 3).double(), "origin": torch.tensor(13.0),
+    "text_tags": torch.tensor([[1] * 4 + [0] * 5 + [1] * 3])}
+
+
 @dataclass(frozen=True)
 class Variant:
     """shapes: keys of the checkpoint that differ from the golden family's (None: absent). unet: entries of ComfyUI's unet_config that differ.
@@ -95,6 +101,7 @@ VARIANTS = {
     "ltx25-i2v": Variant(
         "ltx23", {"keyframes_abs_pos_embedding": (1, 256), **{f"transformer_blocks.{i}.ff.net.{part}.bias": None for i in range(3) for part in ("0.proj", "2")}}, "LTXAV", {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
         arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])}, mask=AV_MASK),
+    "minimax-h3-guides": Variant("minimax-h3", arguments=GIVEN_ROWS, negative={name: None for name in GIVEN_ROWS}),
     "cogvideox-i2v": Variant("cogvideox", {"patch_embed.proj.weight": (256, 32, 2, 2)}, "CogVideoX_I2V", {"in_channels": 32}, arguments={"c_concat": randn(1, 16, 3, 16, 16)}),
     "cogvideox-1.5-i2v": Variant(
         "cogvideox", {

@@ -28,7 +28,7 @@ FAMILY = Family(
     patch=lambda config: (1, 1, 1), latent_channels=lambda config: config["in_channels"],
     nested=Nested(("video", "audio"), patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)), channels=lambda config: (config["in_channels"], CHANNELS), order=(1, 0)),
     conditioning=("c_crossattn", "attention_mask", "frame_rate", "unprocessed_ltxav_embeds", "denoise_mask", "audio_denoise_mask", "keyframe_idxs", "generated_keyframes"),
-    required=("c_crossattn",),
+    required=("c_crossattn",), precise=("frame_rate",),
     widths=lambda config: {},
     clean_inpaint=True,
     refusal=refusal,

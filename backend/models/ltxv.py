@@ -18,7 +18,7 @@ FAMILY = Family(
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
     conditioning=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
-    required=("c_crossattn",),
+    required=("c_crossattn",), precise=("frame_rate",),
     widths=lambda config: {"c_crossattn": config["caption_channels"]},
     refusal=refusal,
     forward_args=forward_args,

@@ -62,7 +62,8 @@ class Family:
     adjust: (transformer without weights, config), called as it is built: widths that the diffusers class fixes and files of other sizes vary.
     prepare: (transformer, grid), called as a request begins: sets what the model keeps in attributes and ComfyUI derives from the latent.
     refusal: (transformer config, grid, arguments of one guidance branch) -> why the family cannot run them, as one sentence, or None.
-    conditioning: names of model arguments accepted in a request; required: those without which it is refused.
+    conditioning: names of model arguments accepted in a request; required: those without which it is refused; precise: those that keep their own type.
+    text_rows: arguments of one guidance branch -> rows that ride with patch 0 in front of, or behind, the latent's where text is joined with it.
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning) -> arguments of the transformer's forward. The time is the noise
         level, or where there is a ``schedule`` its timestep: 0-d, or (B,) where a client tells each sample's (ModelCall).
     output: the transformer's output (all of its outputs, where latents are nested) -> tokens (B, N, F).
@@ -131,11 +132,17 @@ class Family:
     prompt_only: tuple[str, ...] = ()
     prompt_modules: tuple[str, ...] = ()
     text_layers: tuple[str, ...] = ()
+    precise: tuple[str, ...] = ()
+    text_rows: Callable[[dict[str, Tensor]], int] = lambda cond: cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
     float32: tuple[str, ...] = ()
 
     def is_float32(self, name: str) -> bool:
         """Does the parameter ``name`` stay in float32?"""
         return any(fnmatchcase(name, pattern) for pattern in self.float32)
+
+    def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
+        """The argument ``name`` as the transformer takes it: on its device, and in its type where it is a floating one."""
+        return value.to(device, dtype if value.is_floating_point() and name not in self.precise else value.dtype)
 
     def of(self, config: Mapping) -> "Family":
         """The family as it is for a transformer of this configuration."""

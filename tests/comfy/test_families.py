@@ -97,3 +97,13 @@ def test_flux3_is_given_references(tmp_path):
     assert all(found[f"ref_latents.{i}"].equal(picture.expand(2, -1, -1, -1)) for i, picture in enumerate(pictures))
     with pytest.raises(RefusedError, match="'ref_latents_method'"):
         arguments(reference_latents_method="offset")
+
+
+def test_what_minimaxs_encoder_tells_of_a_prompt():
+    """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds beside what is known is refused."""
+    translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)
+    sent = lambda **payload: translate({"c_crossattn": prompt, "minimax_payload": payload})
+    assert sent(text_token_tags=torch.ones(3, dtype=torch.long), seed=1).keys() == {"c_crossattn"}
+    assert sent(text_token_tags=torch.tensor([1, 0, 1]))["text_tags"].tolist() == [[1, 0, 1]]
+    with pytest.raises(RefusedError, match="the prompt carries more, which the ranks do not know"):
+        sent(more=1)

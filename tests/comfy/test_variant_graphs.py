@@ -123,6 +123,26 @@ def ltx2_guides(g, positive, negative):
     return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=g.latent(1, 8, 9, 16, empty=True))
 
 
+def minimax_guides(g, positive, negative):
+    """A keyframe at the beginning, and a picture with sound at a later frame; a prompt with a picture in it."""
+    positive = g.one("TestConditioningValues", conditioning=positive, values=json.dumps({"minimax_token_tags": [1] * 4 + [0] * 5 + [1] * 3}), rows=0)
+    latent = g.one("LTXVConcatAVLatent", video_latent=g.latent(1, 24, 3, 8, 10, empty=True), audio_latent=g.latent(1, 32, 2, 15, empty=True))
+    guide = {"vae": g.vae(24, 16, 4), "audio_vae": g.one("TestAudioVae", channels=32), "latent": latent}
+    positive = g.one("MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=1), frame_idx=0, **guide)
+    audio = g.one("EmptyAudio", duration=0.2, sample_rate=16000, channels=2)
+    return g.one("MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=2), audio=audio, frame_idx=4, **guide), negative, latent
+
+
+def minimax_references(g, positive, negative):
+    """Pictures, a video with its sound and sound alone, as the model's own node hands them over."""
+    clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
+    audio = g.one("EmptyAudio", duration=0.2, sample_rate=16000, channels=2)
+    node = g.add(
+        "MiniMaxH3ReferenceToVideo", clip=clip, vae=g.vae(24, 16, 4), audio_vae=g.one("TestAudioVae", channels=32), prompt="<Picture 1>", width=160, height=128, length=5, ref_image_size="match",
+        **{"ref_images.ref_image_0": g.image(96, 128, seed=1), "ref_videos.ref_video_0": g.image(96, 64, frames=5, seed=2), "ref_video_audios.ref_video_audio_0": audio, "ref_audios.ref_audio_0": audio})
+    return [node, 0], negative, [node, 1]
+
+
 def with_values(build, **values):
     """``values`` set on both prompts."""
     def changed(g, positive, negative):
@@ -159,6 +179,8 @@ GRAPHS = {
     "ltxv guides": ("ltxv-i2v", ltx_guides),
     "ltx2 i2v": ("ltx2-i2v", ltx2_image),
     "ltx2.5 guides": ("ltx25-i2v", ltx2_guides),
+    "minimax-h3 guides": ("minimax-h3-guides", minimax_guides),
+    "minimax-h3 references": ("minimax-h3-guides", minimax_references),
     "cogvideox i2v": ("cogvideox-i2v", pictured_video),
     "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
     "sd3.5 medium": ("sd3.5-medium", plain(2, 16, 15, 18)),

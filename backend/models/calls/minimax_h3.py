@@ -7,6 +7,9 @@ SHIFT, AUDIO_SHIFT = 12.0, 3.0
 #: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24 Hz).
 FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
+KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
+#: Times of given pictures and given sound, which are almost, and quite, without noise.
+GIVEN_TIMES = (0.999, 1.0)
 
 
 def audio_sigma(sigma):
@@ -28,37 +31,61 @@ def axis(length, other):
     return (torch.arange(length, dtype=torch.float64) * (ratio / length) + (1.0 - ratio) / 2.0) * 32.0
 
 
-def positions(grid, text):
-    """(text + audio + video, 3): rows of text by their number; behind them on the same clock the audio, its channels at the picture's sides, and the video."""
+def positions(grid, text, given, origin):
+    """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
     (frames, rows, columns), (_, channels, length) = (part.counts for part in grid.parts)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
-    clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + text
-    heard = torch.arange(length, dtype=torch.float64) + text
+    clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + origin
+    heard = torch.arange(length, dtype=torch.float64) + origin
     words = torch.arange(text, dtype=torch.float64)
     nought = torch.zeros(1, dtype=torch.float64)
     box = lambda *axes: torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
     audio = [box(heard, nought, side[None]) for side in (x[0], x[-1])]
-    return torch.cat([box(words, nought, nought), *audio, box(clock, y, x)]).float()
+    return torch.cat([box(words, nought, nought), given.double().cpu(), *audio, box(clock, y, x)]).float()
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Times count from noise (0) to picture (1); text is at the video's."""
-    (video, audio), text, sigma = grid.unpack(latent), cond["c_crossattn"], sigma.clamp(min=1e-6)
-    kinds = [(TEXT, 0, text.shape[1]), (AUDIO, 1, grid.parts[1].tokens), (VIDEO, 0, grid.parts[0].tokens)]
-    each = lambda value: torch.cat([torch.full((kind[2],), kind[value], device=latent.device) for kind in kinds])
-    tags = each(0)
-    rows = lambda tag: (tags == tag).nonzero()[:, 0]
+    """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references and their sound, stand between text and audio."""
+    (video, audio), text, sigma, device = grid.unpack(latent), cond["c_crossattn"], sigma.clamp(min=1e-6), latent.device
+    rows, given = text.shape[1], cond["given_tags"][0] if "given_tags" in cond else torch.empty(0, dtype=torch.long, device=device)
+    full = lambda value, count: torch.full((count,), value, device=device)
+    kinds = torch.cat([full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)])
+    moments = torch.cat([full(0, rows), torch.where(given == AUDIO, 3, 2), full(1, grid.parts[1].tokens), full(0, grid.parts[0].tokens)])
+    tags = torch.cat([cond["text_tags"][0], kinds[rows:]]) if "text_tags" in cond else kinds
+    times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
+    if len(given):
+        clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
+        times += [torch.maximum(now, least) for now, least in zip(times, clean)]
+    behind = lambda name, tokens: torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
+    places = positions(grid, rows, cond["given_positions"][0] if len(given) else torch.empty(0, 3), float(cond.get("origin", rows)))
     return dict(
-        hidden_states=grid.parts[0].to_tokens(video), audio_hidden_states=grid.parts[1].to_tokens(audio), encoder_hidden_states=text,
-        timestep=torch.stack([1.0 - sigma, 1.0 - audio_sigma(sigma)]), timestep_indices=each(1), token_tags=tags, position_ids=positions(grid, text.shape[1]).to(latent.device),
-        video_indices=rows(VIDEO), audio_indices=rows(AUDIO), text_indices=rows(TEXT))
+        hidden_states=behind("given_video", grid.parts[0].to_tokens(video)), audio_hidden_states=behind("given_audio", grid.parts[1].to_tokens(audio)), encoder_hidden_states=text,
+        timestep=torch.stack(times), timestep_indices=moments, token_tags=tags, position_ids=places.to(device), **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()})
+
+
+def text_rows(cond):
+    """Rows before the audio: of text, and given ones."""
+    return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
+
+
+def output(outputs, grid):
+    """Without the given rows, which come first."""
+    return -grid.join([rows[:, -part.tokens:] for rows, part in zip(outputs, grid.parts)])
 
 
 def refusal(config, grid, cond):
-    """The audio's two channels stand at the sides of the picture."""
+    """The audio's two channels stand at the sides of the picture; given rows are told of in full."""
     channels = grid.parts[1].counts[1]
-    return None if channels == 2 else f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape (batch, {config['audio_in_channels']}, 2, time)."
+    if channels != 2:
+        return f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape (batch, {config['audio_in_channels']}, 2, time)."
+    tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
+    told = {name: int((tags == kind).sum()) // len(tags) if tags is not None else 0 for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))}
+    if any(count(name) != rows for name, rows in told.items()) or {count("given_positions"), count("given_tags")} != {sum(told.values())}:
+        return f"given_video, given_audio and given_positions have {count('given_video')}, {count('given_audio')} and {count('given_positions')} rows, but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of audio (2)."
+    if "text_tags" in cond and count("text_tags") != cond["c_crossattn"].shape[1]:
+        return f"text_tags has {count('text_tags')} rows, but the prompt {cond['c_crossattn'].shape[1]}; encode it again."
+    return None
 
 
 def adjust(transformer, config):

@@ -83,6 +83,31 @@ class TestVAE:
         return (Encoder(channels, spatial, temporal),)
 
 
+class TestAudioVae:
+    """Sound (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1, ``channels``, moments, frequencies)."""
+    RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "run", "test"
+    audio_sample_rate, output_sample_rate = 16000, 16000
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"channels": ("INT", {"default": 32})}, "optional": {"frequencies": ("INT", {"default": 0})}}
+
+    def run(self, channels, frequencies=0):
+        self.latent_channels, self.latent_frequency_bins, self.first_stage_model = channels, frequencies, self
+        return (self,)
+
+    def num_of_latents_from_frames(self, frames, rate):
+        return -(-25 * frames // int(rate))
+
+    def encode(self, sound):
+        return randn((1, self.latent_channels, 2, sound.shape[1] // 400), 6)
+
+    def decode(self, latent):
+        """(B, samples, 2)."""
+        moments = latent.shape[2] if self.latent_frequency_bins else latent.shape[3]
+        return latent.flatten(1).mean(dim=1).tanh().view(-1, 1, 1).expand(-1, 400 * moments, 2).contiguous()
+
+
 class TestClipVision:
     RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP_VISION_OUTPUT",), "run", "test"
 
@@ -108,7 +133,7 @@ class TestConditioningValues:
         """``rows``: cut the prompt to so many; 0 leaves it."""
         (prompt, kept), = conditioning
         kept = {key: value[:, :rows] if rows and key == "attention_mask" else value for key, value in kept.items()}
-        return ([[prompt[:, :rows] if rows else prompt, kept | json.loads(values)]],)
+        return ([[prompt[:, :rows] if rows else prompt, kept | {key: torch.tensor(value) if isinstance(value, list) else value for key, value in json.loads(values).items()}]],)
 
 
 class TestReferenceModel:
@@ -170,4 +195,4 @@ class TestBackendState:
         return {"ui": {"text": [json.dumps({"models": models, "sent": sent})]}}
 
 
-NODES = {cls.__name__: cls for cls in (TestImage, TestMask, TestLatent, TestVAE, TestClipVision, TestConditioningValues, TestReferenceModel, TestLatentDistance, TestBackendState)}
+NODES = {cls.__name__: cls for cls in (TestImage, TestMask, TestLatent, TestVAE, TestAudioVae, TestClipVision, TestConditioningValues, TestReferenceModel, TestLatentDistance, TestBackendState)}
