@@ -17,9 +17,18 @@ FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 #: Column of a node by what it makes; the rest is where it is sampled.
 COLUMNS = {0: {"CLIP", "VAE", "PARALLEL_CONFIG", "MODEL", "IMAGE", "CLIP_VISION"}, 1: {"PARALLEL_DIT", "CONDITIONING", "LATENT", "NOISE", "SIGMAS"}}
-LAST = {"VAEDecode", "SaveImage", "SaveAnimatedWEBP"}
+LAST = {"VAEDecode", "SaveImage", "SaveAnimatedWEBP", "SaveVideo", "CreateVideo", "LTXVAudioVAEDecode", "VAEDecodeAudio"}
 COLOURS = {"CLIP": "#ffd500", "VAE": "#ff6e6e", "CONDITIONING": "#ffa931", "LATENT": "#ff9cf9", "IMAGE": "#64b5f6", "PARALLEL_DIT": "#9fd49f", "PARALLEL_CONFIG": "#9fb0d4"}
 WIDTH, GAP, TITLE = 320, 60, 30
+
+
+def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
+    """(name, options) of the widgets that an input is: none of a link; a choice that brings further inputs has those of its first option behind it."""
+    if kind == "COMFY_DYNAMICCOMBO_V3":
+        first = options["options"][0]
+        further = [widget for inner, (inner_kind, *more) in first["inputs"].get("required", {}).items() for widget in widgets_of(f"{name}.{inner}", inner_kind, (more or [{}])[0])]
+        return [] if options.get("hidden") else [(name, {**options, "default": first["key"]}), *further]
+    return [(name, options)] if isinstance(kind, list) or set(kind.split(",")) <= WIDGETS else []
 
 
 def inputs_of(info: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
@@ -28,9 +37,9 @@ def inputs_of(info: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]
     for part in ("required", "optional"):
         for name in info["input_order"].get(part, []):
             kind, options = (*info["input"][part][name], {})[:2]
-            if isinstance(kind, list) or kind in WIDGETS:
-                widgets.append((name, options))
-            else:
+            found = widgets_of(name, kind, options)
+            widgets += found
+            if not found and not options.get("hidden"):
                 linked.append((name, kind))
     return linked, widgets
 
@@ -47,7 +56,7 @@ def values_of(widgets: list[tuple[str, dict]], given: dict) -> list[tuple[str, o
 def column_of(kind: str, outputs: list[str]) -> int:
     if kind in LAST:
         return 3
-    if kind.startswith("ParallelSampler"):
+    if kind.startswith(("ParallelSampler", "SamplerCustom", "LTXVSeparate")):
         return 2
     return next((column for column, makes in COLUMNS.items() if outputs and outputs[0] in makes), 2)
 
@@ -63,7 +72,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         outputs = [{"name": name, "type": type_, "links": []} for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)]
         column = column_of(kind, info[kind]["output"])
         values = values_of(widgets, node["inputs"])
-        height = 46 + 22 * max(len(linked), len(outputs)) + 25 * len(values) + 70 * sum(bool(options.get("multiline")) for _, options in widgets) + 260 * (kind in ("SaveImage", "SaveAnimatedWEBP", "LoadImage"))
+        height = 46 + 22 * max(len(linked), len(outputs)) + 25 * len(values) + 70 * sum(bool(options.get("multiline")) for _, options in widgets) + 260 * (kind in ("SaveImage", "SaveAnimatedWEBP", "SaveVideo", "LoadImage"))
         made = {"id": int(key), "type": kind, "pos": [column * (WIDTH + GAP), heights[column]], "size": [WIDTH, height], "inputs": [], "outputs": outputs,
                 "properties": {"Node name for S&R": kind}, "widgets_values": [value for _, value in values]}
         heights[column] += height + TITLE + 20
@@ -115,7 +124,8 @@ def picture(page: dict, info: dict, size=(768, 512)) -> Image.Image:
         (x, y), (width, height) = node["pos"], node["size"]
         is_note = node["type"] == "MarkdownNote"
         draw.rounded_rectangle((*at(x, y - TITLE), *at(x + width, y + height)), 8 * scale, fill="#65552c" if is_note else "#353535", outline="#111111")
-        names = [] if is_note else [name for name, _ in values_of(inputs_of(info[node["type"]])[1], dict.fromkeys(info[node["type"]]["input"].get("required", {}) | info[node["type"]]["input"].get("optional", {})))]
+        widgets = [] if is_note else inputs_of(info[node["type"]])[1]
+        names = [name for name, _ in values_of(widgets, dict.fromkeys(name for name, _ in widgets))]
         draw.text(at(x + 14, y - TITLE + 5), node.get("title") or info[node["type"]]["display_name"] or node["type"], fill="#dddddd", font=font)
         lines = wrap_note(node["widgets_values"][0]) if is_note else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]
         for row, line in enumerate(lines):

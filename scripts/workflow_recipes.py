@@ -1,6 +1,7 @@
 """What the workflows of workflows/ are made of, as data: released files, encoders, latent and settings of each family.
 
-Files and settings are those of ComfyUI's own templates; where it has none (PixArt-Sigma, Hunyuan-DiT, CogVideoX), those of the diffusers pipeline.
+Files and settings are those of ComfyUI's own templates; where it has none (PixArt-Sigma, Hunyuan-DiT, CogVideoX), the defaults of the
+diffusers pipeline, with ComfyUI's solver and the scheduler that puts timesteps where the published scheduler does (linspace: sgm_uniform, leading: ddim_uniform, trailing: simple).
 """
 
 PHOTO = "a lighthouse on a cliff at dusk, long exposure of the sea, warm light in one window"
@@ -8,6 +9,9 @@ CLIP_SCENE = "a red fox trots through fresh snow at sunrise, camera follows from
 EDIT = "Make it a snowy winter evening, keep everything else as it is."
 BAD = "blurry, low quality, distorted, watermark"
 BAD_VIDEO = "blurry, static, overexposed, distorted hands, watermark"
+BAD_SOUND_AND_VIDEO = "blurry, low quality, still frame, frames, watermark, overlay, titles, has blurbox, has subtitles"
+SPOKEN_SCENE = "a close-up of an old clockmaker at his bench, he lifts a small brass gear to the light and says: \"Listen, it breathes.\" Soft ticking from many clocks fills the room"
+LTX2 = "ltx-2-19b-dev-fp8.safetensors"
 
 
 def clip(*names: str, **more) -> tuple[str, dict]:
@@ -31,17 +35,18 @@ def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simp
 
 
 #: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them; latent; solve.
-#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one), sigmas (a scheduler node), rate, encode, note.
+#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one), first_frame (a video's; its size and compression), sigmas (a scheduler
+#: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5", "model": "sd3.5_large_fp8_scaled.safetensors", "checkpoint": "sd3.5_large_fp8_scaled.safetensors", "latent": picture(), "negative": BAD,
         "solve": solve(20, 4.0, scheduler="sgm_uniform")},
     "pixart_sigma_txt2img": {
         "title": "PixArt-Sigma", "model": "PixArt-Sigma-XL-2-1024-MS", "clip": clip("t5xxl_fp16.safetensors", type="pixart"), "vae": "sdxl_vae.safetensors",
-        "latent": picture(kind="EmptyLatentImage"), "negative": BAD, "solve": solve(20, 4.5, "dpmpp_2m", "normal")},
+        "latent": picture(kind="EmptyLatentImage"), "negative": BAD, "solve": solve(20, 4.5, "dpmpp_2m", "sgm_uniform")},
     "hunyuan_dit_txt2img": {
         "title": "Hunyuan-DiT", "model": "HunyuanDiT-v1.2-Diffusers", "checkpoint": "hunyuan_dit_1.2.safetensors", "latent": picture(kind="EmptyLatentImage"), "negative": BAD,
-        "solve": solve(50, 5.0, "ddpm", "normal")},
+        "solve": solve(50, 5.0, "ddpm", "ddim_uniform")},
     "chroma_txt2img": {
         "title": "Chroma", "model": "Chroma1-HD.safetensors", "clip": clip("t5xxl_fp16.safetensors", type="chroma"), "tokens": ("T5TokenizerOptions", {"min_padding": 0, "min_length": 0}),
         "vae": "ae.safetensors", "latent": picture(), "negative": BAD, "solve": solve(26, 3.5, scheduler="beta", shift=1.0)},
@@ -91,24 +96,44 @@ RECIPES = {
         "title": "LTX-Video", "model": "ltx-video-2b-v0.9.safetensors", "clip": clip("t5xxl_fp16.safetensors", type="ltxv"), "checkpoint": "ltx-video-2b-v0.9.safetensors",
         "latent": video(768, 512, 97, "EmptyLTXVLatentVideo"), "negative": BAD_VIDEO, "rate": 25.0, "fps": 24.0, "solve": solve(30, 3.0),
         "sigmas": ("LTXVScheduler", {"steps": 30, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1})},
+    "ltx2_t2v": {
+        "title": "LTX-2 with sound", "model": LTX2, "clip": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"}), "checkpoint": LTX2,
+        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "negative": BAD_SOUND_AND_VIDEO, "rate": 24.0, "fps": 24.0, "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
+        "solve": solve(20, 4.0, "euler_ancestral"), "sigmas": ("LTXVScheduler", {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1}),
+        "note": "LTX-2.3's files work as well. ComfyUI's template makes half this size, then upscales the latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes."},
+    "ltx2_i2v": {
+        "title": "LTX-2 image to video with sound", "model": LTX2, "clip": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"}), "checkpoint": LTX2,
+        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "first_frame": ({"width": 1280, "height": 704}, 33), "negative": BAD_SOUND_AND_VIDEO, "rate": 25.0, "fps": 25.0,
+        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}), "solve": solve(20, 4.0), "sigmas": ("LTXVScheduler", {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1})},
+    "minimax_h3_t2v": {
+        "title": "MiniMax-H3 with sound", "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
+        "vae": "minimax_h3_video_vae_fp16.safetensors", "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}), "encode": "MiniMaxH3ImageToVideo",
+        "latent": ("", {"width": 864, "height": 480, "length": 124}), "fps": 24.0, "solve": solve(20, 1.0, "res_multistep"), "note": "A picture at first_frame or last_frame makes it an image to video."},
+    "ideogram4_txt2img": {
+        "title": "Ideogram 4", "model": "ideogram4_fp8_scaled.safetensors", "clip": clip("qwen3vl_8b_fp8_scaled.safetensors", type="ideogram4"), "vae": "flux2-vae.safetensors",
+        "latent": picture(kind="EmptyFlux2LatentImage"), "sigmas": ("Ideogram4Scheduler", {"steps": 20, "width": 1024, "height": 1024, "mu": 0.0, "std": 1.75}), "solve": solve(20, 7.0),
+        "beside": ("ideogram4_unconditional_fp8_scaled.safetensors", {"cfg": 3.0, "start_percent": 0.7, "end_percent": 1.0}),
+        "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and both stay on the ranks."},
 }
 
 
 def note_of(recipe: dict) -> str:
     """Which files go where, and how to share the work on more or fewer GPUs."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
-    holds = "VAE" if "clip" in recipe else "VAE and text encoders"
-    files = [f"- `models/diffusion_models/{model}`" if model.endswith(".safetensors") else f"- `models/diffusers/{model}`: the folder that is published for diffusers"]
+    holds = ("VAEs and the prompt's projection" if "sound" in recipe else "VAE") if "clip" in recipe else "VAE and text encoders"
+    more = [recipe["beside"][0]] if "beside" in recipe else []
+    files = [", ".join(f"- `models/diffusion_models/{name}`" if not i else f"`{name}`" for i, name in enumerate([model, *more])) if model.endswith(".safetensors") else f"- `models/diffusers/{model}`: the folder that is published for diffusers"]
     if checkpoint == model:
         files[0] += f"; the same file, or a link to it, in `models/checkpoints` for its {holds}"
     elif checkpoint:
         files.append(f"- `models/checkpoints/{checkpoint}`, for its {holds}")
     if "clip" in recipe:
-        names = [value for key, value in recipe["clip"][1].items() if key.startswith("clip_name")]
+        names = [value for key, value in recipe["clip"][1].items() if key.startswith(("clip_name", "text_encoder"))]
         files.append("- `models/text_encoders`: " + ", ".join(f"`{name}`" for name in names))
-    if "vae" in recipe:
-        files.append(f"- `models/vae/{recipe['vae']}`")
-    how = ("`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: `ulysses_degree` or `pipefusion_degree` 2 beside it." if recipe["solve"]["cfg"] != 1.0 else
+    vaes = [recipe[key] if key == "vae" else recipe[key][1].get("vae_name") for key in ("vae", "sound") if key in recipe]
+    files += [f"- `models/vae/{name}`" for name in vaes if name]
+    how = ("Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two do not fit." if "beside" in recipe else
+           "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: `ulysses_degree` or `pipefusion_degree` 2 beside it." if recipe["solve"]["cfg"] != 1.0 else
            "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, `ulysses_degree` 1.")
     return "\n".join(["Two GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
 
@@ -127,13 +152,19 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     clip_ = [add(recipe["clip"][0], **recipe["clip"][1]), 0] if "clip" in recipe else [checkpoint, 1]
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
-    config = add("ParallelConfig", **({"ulysses_degree": 2} if settings["cfg"] == 1.0 else {"cfg_degree": 2}))
+    config = add("ParallelConfig", **({"ulysses_degree": 2} if settings["cfg"] == 1.0 or "beside" in recipe else {"cfg_degree": 2}))
     vae = [add("VAELoader", vae_name=recipe["vae"]), 0] if "vae" in recipe else [checkpoint, 2]
+    audio_vae = [add(recipe["sound"][0], **recipe["sound"][1]), 0] if "sound" in recipe else None
     picture_ = None
     if "image" in recipe:
         kind, more = recipe["image"]
         picture_ = [add(kind, image=[add("LoadImage", image="example.png"), 0], **more), 0]
-    dit = [add("LoadParallelDiT", config=[config, 0], model_name=recipe["model"], weight_dtype="default"), 0]
+    if "first_frame" in recipe:
+        size, compression = recipe["first_frame"]
+        scaled = [add("ImageScale", image=[add("LoadImage", image="example.png"), 0], upscale_method="lanczos", crop="center", **size), 0]
+        picture_ = [add("LTXVPreprocess", image=scaled, img_compression=compression), 0]
+    load = lambda name: [add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"), 0]
+    dit = load(recipe["model"])
 
     def prompt(text: str, title: str) -> list:
         encode = recipe.get("encode", "CLIPTextEncode")
@@ -141,16 +172,22 @@ def graph_of(name: str) -> tuple[str, str, dict]:
                   "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": picture_}}[encode]
         return [add(encode, title, clip=clip_, **inputs), 0]
 
-    plain = positive = prompt(EDIT if picture_ else CLIP_SCENE if is_video else PHOTO, "Positive")
-    latent, size = [add("VAEEncode", pixels=picture_, vae=vae), 0] if picture_ else None, {}
-    if picture_ and "encode" not in recipe:
+    is_edit = "image" in recipe
+    text = SPOKEN_SCENE if "sound" in recipe else EDIT if is_edit else CLIP_SCENE if is_video else PHOTO
+    if recipe.get("encode") == "MiniMaxH3ImageToVideo":
+        made = add("MiniMaxH3ImageToVideo", "Positive", clip=clip_, vae=vae, prompt=text, **recipe["latent"][1])
+        plain, latent = [made, 0], [made, 1]
+    else:
+        plain, latent = prompt(text, "Positive"), [add("VAEEncode", pixels=picture_, vae=vae), 0] if is_edit else None
+    positive, size = plain, {}
+    if is_edit and "encode" not in recipe:
         positive = [add("ReferenceLatent", conditioning=positive, latent=latent), 0]
-    if picture_ and "latent" in recipe:
+    if is_edit and "latent" in recipe:
         measured = add("GetImageSize", image=picture_)
         latent, size = None, {"width": [measured, 0], "height": [measured, 1]}
     if "guidance" in recipe:
         positive = [add("FluxGuidance", conditioning=positive, guidance=recipe["guidance"]), 0]
-    negative = prompt(recipe["negative"], "Negative") if "negative" in recipe else [add("ConditioningZeroOut", "Negative (unused at cfg 1.0)", conditioning=plain), 0]
+    negative = prompt(recipe["negative"], "Negative") if "negative" in recipe else [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
     if "rate" in recipe:
         both = add("LTXVConditioning", positive=positive, negative=negative, frame_rate=recipe["rate"])
         positive, negative = [both, 0], [both, 1]
@@ -161,18 +198,40 @@ def graph_of(name: str) -> tuple[str, str, dict]:
             positive, negative, latent = [made, 0], [made, 1], [made, 2]
         else:
             latent = [add(kind, **size), 0]
-    wired = {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent}
-    if "sigmas" in recipe:
-        kind, more = recipe["sigmas"]
-        more = more | {"LTXVScheduler": {"latent": latent}, "Flux2Scheduler": {key: size[key] for key in ("width", "height") if key in size}}[kind]
-        sampled = add("ParallelSamplerCustom", **wired, noise=[add("RandomNoise", noise_seed=7), 0], sigmas=[add(kind, **more), 0],
-                      **{key: settings[key] for key in ("cfg", "sampler_name", "shift")})
-    else:
-        sampled = add("ParallelSampler", **wired, seed=7, **settings)
-    images = [add("VAEDecode", samples=[sampled, 0], vae=vae), 0]
+    if "first_frame" in recipe:
+        latent = [add("LTXVImgToVideoInplace", vae=vae, image=picture_, latent=latent, strength=1.0, bypass=False), 0]
+    if audio_vae and "rate" in recipe:
+        sound = [add("LTXVEmptyLatentAudio", audio_vae=audio_vae, frames_number=recipe["latent"][1]["length"], frame_rate=recipe["rate"], batch_size=1), 0]
+        latent = [add("LTXVConcatAVLatent", video_latent=latent, audio_latent=sound), 0]
+    sampled = sample(add, recipe, load, dit, positive, negative, latent, size)
+    images, heard = sampled, sampled
+    if audio_vae and "rate" in recipe:
+        both = add("LTXVSeparateAVLatent", av_latent=sampled)
+        images, heard = [both, 0], [both, 1]
+    images = [add("VAEDecode", samples=images, vae=vae), 0]
     prefix = f"parallel-{name.rsplit('_', 1)[0].replace('_', '-')}"
-    if is_video:
+    if audio_vae:
+        audio = [add("LTXVAudioVAEDecode", samples=heard, audio_vae=audio_vae) if "rate" in recipe else add("VAEDecodeAudio", samples=heard, vae=audio_vae), 0]
+        add("SaveVideo", video=[add("CreateVideo", images=images, audio=audio, fps=recipe["fps"]), 0], filename_prefix=prefix, **{"format": "auto", "format.codec": "auto"})
+    elif is_video:
         add("SaveAnimatedWEBP", images=images, filename_prefix=prefix, fps=recipe["fps"], lossless=False, quality=85, method="default")
     else:
         add("SaveImage", images=images, filename_prefix=prefix)
     return f"{recipe['title']} on several GPUs", note_of(recipe), graph
+
+
+def sample(add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict) -> list:
+    """The sampler of a recipe and what it is given beside prompts and latent; ``size``: links to a picture's width and height, where the latent has them."""
+    settings, wired = recipe["solve"], {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent}
+    if "sigmas" not in recipe:
+        return [add("ParallelSampler", **wired, seed=7, **settings), 0]
+    kind, more = recipe["sigmas"]
+    noise = [add("RandomNoise", noise_seed=7), 0]
+    sigmas = [add(kind, **more | {"LTXVScheduler": {"latent": latent}, "Flux2Scheduler": {key: size[key] for key in ("width", "height") if key in size}}.get(kind, {})), 0]
+    if "beside" not in recipe:
+        return [add("ParallelSamplerCustom", **wired, noise=noise, sigmas=sigmas, **{key: settings[key] for key in ("cfg", "sampler_name", "shift")}), 0]
+    other, override = recipe["beside"]
+    models = [[add("ParallelModel", dit=one), 0] for one in (dit, load(other))]
+    guider = add("DualModelGuider", model=[add("CFGOverride", model=models[0], **override), 0], model_negative=models[1], positive=positive, negative=negative, cfg=settings["cfg"])
+    solver = [add("KSamplerSelect", sampler_name=settings["sampler_name"]), 0]
+    return [add("SamplerCustomAdvanced", noise=noise, guider=[guider, 0], sampler=solver, sigmas=sigmas, latent_image=latent), 0]

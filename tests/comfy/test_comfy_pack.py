@@ -66,8 +66,13 @@ def test_workflow_is_a_template(comfy, name):
 
 def widgets_of(info: dict) -> dict[str, dict]:
     """Name -> options of the inputs that are widgets, in the node's order."""
-    inputs = {name: (*info["input"][part][name], {})[:2] for part in ("required", "optional") for name in info["input_order"].get(part, [])}
-    return {name: options for name, (kind, options) in inputs.items() if isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")}
+    inputs, widgets = [(name, *(*info["input"][part][name], {})[:2]) for part in ("required", "optional") for name in info["input_order"].get(part, [])], {}
+    for name, kind, options in inputs:
+        if kind == "COMFY_DYNAMICCOMBO_V3" and not options.get("hidden"):        # its first option's own inputs stand behind it
+            widgets |= {name: options} | {f"{name}.{inner}": {} for inner in options["options"][0]["inputs"].get("required", {})}
+        elif isinstance(kind, list) or set(kind.split(",")) <= {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}:
+            widgets[name] = options
+    return widgets
 
 
 def with_defaults(node: dict, known: dict) -> dict:

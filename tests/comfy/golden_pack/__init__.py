@@ -120,10 +120,13 @@ class TestCheckpoint:
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     FUNCTION = "run"
     CATEGORY = "test"
-    INPUT_TYPES = TestGoldenText.INPUT_TYPES
 
-    def run(self, file):
-        return (None, *TestGoldenText().run(file), *TestVae().run(False))
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {**TestGoldenText.INPUT_TYPES()["required"], **TestVae.INPUT_TYPES()["required"]}, "optional": TestVae.INPUT_TYPES()["optional"]}
+
+    def run(self, file, **picture):
+        return (None, *TestGoldenText().run(file), *TestVae().run(**picture))
 
 
 class TestVae:
@@ -137,7 +140,7 @@ class TestVae:
         return {"required": {"video": ("BOOLEAN", {"default": False})}, "optional": {"scale": ("INT", {"default": 8}), "channels": ("INT", {"default": 16})}}
 
     def run(self, video, scale=8, channels=16):
-        self.video, self.scale, self.channels = video, scale, channels
+        self.video, self.scale, self.channels, self.downscale_index_formula = video, scale, channels, (4, scale, scale)
         return (self,)
 
     def encode(self, pixels):
