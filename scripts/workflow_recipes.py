@@ -105,6 +105,11 @@ RECIPES = {
         "title": "LTX-2 image to video with sound", "model": LTX2, "clip": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"}), "checkpoint": LTX2,
         "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "first_frame": ({"width": 1280, "height": 704}, 33), "negative": BAD_SOUND_AND_VIDEO, "rate": 25.0, "fps": 25.0,
         "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}), "solve": solve(20, 4.0), "sigmas": ("LTXVScheduler", {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1})},
+    "ltx25_t2v": {
+        "title": "LTX-2.5 distilled, with sound", "model": "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors", "clip": clip("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors", type="ltxv"),
+        "vae": "ltx-2.5-video-vae-bf16.safetensors", "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "rate": 24.0, "fps": 24.0, "sound": ("VAELoader", {"vae_name": "ltx-2.5-audio-vae-bf16.safetensors"}),
+        "solve": solve(8, 1.0, "euler_ancestral"), "sigmas": ("ManualSigmas", {"sigmas": "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"}),
+        "note": "ComfyUI's template makes half this size, then upscales the latent and samples it again."},
     "minimax_h3_t2v": {
         "title": "MiniMax-H3 with sound", "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
         "vae": "minimax_h3_video_vae_fp16.safetensors", "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}), "encode": "MiniMaxH3ImageToVideo",

@@ -18,15 +18,17 @@ STAND_INS = {"flux": {"DualCLIPLoader": TEXT, "VAELoader": ("TestVae", {"video":
 TINY = {
     "sd35": "sd3", "pixart_sigma": "pixart-sigma", "hunyuan_dit": "hunyuan-dit", "chroma": "chroma", "qwen_image": "qwen-image", "flux_kontext": "flux-dev", "z_image": "z-image-turbo",
     "krea2": "krea2", "flux2": "flux2-dev", "lumina2": "lumina2", "hidream": "hidream", "kandinsky5": "kandinsky5", "hunyuan_video_": "hunyuan-video", "hunyuan_video15": "hunyuan-video15",
-    "cogvideox": "cogvideox", "ltxv": "ltxv", "ltx2": "ltx2", "minimax_h3": "minimax-h3", "ideogram4": "ideogram4",
+    "cogvideox": "cogvideox", "ltxv": "ltxv", "ltx2_": "ltx2", "ltx25": "ltx23", "minimax_h3": "minimax-h3", "ideogram4": "ideogram4",
 }
 LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader")
 #: Family whose video has sound -> its latent: channels, and frequencies where it has them.
-SOUND = {"ltx2": {"channels": 8, "frequencies": 16}, "minimax-h3": {"channels": 32}}
+SOUND = {**dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}), "minimax-h3": {"channels": 32}}
 #: Input -> value that keeps a run short; a step of the graph is scaled with them.
 SMALL = {"width": 128, "height": 128, "length": 9, "frames_number": 9, "steps": 4, "device": "cpu"}
+#: Noise levels that are written out, for as many steps.
+SIGMAS = "1.0, 0.9, 0.7, 0.4, 0.0"
 #: Family whose latents have 128 channels -> pixels to one of them.
-SCALES = {"flux2-dev": 16, "ltx2": 32}
+SCALES = {"flux2-dev": 16, "ltx2": 32, "ltx23": 32}
 #: Widths that a node takes at least.
 LEAST = {"Ideogram4Scheduler": 256}
 WAN_IMAGE = {"patch_embedding.weight": (512, 36, 1, 2, 2), **{f"img_emb.proj.{layer}.{leaf}": shape for layer, leaf, shape in (
@@ -52,7 +54,7 @@ def stand_ins(family: str, scale: int) -> dict:
     if family in STAND_INS:
         return STAND_INS[family]
     golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
-    picture = {"video": family in ("qwen-image", "ltx2"), "scale": scale, "channels": 128 if family in SCALES else 16}
+    picture = {"video": family in ("qwen-image", "ltx2", "ltx23"), "scale": scale, "channels": 128 if family in SCALES else 16}
     return {loader: ("TestGoldenText", golden) for loader in LOADERS} | {
         "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture), "VAELoader": ("TestVae", picture), "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {}))}
 
@@ -68,6 +70,7 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
                 inputs[key] = int(inputs[key] * share)
         small = SMALL | ({"megapixels": 0.02} if family == "flux2-dev" else {})
         inputs |= {key: value for key, value in small.items() if key in inputs and not isinstance(inputs[key], list) or node["class_type"] == "ParallelConfig" and key == "device"}
+        inputs |= {"sigmas": SIGMAS} if node["class_type"] == "ManualSigmas" else {}
         inputs |= {key: LEAST[node["class_type"]] for key in ("width", "height") if node["class_type"] in LEAST}
         if "audio" in inputs.get("vae_name", ""):
             node["class_type"], node["inputs"] = "TestAudioVae", SOUND[family]
