@@ -16,6 +16,7 @@ from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.calls import references
 from backend.parallel.stage import model_output
+from backend.request import build
 from backend.tokens import TokenGrid
 from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
 from safetensors.torch import save_file
@@ -48,7 +49,7 @@ from variants import METHOD, VARIANTS, request, write
     ("minimax-h3-guides", {"text_tags": torch.ones(1, 5)}, "text_tags has 5 rows, but the prompt 12"),
     ("ltx2-i2v", {"denoise_mask": torch.full((1, 1, 3, 6, 5), -1.0)}, "IC-LoRA"),
     ("ltx2-i2v", {"audio_denoise_mask": torch.ones(1, 1, 8, 16)}, "audio_denoise_mask has the size"),
-    ("ltx25-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384, or 384 behind"),
+    ("ltx25-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384; encode"),
     ("ltx25-i2v", {"attention_mask": torch.ones(1, 12)}, "yet to finish"),
 ])
 def test_refusals_name_the_remedy(name, change, words, tmp_path):
@@ -69,6 +70,14 @@ def test_files_of_other_variants_are_refused_by_name(family, key, name, tmp_path
     save_file({f"model.diffusion_model.{k}": v for k, v in (state | {key: torch.zeros(4)}).items()}, tmp_path / "other.safetensors")
     with pytest.raises(UnsupportedError, match=f"other.safetensors is .*{name}.*KSampler"):
         open_checkpoint(str(tmp_path / "other.safetensors"))
+
+
+def test_frame_rates_are_not_rounded(tmp_path):
+    """23.976 is 24 in bf16, in which prompts are; positions of a long video would drift."""
+    checkpoint, sample = open_checkpoint(str(write(tmp_path / "ltxv-i2v.safetensors", "ltxv-i2v"))), request("ltxv-i2v")
+    sample = replace(sample, tensors=sample.tensors | {"positive.frame_rate": torch.tensor(23.976)})
+    built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu")).conditioning["positive"]
+    assert built["c_crossattn"].dtype == torch.bfloat16 and built["frame_rate"].item() == pytest.approx(23.976)
 
 
 def test_a_family_is_itself_where_nothing_differs(tmp_path):

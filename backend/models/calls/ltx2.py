@@ -90,7 +90,7 @@ class Unprojected(nn.Module):
 
 
 def hear_the_loudest(transformer, config):
-    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI; diffusers' by its own rows'."""
+    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI (there among those of the whole batch); diffusers' by its own rows'."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
     for heard, gate in ((transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate), (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate)):
         heard.register_forward_pre_hook(lambda module, args, kwargs, gate=gate: setattr(gate, "loudest", highest(args[0], kwargs["batch_size"])), with_kwargs=True)
@@ -168,7 +168,8 @@ def refusal(config, grid, cond):
     """What a prompt, masks and guides must be."""
     width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
     if width not in (unfinished, sum(parts)):
-        return f"c_crossattn has width {width}, but this LTX-2 model takes {unfinished}, or {sum(parts)} behind its connectors; encode the prompt with LTX-2's text encoder."
+        known = " or ".join(map(str, sorted({unfinished, sum(parts)})))
+        return f"c_crossattn has width {width}, but this LTX-2 model takes {known}; encode the prompt with the text encoder of the same version."
     finished = is_finished(config, cond)
     if not finished and not config.get("connectors"):
         return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer has none; load ComfyUI's single file."
