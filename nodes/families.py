@@ -18,7 +18,6 @@ from ..backend.protocol import Loaded, RefusedError
 from . import generic
 from .flux3 import Flux3
 from .latent_formats import LATENT_FORMATS
-from .qwen_image21 import QwenImage21
 from .sana import Sana
 
 
@@ -141,11 +140,6 @@ def _qwen_image(config: dict) -> dict:
         "image_model": "qwen_image", "in_channels": config["in_channels"], "num_layers": config["num_layers"], "attention_head_dim": config["attention_head_dim"],
         "num_attention_heads": config["num_attention_heads"], "joint_attention_dim": config["joint_attention_dim"], "axes_dims_rope": list(config["axes_dims_rope"]),
     }
-
-
-def _qwen_image21(config: dict) -> dict:
-    return {"image_model": "qwen_image21", **{key: config[key] for key in (
-        "in_channels", "out_channels", "num_layers", "attention_head_dim", "num_attention_heads", "context_in_dim", "mlp_ratio", "axes_dims_rope")}}
 
 
 def _z_image(config: dict) -> dict:
@@ -280,13 +274,8 @@ def _ltxv_arguments(arguments: dict) -> dict:
     return {key: value for key, value in arguments.items() if key not in dropped}
 
 
-def _qwen_image21_arguments(arguments: dict) -> dict:
-    """The places of the references as a tensor, the same for every sample."""
-    return arguments | ({"image_slots": torch.tensor([arguments["image_slots"]], dtype=torch.long)} if "image_slots" in arguments else {})
-
-
-#: Classes of models that ComfyUI does not have, or not in every version.
-OURS = {"Sana": Sana, "Flux3": Flux3} | ({} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21})
+#: Classes of models that ComfyUI does not have.
+OURS = {"Sana": Sana, "Flux3": Flux3}
 #: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit models are given theirs.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
@@ -318,9 +307,6 @@ FAMILIES = {
         reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
     "ltxv": Family(lambda config: "LTXV", _ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=_ltxv_arguments),
     "qwen-image": Family(lambda config: "QwenImage", _qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True),
-    "qwen-image-2.1": Family(
-        lambda config: "QwenImage21", _qwen_image21, accepts=REFERENCES, translate=_qwen_image21_arguments,
-        reads=lambda config: {"reset_prefix_cache": lambda enabled: None}),             # it is on the ranks what it is
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2, accepts=REFERENCES, pictures=True),
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
@@ -355,7 +341,10 @@ class ElsewhereModule(torch.nn.Module):
 
 
 def _supported_model(name: str):
-    return OURS[name] if name in OURS else getattr(comfy.supported_models, name)
+    found = OURS.get(name) or getattr(comfy.supported_models, name, None)
+    if found is None:
+        raise RefusedError(f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with a later version; update ComfyUI.")
+    return found
 
 
 def family_named(loaded: Loaded) -> Family:

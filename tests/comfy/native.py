@@ -13,6 +13,7 @@ from backend.errors import UnsupportedError
 from comfy_modules import ROOT, comfy_modules
 from parallel_dit.backend import protocol as client_protocol
 from tiny import facts, weights_module, write_checkpoint
+from versions import skip_without_class
 
 with comfy_modules():
     if "nodes" not in sys.modules:  # ComfyUI's, whatever else on the path has that name
@@ -31,6 +32,7 @@ with comfy_modules():
 def native_model(family: str) -> comfy.model_patcher.ModelPatcher:
     """ComfyUI's MODEL of a golden family."""
     told = facts(family)
+    skip_without_class(told["comfy_class"])
     state = weights_module().state_dict(told["shapes"])
     # what this version detects, at the tiny widths
     config = getattr(comfy.supported_models, told["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"]})
