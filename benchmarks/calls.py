@@ -1,7 +1,9 @@
 """What a step of ParallelModel costs beside the model: transport.py runs it.
 
 The client's wall time of one call (both prompts of a Flux latent of 1024 px, 512 rows of text) less the engine's own seconds, on a backend launched
-as ComfyUI's nodes launch it. Transfer, dispatch to the other ranks and the checks are in it. ComfyUI's own work around the model is not.
+as ComfyUI's nodes launch it, with the prompts sent every time and with the ranks keeping them. Transfer, dispatch to the other ranks and the checks are in it.
+ComfyUI's own work around the model is not. And the whole call, prompts kept, less a forward of the same transformer in this process, the one after the other.
+The transformer has no blocks: its ends take a few milliseconds, in which a difference of one can be seen.
 """
 
 import tempfile
@@ -9,36 +11,57 @@ import time
 
 import common
 import torch
+from diffusers import FluxTransformer2DModel
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.backend.protocol import ModelCall
+from parallel_dit.backend.tokens import TokenGrid
 from parallel_dit.nodes import backends
 from parallel_dit.nodes.kept import KeptArguments
 
-#: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks.
+#: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks, beside the transfer of the latent and the output.
 GOAL = 3.0
 PREFIX = "model call"
-#: Flux's widths at the socket; a body that takes no time.
-TINY = dict(num_layers=1, num_single_layers=1, num_attention_heads=2, joint_attention_dim=4096)
+#: Flux's widths at the socket, and no blocks.
+TINY = dict(num_layers=0, num_single_layers=0, num_attention_heads=2, joint_attention_dim=4096)
+SHAPE = (2, 16, 128, 128)
+#: transport.py's row for such a latent, there and back.
+TRANSFER = "Flux, 1024 px, two rows"
 
 
 def call(model: str) -> ModelCall:
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=generator)
     return ModelCall(model, tensors={
-        "x": randn(2, 16, 128, 128), "time": torch.full((2,), 0.5), "cond.c_crossattn": randn(2, 512, TINY["joint_attention_dim"]), "cond.y": randn(2, common.FLUX["pooled_projection_dim"])})
+        "x": randn(*SHAPE), "time": torch.full((2,), 0.5), "cond.c_crossattn": randn(2, 512, TINY["joint_attention_dim"]), "cond.y": randn(2, common.FLUX["pooled_projection_dim"])})
 
 
+@torch.inference_mode()
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
-    """Milliseconds around each call that the engine does not count as its own, with the prompts sent every time and with the ranks keeping them."""
-    backend, kept = backends.backend_for(config), KeptArguments()
+    """Milliseconds of each call."""
+    backend, kept, forward = backends.backend_for(config), KeptArguments(), plain(model) if config.device == "cpu" else None
     message = call(backend.load(model).model)
-    found = {"prompts sent": [], "prompts kept": []}
-    for name, shortened in (("prompts sent", lambda: message), ("prompts kept", lambda: kept.shortened(message))):
-        for _ in range(count + 2):
+    found = {"prompts sent": [], "prompts kept": [], "less a forward": []}
+    for _ in range(count + 2):
+        for name, shortened in (("prompts sent", lambda: message), ("prompts kept", lambda: kept.shortened(message))):
             began = time.perf_counter()
-            result = backend.sample(shortened())
-            found[name].append(1000 * (time.perf_counter() - began - result.stats["seconds"]))
-    return {name: values[2:] for name, values in found.items()}
+            result = backend.sample(shortened(), meanwhile=kept.holds)
+            took = time.perf_counter() - began
+            found[name].append(1000 * (took - result.stats["seconds"]))
+        if forward:
+            began = time.perf_counter()
+            forward()
+            found["less a forward"].append(1000 * (took - (time.perf_counter() - began)))
+    return {name: values[2:] for name, values in found.items() if values}
+
+
+def plain(model: str):
+    """A forward of the transformer at ``model``, by itself, on the CPU in float32, with the inputs of ``call`` in the form that it takes."""
+    transformer, tensors = FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval(), call(model).tensors
+    grid = TokenGrid(SHAPE[1:], (1, 2, 2))
+    tokens, positions = grid.to_tokens(tensors["x"]), torch.zeros(grid.tokens, 3)
+    prompt = tensors["cond.c_crossattn"]
+    return lambda: transformer(
+        hidden_states=tokens, encoder_hidden_states=prompt, pooled_projections=tensors["cond.y"], timestep=tensors["time"], img_ids=positions, txt_ids=torch.zeros(prompt.shape[1], 3))
 
 
 def measure(count: int, device: str) -> dict[str, list[float]]:

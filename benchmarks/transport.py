@@ -1,11 +1,10 @@
 """What the socket costs: latents there and back through the protocol's framing, queueing again on a warm backend, and previews.
 
-    python benchmarks/transport.py [--quick] [--only latents requeue calls previews]
+    python benchmarks/transport.py [--quick] [--only latents requeue calls previews] [--ways ulysses cfg pipefusion]
 
 Round trips go to another process over AF_UNIX, a Sample there and a Result with the same tensor back, without any sampling. The re-queue overhead is a
 one-step request's wall time at the client less the engine's own seconds, on a backend launched as ComfyUI's nodes launch it. Before each request the
-client does what the nodes do: it asks whether the backend lives, and for the model. The cost of previews is the time that rank 0 spends on them over that
-of sampling ("made"), and the time of sampling with them over that without, request by request in turn ("with"; noisy where the machine is).
+client does what the nodes do: it asks whether the backend lives, and for the model. Calls of the model and previews: calls.py, previews.py.
 """
 
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import calls
 import common
+import previews
 import report
 import torch
 from parallel_dit.backend import protocol
@@ -29,14 +29,11 @@ from parallel_dit.nodes import backends
 LATENTS = {
     "Flux, 1024 px": ((1, 16, 128, 128), 1.5),
     "Wan, 81 frames, 1280x720": ((1, 16, 21, 90, 160), 12.0),
+    calls.TRANSFER: (calls.SHAPE, 3.0),
 }
 #: Most milliseconds of a request on a warm backend that the engine does not see.
 REQUEUE_GOAL = 20.0
 TINY = dict(num_layers=1, num_single_layers=1, num_attention_heads=2)
-#: Most percent of sampling that previews may cost, at the rate of the nodes, and the ways of two ranks in which that is measured.
-PREVIEW_GOAL, PREVIEW_SECONDS = 2.0, 0.2
-PREVIEW_MODEL = dict(num_layers=1, num_single_layers=2)
-TWO_RANKS = {"ulysses": dict(ulysses_degree=2), "cfg": dict(cfg_degree=2), "pipefusion, 4 patches": dict(pipefusion_degree=2)}
 PARTS = ("latents", "requeue", "calls", "previews")
 
 
@@ -112,35 +109,6 @@ def measure_requeue(count: int, device: str) -> dict[str, list[float]]:
             backends.close_all()
 
 
-def preview_cost(config: ParallelConfig, model: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Percent of sampling that rank 0 spends on previews, and percent by which sampling with them is slower, of each round."""
-    backend, made, slower = backends.backend_for(config), [], []
-    message = common.request(model, steps, guided=config.cfg_degree == 2, num_pipeline_patch=2 * config.pipefusion_degree if config.pipefusion_degree > 1 else 1)
-    message = replace(message, model=backend.load(model).model)
-    backend.sample(message)
-    for index in range(rounds):
-        found = {}
-        for seconds in (0.0, PREVIEW_SECONDS)[:: 1 if index % 2 else -1]:
-            found[seconds] = backend.sample(replace(message, preview_seconds=seconds)).stats
-        shown, without = found[PREVIEW_SECONDS], found[0.0]["seconds"]
-        assert shown["previews"] > 0
-        made.append(100 * shown["preview_seconds"] / shown["seconds"])
-        slower.append(100 * (shown["seconds"] / without - 1))
-    return made, slower
-
-
-def measure_previews(rounds: int, steps: int, device: str) -> dict[str, list[float]]:
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
-        common.save_model(folder, device, **PREVIEW_MODEL)
-        try:
-            for name, degrees in TWO_RANKS.items():
-                found[f"previews made, {name}"], found[f"with previews, {name}"] = preview_cost(ParallelConfig(device=device, **degrees), folder, rounds, steps)
-        finally:
-            backends.close_all()
-    return found
-
-
 def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> list[tuple]:
     """Print the rows (label, spread, goal) and return them."""
     rows = [(name, common.spread(values), goals[name]) for name, values in found.items()]
@@ -152,22 +120,25 @@ def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> l
 def main():
     parser = common.parser(__doc__, rounds=50)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
+    parser.add_argument("--ways", nargs="+", choices=previews.WAYS, default=list(previews.WAYS), help="ways of two ranks in which previews are measured (default: all)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of a sampling with previews (default 24)")
     parser.add_argument("--echo", type=Path, metavar="SOCKET", help="be the other process")
     options = parser.parse_args()
     if options.echo:
         return echo(str(options.echo))
     busy, count = common.wait_until_quiet(5.0 if options.quick else options.patience), 10 if options.quick else options.rounds
     times, shares = {}, {}
-    if "latents" in options.only:
+    if {"latents", "calls"} & set(options.only):
         times |= measure_latents(count)
     if "requeue" in options.only:
         times |= measure_requeue(count, options.device)
     if "calls" in options.only:
         times |= calls.measure(count, options.device)
     if "previews" in options.only:
-        shares = measure_previews(1 if options.quick else max(1, options.rounds // 10), 4 if options.quick else 10, options.device)
-    rows = show(times, {name: LATENTS[name][1] if name in LATENTS else calls.GOAL if name.startswith(calls.PREFIX) else REQUEUE_GOAL for name in times}, "milliseconds")
-    percent = show(shares, dict.fromkeys(shares, PREVIEW_GOAL), "percent of sampling")
+        shares = previews.measure(1 if options.quick else max(1, options.rounds // 5), 4 if options.quick else options.steps, options.device, options.ways)
+    transfer = common.spread(times[calls.TRANSFER])["median"] if calls.TRANSFER in times else 0.0
+    rows = show(times, {name: LATENTS[name][1] if name in LATENTS else calls.GOAL + transfer if name.startswith(calls.PREFIX) else REQUEUE_GOAL for name in times}, "milliseconds")
+    percent = show(shares, dict.fromkeys(shares, previews.GOAL), "percent of sampling")
     bars = [report.Bar(f"{name} ({unit})", **s, goal=goal) for unit, of in (("ms", rows), ("%", percent)) for name, s, goal in of]
     report.write("transport", "Socket cost", "ms, %", bars, spreads={name: s for name, s, _ in rows + percent}, rounds=times | shares,
                  goals={name: goal for name, _, goal in rows + percent}, busy_percent=[busy], options={**vars(options), "echo": None})
