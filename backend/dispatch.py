@@ -1,12 +1,18 @@
 """Rank 0 tells the other ranks what to do, over the gloo control group: the client's own messages, in the protocol's own frames."""
 
 import json
+import struct
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .protocol import decode, encode
+
+#: Bytes of header, table and body.
+SIZES = struct.Struct("!QQQ")
+#: Bytes of the first broadcast: these sizes, and of header and table what fits, which is nearly always all.
+FIRST = 4096
 
 
 class Dispatcher:
@@ -17,20 +23,27 @@ class Dispatcher:
         self.ranks = dist.get_world_size(group)
 
     def tell(self, message):
-        """Rank 0: send ``message`` to every other rank."""
+        """Rank 0: send ``message`` to every other rank, where there are some."""
+        if self.ranks == 1:
+            return
         _, header, table, *data = encode(message)
         parts = [torch.frombuffer(part, dtype=torch.uint8) for part in data]
-        self._broadcast(torch.tensor([len(header), len(table), sum(map(len, parts))]))
-        self._broadcast(torch.frombuffer(bytearray(header + table), dtype=torch.uint8))
+        head = SIZES.pack(len(header), len(table), sum(map(len, parts))) + header + table
+        self._broadcast(torch.frombuffer(bytearray(head[:FIRST].ljust(FIRST)), dtype=torch.uint8))
+        if len(head) > FIRST:
+            self._broadcast(torch.frombuffer(bytearray(head[FIRST:]), dtype=torch.uint8))
         if parts:
             self._broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))       # what came over the socket is one part
 
     def hear(self):
         """Other ranks: the next message of rank 0."""
-        header, table, body = self._broadcast(torch.zeros(3, dtype=torch.long)).tolist()
-        head = self._broadcast(torch.empty(header + table, dtype=torch.uint8)).numpy().tobytes()
+        head = self._broadcast(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
+        header, table, body = SIZES.unpack_from(head)
+        size = SIZES.size + header + table
+        if size > FIRST:
+            head += self._broadcast(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
         data = torch.empty(body, dtype=torch.uint8)
-        return decode(head[:header], head[header:], self._broadcast(data) if body else data)
+        return decode(head[SIZES.size: SIZES.size + header], head[SIZES.size + header: size], self._broadcast(data) if body else data)
 
     def _broadcast(self, x: Tensor) -> Tensor:
         dist.broadcast(x, 0, group=self.group)

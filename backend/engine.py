@@ -79,7 +79,7 @@ class Engine:
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
-        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
+        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(self.mesh.rank, own, (blocks.start, blocks.stop), bytes_read, checkpoint.files.size, weight_bytes // shares,
@@ -186,7 +186,7 @@ class Engine:
         with running(model, request) as runner:
             tokens = OneCall(mesh, request, runner).run()
         for axis in (mesh.cfg, mesh.dp):
-            tokens = torch.cat(comm.gather(tokens, [tokens.shape] * axis.size, axis, "outputs"))
+            tokens = torch.cat(comm.gather(tokens, [tokens.shape] * axis.size, axis, "outputs")) if axis.size > 1 else tokens
         output = request.grid.to_latent(tokens[:batch]).cpu()
         return output, {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
 

@@ -65,8 +65,8 @@ def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
     batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
-    tokens, times = grid.to_tokens(latent[rows].to(device, torch.float32)), call.tensors["time"][rows].to(device, torch.float32)
     mine = lambda value: value if not value.ndim or rows == list(range(value.shape[0])) else value[rows if value.shape[0] == batch else [0] * len(rows)]
+    tokens, times = grid.to_tokens(mine(latent).to(device, torch.float32)), mine(call.tensors["time"]).to(device, torch.float32)
     return Request(
         solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=call.tensors["time"][:1].float(), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None),
         times=None if family.nested else times, carry=family.nested and family.nested.carry,

@@ -7,6 +7,7 @@ Several latents of one request (nested, as ComfyUI says: video and audio) travel
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,10 @@ class TokenGrid:
         """(B, C, [T,] H, W) -> (B, N, F)."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
         x = self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw)
-        return x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(latent.shape[0], self.tokens, -1)
+        tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, pw)
+        for i, j, k in product(range(pt), range(ph), range(pw)):        # pixel by pixel of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
+            tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
+        return tokens.view(latent.shape[0], self.tokens, -1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, C, [T,] H, W), the padding cropped."""

@@ -61,10 +61,10 @@ class Backend:
         finally:
             self._busy.release()
 
-    def sample(self, message: Sample | ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False):
+    def sample(self, message: Sample | ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False, meanwhile=lambda: None):
         """BackendClient.sample, with the rank and the reason where the backend ends."""
         with self._busy:
-            return self._explained(lambda: self.client.sample(message, on_progress, should_cancel))
+            return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
 
     def alive(self, check=lambda: None) -> bool:
         """Whether the backend answers; False for good where it does not."""

@@ -75,14 +75,15 @@ class BackendClient:
             raise
         return self._accepted(reply)
 
-    def sample(self, message: protocol.Sample | protocol.ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False):
-        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it.
+    def sample(self, message: protocol.Sample | protocol.ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False, meanwhile=lambda: None):
+        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it. ``meanwhile()`` runs once it is sent, while the ranks work.
 
         ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end and is raised
         again, so that the connection stays usable.
         """
         self._send(message)
         try:
+            meanwhile()
             while not should_cancel():
                 reply = self._next()
                 if isinstance(reply, protocol.Progress):

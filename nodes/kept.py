@@ -6,18 +6,22 @@ Imports neither ComfyUI nor torch.distributed.
 import secrets
 from dataclasses import replace
 
+import numpy
 import torch
 
 from ..backend.protocol import ModelCall
 
 #: Smaller tensors are sent each time: that costs less than looking.
 LEAST_BYTES = 1 << 16
+#: Places, of eight bytes each, at which a value is told from others.
+PROBES = 1 << 10
 #: Values of one argument that are kept: a step may call the model several times, with other prompts.
 MOST_VALUES = 8
 
 
 class KeptArguments:
-    """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or between two steps."""
+    """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or between two steps. Which of the kept values one is shows at a few
+    places; that it is the same in all of them is found while the ranks work (``holds``), since reading a prompt of 1024 px takes longer than sending the latent."""
 
     def __init__(self):
         self.reset()
@@ -26,17 +30,23 @@ class KeptArguments:
         """Refer to nothing that was sent before."""
         self.client, self.count = secrets.token_hex(8), 0
         self.known: dict[str, dict[str, torch.Tensor]] = {}
+        self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def holds(self) -> bool:
+        """Are the values that the last call left out the kept ones in every byte? If not, its answer is none: ``reset`` and call again."""
+        return all(_same(copy, value) for copy, value in self.taken)
 
     def shortened(self, call: ModelCall) -> ModelCall:
         """``call`` without the arguments that the ranks keep, if it reaches them: where it does not, ``reset``."""
-        keep, kept, forget = {}, {}, []
+        keep, kept, forget, self.taken = {}, {}, [], []
         for name, value in call.tensors.items():
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
                 continue
             known = self.known.setdefault(name, {})
-            key = next((key for key, copy in known.items() if copy.shape == value.shape and copy.dtype == value.dtype and torch.equal(copy, value)), None)
+            key = next((key for key, copy in known.items() if copy.shape == value.shape and copy.dtype == value.dtype and _same(copy, value, PROBES)), None)
             if key is not None:
                 kept[name] = key
+                self.taken.append((known[key], value))
                 continue
             keep[name], self.count = f"{name} {self.count}", self.count + 1
             known[keep[name]] = value.clone()
@@ -45,3 +55,13 @@ class KeptArguments:
                 del known[forget[-1]]
         tensors = {name: value for name, value in call.tensors.items() if name not in kept}
         return replace(call, client=self.client, keep=keep, kept=kept, forget=forget, tensors=tensors)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, places: int = 0) -> bool:
+    """Are all bytes of two tensors of one shape and type the same, or those at about so many ``places``? numpy compares them at the speed of memory, torch.equal at a third of it."""
+    if a.device.type != "cpu" or b.device.type != "cpu":
+        return torch.equal(a, b)
+    x, y = (value.contiguous().view(-1).view(torch.uint8).numpy() for value in (a, b))
+    whole = len(x) // 8 * 8
+    step = max(1, whole // 8 // places) if places else 1
+    return numpy.array_equal(x[:whole].view(numpy.int64)[::step], y[:whole].view(numpy.int64)[::step]) and numpy.array_equal(x[whole:], y[whole:])

@@ -15,7 +15,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from comfy_api.latest import io
 
-from ..backend.protocol import ModelCall, RefusedError
+from ..backend.protocol import ModelCall, RefusedError, Result
 from .backends import Backend
 from .conditioning import as_tensors, fill_zeros
 from .families import ElsewhereModule, family_named, weightless_patcher
@@ -127,10 +127,10 @@ class RemoteTransformer(ElsewhereModule):
     def _answer(self, backend: Backend, call: ModelCall) -> torch.Tensor:
         management, result = comfy.model_management, None
         try:
-            result = backend.sample(self.kept.shortened(call), should_cancel=management.processing_interrupted)
-            if result is not None and "missing" in result.stats:        # the ranks are others, or have served others
+            result, holds = self._ask(backend, call)
+            if result is not None and ("missing" in result.stats or not holds):        # the ranks are others, or have served others; or a prompt has changed a little
                 self.kept.reset()
-                result = backend.sample(self.kept.shortened(call), should_cancel=management.processing_interrupted)
+                result, _ = self._ask(backend, call)
         finally:
             if result is None:
                 self.kept.reset()
@@ -138,6 +138,12 @@ class RemoteTransformer(ElsewhereModule):
             management.throw_exception_if_processing_interrupted()
             raise management.InterruptProcessingException()
         return result.tensors["output"]
+
+    def _ask(self, backend: Backend, call: ModelCall) -> tuple[Result | None, bool]:
+        """(The answer to the shortened call, whether what it left out is what the ranks keep)."""
+        found = []
+        result = backend.sample(self.kept.shortened(call), should_cancel=comfy.model_management.processing_interrupted, meanwhile=lambda: found.append(self.kept.holds()))
+        return result, all(found)
 
     def _check_options(self, control, options: dict):
         if control is not None:

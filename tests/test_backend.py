@@ -1,5 +1,6 @@
 """A real backend of two ranks behind the nodes' own client: requests, refusals, cancel, a killed rank, a killed parent."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from backend.describe import describe
+from backend.dispatch import FIRST
+from families import model_call
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
@@ -103,6 +106,14 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
     changed = replace_config(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=3, stale_kv="extrapolate", attention="sdpa")
     assert backends.backend_for(changed) is backend
     backend.unload(str(copy), "default")
+
+
+def test_a_message_with_a_long_header_reaches_every_rank(backend, checkpoint):
+    call = model_call(golden_request("euler_simple", backend.load(checkpoint).model)[0], "flux", 2)
+    long = replace(call, client="me", forget=[f"argument {i}" for i in range(1000)])
+    assert len(json.dumps(long.forget)) > FIRST
+    found = [backend.sample(each).tensors["output"] for each in (call, long, call)]
+    assert all(torch.equal(output, found[0]) for output in found) and found[0].std() > 0.01
 
 
 def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoint):

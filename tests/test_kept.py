@@ -1,5 +1,6 @@
 """A sampling's conditioning is sent once: what the client leaves out is what the ranks have."""
 
+import pytest
 import torch
 from backend.kept import MOST_CLIENTS
 from backend.kept import KeptArguments as Ranks
@@ -27,9 +28,25 @@ def test_equal_values_are_sent_once_and_changed_ones_again():
     client, ranks, prompt = KeptArguments(), Ranks(torch.device("cpu")), torch.randn(SIZE)
     sent = {"x": torch.randn(SIZE), "cond.c_crossattn": prompt, "cond.y": torch.ones(3)}
     wires = [arrives(client, ranks, call(**sent))[0], arrives(client, ranks, call(**{**sent, "cond.c_crossattn": prompt.clone()}))[0]]
-    prompt[5] = 7.0                                     # in place, as a node may do it
+    prompt[:] += 1.0                                    # in place, as a node may do it
     wires.append(arrives(client, ranks, call(**sent))[0])
     assert [set(wire.tensors) for wire in wires] == [{"x", "cond.c_crossattn", "cond.y"}, {"x", "cond.y"}, {"x", "cond.c_crossattn", "cond.y"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_any_byte_that_changes_is_noticed(dtype):
+    """In every place of a tensor whose size in bytes is no multiple of 8, transposed or not."""
+    value = torch.ones(LEAST_BYTES // 5, 7, dtype=dtype)
+    client = KeptArguments()
+    for place in (None, 0, -1, -3, value.numel() // 2):
+        if place is not None:
+            value.view(-1)[place] = 0
+        for sent in (value, value.t()):
+            if "cond.a" in client.shortened(call(**{"cond.a": sent})).kept:
+                assert not client.holds()
+                client.reset()
+                assert "cond.a" in client.shortened(call(**{"cond.a": sent})).tensors
+            assert "cond.a" in client.shortened(call(**{"cond.a": sent.clone()})).kept and client.holds()
 
 
 def test_several_prompts_take_turns_and_the_oldest_are_forgotten():

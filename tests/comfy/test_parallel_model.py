@@ -15,6 +15,7 @@ from parallel_dit.backend.protocol import BackendError, Ping, RefusedError
 from parallel_dit.nodes import backends
 from safetensors.torch import load_file
 from tiny import GOLDEN, facts, weights_module, write_checkpoint
+from versions import skip_without_class
 
 with comfy_modules():
     import comfy.hooks
@@ -52,6 +53,7 @@ class Pair:
 
     def __init__(self, name: str, folder):
         wanted = facts(name)
+        skip_without_class(wanted["comfy_class"])
         state = weights_module().state_dict(wanted["shapes"])
         # ComfyUI detects what it can, and takes some widths for those of the released sizes
         config = getattr(comfy.supported_models, wanted["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]})
@@ -285,6 +287,26 @@ def test_prompts_are_sent_once(flux, monkeypatch):
     comfy.model_management.unload_all_models()
     assert flux.error(run) <= 1e-4
     assert ["cond.c_crossattn" in message.tensors for message in messages[6:]] == [False, True, True, False, False, False, False]
+
+
+def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):
+    """One number of it, at a place where values are not told apart."""
+    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    monkeypatch.setattr(kept, "PROBES", 1)
+
+    def changing(model):
+        model, calls = model.clone(), []
+
+        def change(executor, x, timestep, context, *args, **options):
+            calls.append(None)
+            context = context.clone()
+            context[0, 0, 3] += 5.0 * len(calls)
+            return executor(x, timestep, context, *args, **options)
+
+        model.add_wrapper(WrappersMP.DIFFUSION_MODEL, change)
+        return ksampler(flux, steps=3)(model)
+
+    assert flux.error(changing) <= 1e-4
 
 
 def test_uneven_work_is_told_once(flux, caplog):
