@@ -68,18 +68,19 @@ class Client:
             self.writer.join(LEAVE_SECONDS)
         else:
             self._write()                           # it never got in: say why
-        self._hang_up()                             # ends the write to a client that does not read
+        self.hang_up()                              # ends the write to a client that does not read
         self.connection.close()
         self.server.clients.release()
 
     def _greet(self):
         # one deadline for the whole greeting: a peer that sends a byte now and then must not keep its place
-        deadline = threading.Timer(HELLO_SECONDS, self._hang_up)
+        deadline = threading.Timer(HELLO_SECONDS, self.hang_up)
         deadline.start()
         try:
             hello = receive(self.connection, limit=MAX_HELLO)
         finally:
             deadline.cancel()
+            self.server.strangers.pop(self, None)
         if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(errors="replace"), self.server.token.encode()):
             raise ProtocolError("the token is not this backend's; connections without it are closed.")
         if hello.version != VERSION:
@@ -109,7 +110,8 @@ class Client:
             except OSError:
                 return                              # the reading thread sees the same and cleans up
 
-    def _hang_up(self):
+    def hang_up(self):
+        """End both directions of the connection; its thread cleans up."""
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -123,6 +125,8 @@ class Server:
         self.token, self.welcome, self.models = token, welcome, models
         self.jobs: queue.Queue[Job] = queue.Queue()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
+        #: Those of them that have not shown their token yet, in the order in which they came.
+        self.strangers: dict[Client, None] = {}
         self.listener = _listen(address)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -135,10 +139,21 @@ class Server:
                 continue
             if connection.family != getattr(socket, "AF_UNIX", None):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self.clients.acquire(blocking=False):
+            if not self._has_place():
                 connection.close()
                 continue
-            threading.Thread(target=Client(connection, self).serve, daemon=True).start()
+            client = Client(connection, self)
+            self.strangers[client] = None
+            threading.Thread(target=client.serve, daemon=True).start()
+
+    def _has_place(self) -> bool:
+        """Take a place for one more peer; where there is none, that of the one which has kept its token back the longest."""
+        if self.clients.acquire(blocking=False):
+            return True
+        for client in list(self.strangers)[:1]:
+            client.hang_up()
+            return self.clients.acquire(timeout=HELLO_SECONDS)
+        return False
 
     def next_job(self, timeout: float) -> Job | None:
         """The oldest waiting job, or None after ``timeout`` seconds without one."""

@@ -119,6 +119,15 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     pytest.fail("a place was not given back")
 
 
+def test_silent_peers_do_not_keep_a_client_out(server):
+    silent = [connect(server) for _ in range(MAX_CLIENTS)]
+    began = time.monotonic()
+    client = greeted(server)
+    assert closed(silent[0]) and time.monotonic() - began < 2
+    protocol.send(client, Ping())
+    assert protocol.receive(client) == Pong(["m"])
+
+
 def test_a_slow_reader_does_not_hold_up_replies(server):
     """Replies wait in the connection's own outbox: the thread that runs the ranks never blocks on a client."""
     client = greeted(server)
