@@ -32,7 +32,7 @@ def _scheduler(default: str):
 
 
 def _shift(note: str = ""):
-    return io.Float.Input("shift", default=0.0, min=0.0, max=100.0, step=0.01, optional=True, tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX, Krea 2 and LTX-Video, of ModelSamplingSD3 or AuraFlow for others.{note}")
+    return io.Float.Input("shift", default=0.0, min=0.0, max=100.0, step=0.01, optional=True, tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX.1 dev, FLUX.2, Krea 2, LTX-Video and LTX-2 (there the logarithm), of ModelSamplingSD3 or AuraFlow for others.{note}")
 
 
 class ParallelSampler(io.ComfyNode):

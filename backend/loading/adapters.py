@@ -5,6 +5,7 @@ differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Iterable, Mapping
 
@@ -24,7 +25,7 @@ def matrix(shape: tuple[int, ...]) -> Matrix:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(ABC):
     """Of ``files``: ``keys``, role -> key. The tensor that it belongs to is seen as a matrix of ``shape``. strength * scale * difference is added to it."""
 
     files: TensorFiles
@@ -35,18 +36,18 @@ class Adapter:
     ROLES = ()
 
     @property
+    @abstractmethod
     def size(self) -> Matrix:
         """Rows and columns of the difference, from the headers alone."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def rank(self) -> int | None:
         """What alpha is divided by; None where this kind has no alpha."""
-        raise NotImplementedError
 
+    @abstractmethod
     def difference(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
         """These rows and columns of the difference, in float32; of the file only what they need is read."""
-        raise NotImplementedError
 
     @property
     def scale(self) -> float:
