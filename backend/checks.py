@@ -1,11 +1,14 @@
 """What a sampling request must satisfy, checked on rank 0 before any collective starts."""
 
 import math
+import traceback
+from contextlib import contextmanager
 
 import torch
 
-from .config import ParallelConfig
+from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
+from .models.arguments import DIMENSIONS, FLOATING, NUMBERS
 from .models.spec import Family
 from .parallel import kernels
 from .protocol import Describe, Sample
@@ -17,11 +20,23 @@ from .tokens import NestedGrid, TokenGrid
 
 Tensor = torch.Tensor
 
-#: What the dimensions of a prompt's tensors mean, where every family has the same.
-DIMENSIONS = {"c_crossattn": ("batch", "tokens", "width"), "y": ("batch", "width")}
-
 #: Numbers that float32 holds with room to spare.
 LARGEST = 1e30
+#: Types of a request's tensors; those of its latent and its prompt are floating-point.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@contextmanager
+def refusing(what: str):
+    """Turn whatever a check raises into a refusal: a request that no check foresaw must not end the rank that looks at it. Raises UnsupportedError, ConfigError."""
+    try:
+        yield
+    except (UnsupportedError, ConfigError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UnsupportedError(f"{what} could not be checked ({type(error).__name__}: {' '.join(str(error).split()):.300}), so nothing was run; look at the node, or the program, that made it.") from error
 
 
 def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: str):
@@ -58,9 +73,9 @@ def check_kernel(attention: str, device: str, dtype: torch.dtype):
 
 
 def check_numbers(tensors: dict[str, Tensor]):
-    """Refuse NaN and infinity, and types of a byte. Raises UnsupportedError. A sum tells of both in one pass over the tensor, and overflows itself at worst."""
+    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum tells of both in one pass over the tensor, and overflows itself at worst."""
     for name, value in tensors.items():
-        if value.is_floating_point() and value.dtype.itemsize < 2:
+        if value.dtype not in TYPES:
             raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
         if value.is_floating_point() and not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
@@ -71,6 +86,8 @@ def _check_tensors(sample, family, model_config):
     for name in ("noise", "latent", "sigmas"):
         if name not in tensors:
             raise UnsupportedError(f"the request has no tensor {name!r}.")
+        if tensors[name].dtype not in FLOATS:
+            raise UnsupportedError(f"{name} is of {tensors[name].dtype}; send float32, float16 or bfloat16.")
     check_numbers(tensors)
     noise, sigmas = tensors["noise"], tensors["sigmas"]
     check_latent(tuple(noise.shape), sample.latent_shapes, family, model_config)
@@ -90,9 +107,9 @@ def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_con
     nested = family.nested
     if nested is None:
         channels = family.latent_channels(model_config)
-        if shapes or len(shape) not in (4, 5) or shape[1] != channels:
+        if shapes or len(shape) not in family.latent_dimensions or shape[1] != channels:
             what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
-            raise UnsupportedError(f"{what} but {family.name} wants {channels} channels in (batch, channels, height, width); make it with the model's own empty-latent node.")
+            raise UnsupportedError(f"{what} but {family.name} wants {channels} channels in (batch, channels, {'frames, ' if family.frames else ''}height, width); make it with the model's own empty-latent node.")
         return
     wanted = nested.channels(model_config)
     if len(shapes) != len(wanted) or any(not isinstance(part, (list, tuple)) or len(part) not in (3, 4) or not all(isinstance(side, int) and side > 0 for side in part) or part[0] != channels for part, channels in zip(shapes, wanted)):
@@ -150,23 +167,58 @@ def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: Toke
     for name in family.required:
         if name not in given:
             raise UnsupportedError(f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
+    read = {name: value for name, value in given.items() if name not in family.ignored}
     for name, value in given.items():
-        if value.ndim and not value.shape[0]:
+        if not value.numel() and (name in family.required or _sides(name, grid) or not value.shape[0]):
             raise UnsupportedError(f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again.")
-    for name, width in family.widths(model_config).items():
-        dimensions = DIMENSIONS.get(name, ("batch", "...", "width"))
-        if not given[name].is_floating_point() or given[name].ndim < len(dimensions) or (name in DIMENSIONS and given[name].ndim > len(dimensions)):
-            raise UnsupportedError(f"{whose}'s {name} is {given[name].dtype} of shape {tuple(given[name].shape)}, but a floating-point tensor ({', '.join(dimensions)}) is needed; encode the prompt with the text encoders of this model.")
-        if given[name].shape[-1] != width:
-            raise UnsupportedError(f"{whose}'s {name} has width {given[name].shape[-1]} but this {family.name} model wants {width}; the prompt was encoded for another model.")
-        if given[name].shape[0] not in (1, batch):
-            raise UnsupportedError(f"{whose}'s {name} has batch {given[name].shape[0]} but the latent has {batch}; use one prompt or one for each.")
-    for name, value in given.items():
-        if value.ndim > 2 and value.shape[0] not in (1, batch):
+        reason = _wrong_form(name, value, batch, grid) if name in read else None
+        if reason:
+            raise UnsupportedError(f"{whose}'s {name} {reason}")
+        if value.ndim > 1 and value.shape[0] not in (1, batch):
             raise UnsupportedError(f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one for each.")
     reason = family.refusal(model_config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")
+    widths, sizes = family.widths(model_config), {}
+    for name, value in read.items():
+        reason = _wrong_size(name, value, widths, sizes, grid)
+        if reason:
+            raise UnsupportedError(f"{whose}'s {name} {reason}")
+
+
+def _sides(name, grid) -> tuple[int, ...] | None:
+    """The sides of the latent that an argument must have, or None."""
+    parts = grid.parts if isinstance(grid, NestedGrid) else (grid,)
+    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(DIMENSIONS.get(name, ("",))[-1])
+
+
+def _wrong_form(name, value, batch, grid) -> str | None:
+    """Why an argument has not the dimensions and the type that it has in every family, or None."""
+    known, sides = DIMENSIONS.get(name), _sides(name, grid)
+    if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
+        return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
+    if known is None or (value.dtype in FLOATS or name not in FLOATING) and value.ndim == (len(sides) + 2 if sides else len(known)):
+        return None
+    kind = "a floating-point tensor" if name in FLOATING else "a tensor"
+    return f"is {value.dtype} of shape {tuple(value.shape)}, but {kind} ({', '.join(map(str, known))}) is needed; encode the prompt with the text encoders of this model."
+
+
+def _wrong_size(name, value, widths, sizes, grid) -> str | None:
+    """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``: dimension -> the first argument that has it, and its size there."""
+    known, shape, sides = DIMENSIONS.get(name, ()), tuple(value.shape), _sides(name, grid)
+    if sides and shape[2:] != sides:
+        return f"has the size {list(shape[2:])}, but the latent {list(sides)}; make both of one size."
+    for what, size in zip(known[1:2] if sides else known[1:], shape[1:]):
+        if what == "width":
+            if size != widths.get(name, size):
+                return f"has width {size} but this model wants {widths[name]}; it was encoded for another model."
+        elif isinstance(what, int):
+            if size != what:
+                return f"has shape {shape}, but ({', '.join(map(str, known))}) is needed."
+        elif sizes.setdefault(what, (name, size))[1] != size:
+            other, found = sizes[what]
+            return f"has {size} {what} but {other} has {found}; encode the prompt again."
+    return None
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):

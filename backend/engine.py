@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 import torch
 from torch import Tensor
 
-from .checks import check_family, check_model, check_numbers, check_sample, check_workload
+from .checks import check_family, check_model, check_numbers, check_sample, check_workload, refusing
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
@@ -44,6 +44,7 @@ class Engine:
         self.kept = KeptArguments(mesh.device)
 
     # ------------------------------------------------------------------ loading
+    @refusing("the model")
     def check_load(self, path: str, weight_dtype: str) -> Checkpoint:
         """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
@@ -92,6 +93,7 @@ class Engine:
             return WEIGHT_DTYPES[weight_dtype]
         return checkpoint.dtype if self.mesh.device.type == "cuda" else torch.float32
 
+    @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, reading headers only; for each a warning, empty where it fits in full. Raises UnsupportedError."""
         return [lora.warning for lora in self.models[key].weights.open(stack)]
@@ -135,6 +137,7 @@ class Engine:
             "bytes_read": model.bytes_read,
         }
 
+    @refusing("what is to be described")
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
         """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises UnsupportedError or ConfigError."""
         dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path)
@@ -143,6 +146,7 @@ class Engine:
         return rows, [str(plan) for plan in describe(config, checkpoint, rows, message.text_rows, branches=message.prompts, dtype=dtype)]
 
     # ------------------------------------------------------------------ sampling
+    @refusing("the request")
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
         model = self._loaded(sample.model)
@@ -167,6 +171,7 @@ class Engine:
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
         return samples.cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
 
+    @refusing("the call")
     def check_forward(self, call: ModelCall):
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
         model = self._loaded(call.model)

@@ -37,9 +37,9 @@ def check_call(call: ModelCall, config: ParallelConfig, family: Family, model_co
             raise UnsupportedError(f"the call has no tensor {name!r}.")
     x, time = call.tensors["x"], call.tensors["time"]
     channels = family.latent_channels(model_config)
-    unlike = family.nested is None and (call.latent_shapes or x.ndim not in (4, 5) or x.shape[1] < channels)
+    unlike = family.nested is None and (call.latent_shapes or x.ndim not in family.latent_dimensions or x.shape[1] < channels)
     if unlike or not x.numel() or not x.is_floating_point():
-        raise UnsupportedError(f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes (batch, {channels} channels, [frames,] height, width).")
+        raise UnsupportedError(f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes (batch, {channels} channels, {'frames, ' if family.frames else ''}height, width).")
     if family.nested:
         check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
     if time.shape != x.shape[:1]:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import mesh as meshes
+from .checks import refusing
 from .config import ConfigError, ParallelConfig
 from .denoise import Callbacks, Cancelled as Stopped
 from .dispatch import Dispatcher
@@ -153,8 +154,9 @@ class Leader(Worker):
         job.reply(Result(stats | previews.stats, {"samples": samples, **tensors}))
 
     def on_call(self, job: Job, message: ModelCall):
-        self.engine.kept.check(message)
-        missing = self.engine.kept.missing(message)
+        with refusing("the call"):
+            self.engine.kept.check(message)
+            missing = self.engine.kept.missing(message)
         if missing:
             job.reply(Result({"missing": missing}))
             return

@@ -108,6 +108,12 @@ def test_discrete_schedule(kind, zsnr, highest):
     ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 rows"),
     ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
     ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
+    ("ltx2", {"positive.c_crossattn": torch.zeros(12, 64)}, "a floating-point tensor .batch, tokens, width. is needed"),
+    ("sd3", {"noise": torch.zeros(1, 16, 1, 16, 16)}, "wants 16 channels in .batch, channels, height, width."),
+    ("wan21-t2v", {"noise": torch.zeros(1, 16, 16, 16)}, "wants 16 channels in .batch, channels, frames, height, width."),
+    ("wan21-t2v", {"noise": torch.zeros(1, 16, 1, 2, 2052)}, "1 x 1 x 1026 tokens"),
+    ("z-image-turbo", {"noise": torch.zeros(1, 16, 2, 2052)}, "1 x 1026 tokens"),
+    ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 rows of text"),
 ])
 def test_refusals_name_the_remedy(family, change, words, tmp_path):
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))

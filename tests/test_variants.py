@@ -1,5 +1,6 @@
 """Variants of families: what they are refused for, and where references are placed."""
 
+import json
 from dataclasses import replace
 
 import diffusers
@@ -51,6 +52,12 @@ from variants import METHOD, VARIANTS, request, write
     ("ltx2-i2v", {"audio_denoise_mask": torch.ones(1, 1, 8, 16)}, "audio_denoise_mask has the size"),
     ("ltx25-i2v", {"c_crossattn": torch.zeros(1, 12, 64)}, "takes 384; encode"),
     ("ltx25-i2v", {"attention_mask": torch.ones(1, 12)}, "yet to finish"),
+    ("wan22-ti2v", {"denoise_mask": torch.ones(1, 1, 3, 4, 8)}, "denoise_mask has the size"),
+    ("hunyuan-video15-i2v", {"clip_fea": torch.zeros(1, 25, 1280)}, "clip_fea has width 1280 but this model wants 1152"),
+    ("hunyuan-video15-i2v", {"txt_byt5": torch.zeros(1, 25, 1280)}, "txt_byt5 has width 1280 but this model wants 1472"),
+    ("hunyuan-video15-i2v", {"c_concat": torch.zeros(1, 16, 3, 10, 10)}, "c_concat has 16 channels"),
+    ("hunyuan-video-i2v", {"y": torch.zeros(1, 512)}, "y has width 512, but this model reads 768"),
+    ("cogvideox-i2v", {"c_crossattn": torch.zeros(1, 12, 64, 1)}, "a floating-point tensor .batch, tokens, width. is needed"),
 ])
 def test_refusals_name_the_remedy(name, change, words, tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
@@ -78,6 +85,19 @@ def test_frame_rates_are_not_rounded(tmp_path):
     sample = replace(sample, tensors=sample.tensors | {"positive.frame_rate": torch.tensor(23.976)})
     built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu")).conditioning["positive"]
     assert built["c_crossattn"].dtype == torch.bfloat16 and built["frame_rate"].item() == pytest.approx(23.976)
+
+
+@pytest.mark.parametrize("family, entry, name", [
+    ("qwen-image", {"use_additional_t_cond": True}, "Qwen-Image-Layered"), ("qwen-image", {"use_layer3d_rope": True}, "Qwen-Image-Layered"), ("hunyuan-video-1.5", {"use_meanflow": True}, "MeanFlow"),
+    ("z-image", {"siglip_feat_dim": 1152}, "Z-Image Omni"), ("kandinsky5", {"attention_type": "nabla"}, "sparse attention"), ("sana", {"guidance_embeds": True}, "SANA-Sprint"),
+])
+def test_folders_of_other_variants_are_refused_by_name(family, entry, name, tmp_path):
+    """By their config.json, before their tensors are looked at; without the entry it is the tensors that are missing."""
+    save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    for config, says in ((entry, f"is .*{name}.* variant of {family} that is not supported"), ({}, "lacks .* tensors")):
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": FAMILIES[family].transformer, **config}))
+        with pytest.raises(UnsupportedError, match=says):
+            open_checkpoint(str(tmp_path))
 
 
 def test_a_family_is_itself_where_nothing_differs(tmp_path):

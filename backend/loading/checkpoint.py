@@ -173,6 +173,10 @@ def open_checkpoint(path: str) -> Checkpoint:
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
     checkpoint = _open_folder(where) if where.is_dir() else _open_single_file(where)
+    for name, (value, what) in checkpoint.family.only.items():
+        told = checkpoint.config.get(name, value)
+        if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
+            raise UnsupportedError(f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of {checkpoint.family.name} that is not supported; use another model of this family.")
     checkpoint.sources, checkpoint.dtype          # refuse an incomplete or quantized file now, on one rank
     return checkpoint
 

@@ -20,6 +20,7 @@ FAMILY = Family(
     per_token={"image_rotary_emb": ("image", 0)},
     patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["out_channels"],
+    frames=True,
     conditioning=("c_crossattn", "c_concat", "ofs"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["text_embed_dim"]},

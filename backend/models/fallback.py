@@ -97,7 +97,7 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
     whole = Family(
         name=cls.__name__, transformer=cls.__name__, prediction=_prediction(scheduler), schedule=(lambda config: schedule) if schedule else None,
         block_lists=(), returns=("image",), patch=lambda config: patch, latent_channels=lambda config: channels,
-        conditioning=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names), required=(*widths, *["guidance"] * inputs.guided), widths=lambda config: widths,
+        frames=inputs.video, conditioning=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names), required=(*widths, *["guidance"] * inputs.guided), widths=lambda config: widths,
         forward_args=inputs,
         output=lambda output, grid: output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels]),
         layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}), heads=lambda config: max(1, heads), head_size=lambda config: head_size)

@@ -18,6 +18,7 @@ FAMILY = Family(
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
+    frames=False,
     context=references.rows,
     conditioning=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
     required=("c_crossattn", "y"),

@@ -23,8 +23,10 @@ FAMILY = Family(
         "single_transformer_blocks.*.to_out": "rowwise behind attention", "single_transformer_blocks.*.norm_?": None, **COMMON},
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     context=references.rows,
-    conditioning=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),         # ComfyUI sends a pooled prompt where there is one, the model has no use for it
+    conditioning=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
+    ignored=("y",),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
     refusal=refusal,

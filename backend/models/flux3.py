@@ -23,6 +23,7 @@ FAMILY = Family(
     tp_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "ref_latents"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},

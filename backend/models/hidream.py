@@ -1,6 +1,6 @@
 """HiDream I1 (full, dev, fast) of HiDream.ai: 16 double-stream and 32 single-stream blocks with experts; text last, of which every block reads a layer of Llama anew."""
 
-from .calls.hidream import adjust, forward_args, refusal
+from .calls.hidream import adjust, forward_args
 from .layouts.hidream import LAYOUT
 from .spec import Family
 
@@ -23,10 +23,10 @@ FAMILY = Family(
     adjust=adjust,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "y", "encoder_hidden_states_llama3"),
     required=("c_crossattn", "y", "encoder_hidden_states_llama3"),
     widths=lambda config: {"c_crossattn": config["caption_channels"][0], "encoder_hidden_states_llama3": config["caption_channels"][1], "y": config["text_emb_dim"]},
-    refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: -grid.padded.to_tokens(output),
     tp_plan={

@@ -24,6 +24,7 @@ FAMILY = Family(
     skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5", "image_meta_size"),
     required=("c_crossattn", "encoder_hidden_states_t5"),
     widths=lambda config: {"c_crossattn": config["cross_attention_dim"], "encoder_hidden_states_t5": config["cross_attention_dim_t5"]},

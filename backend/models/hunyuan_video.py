@@ -20,6 +20,7 @@ FAMILY = Family(
     clean_inpaint=True,
     patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["out_channels"],
+    frames=True,
     leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
     adjust=hunyuan_guided.adjust,
     prepare=hunyuan_guided.prepare,

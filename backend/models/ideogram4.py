@@ -18,6 +18,7 @@ FAMILY = Family(
     tp_plan=COMMON,
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "attention_mask"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["llm_features_dim"]},

@@ -17,6 +17,7 @@ FAMILY = Family(
     clean_inpaint=True,
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
+    frames=True,
     conditioning=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
     required=("c_crossattn",), precise=("frame_rate",),
     widths=lambda config: {"c_crossattn": config["caption_channels"]},

@@ -19,6 +19,7 @@ FAMILY = Family(
     prepare=prepare,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "c_size", "c_ar"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["caption_channels"]},

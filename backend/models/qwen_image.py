@@ -24,6 +24,7 @@ FAMILY = Family(
     latent_channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
     conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
     required=("c_crossattn",),
+    only={"use_additional_t_cond": (False, "Qwen-Image-Layered"), "use_layer3d_rope": (False, "Qwen-Image-Layered"), "guidance_embeds": (False, "a guidance-distilled Qwen-Image")},
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
     refusal=refusal,
     forward_args=forward_args,

@@ -4,7 +4,7 @@ Linear attention is a sum over rows (softmax-free, so what ranks exchange does n
 ComfyUI does not have this model, so its files are diffusers folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
 """
 
-from .calls.sana import adjust, forward_args, refusal
+from .calls.sana import adjust, forward_args
 from .layouts.sana import LAYOUT
 from .plans import COMMON
 from .spec import Family
@@ -21,10 +21,11 @@ FAMILY = Family(
     adjust=adjust,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "attention_mask"),
     required=("c_crossattn",),
+    only={"guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")},
     widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
     tp_plan=COMMON,

@@ -17,6 +17,7 @@ FAMILY = Family(
     modulation=("norm1.linear", "norm1_context.linear"),
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "y"),
     required=("c_crossattn", "y"),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]},

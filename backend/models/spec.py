@@ -62,8 +62,12 @@ class Family:
     adjust: (transformer without weights, config), called as it is built: widths that the diffusers class fixes and files of other sizes vary.
     prepare: (transformer, grid), called as a request begins: sets what the model keeps in attributes and ComfyUI derives from the latent.
     refusal: (transformer config, grid, arguments of one guidance branch) -> why the family cannot run them, as one sentence, or None.
-    conditioning: names of model arguments accepted in a request; required: those without which it is refused; precise: those that keep their own type.
+    frames: latents have a time axis (True) or none (False); None where either runs.
+    conditioning: names of model arguments accepted in a request; required: those without which it is refused; precise: those that keep their own type;
+        ignored: those that ComfyUI sends and the model does not read.
     text_rows: arguments of one guidance branch -> rows that ride with patch 0 in front of, or behind, the latent's where text is joined with it.
+    widths: transformer config -> features of arguments, by name.
+    only: entries of the transformer's config -> (the value that is supported, what models with another one are).
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning) -> arguments of the transformer's forward. The time is the noise
         level, or where there is a ``schedule`` its timestep: 0-d, or (B,) where a client tells each sample's (ModelCall).
     output: the transformer's output (all of its outputs, where latents are nested) -> tokens (B, N, F).
@@ -95,6 +99,9 @@ class Family:
     forward_args: Callable[[Mapping, TokenGrid | NestedGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]]
     output: Callable[[Any, TokenGrid | NestedGrid], Tensor]
     layout: Layout
+    frames: bool | None = None
+    ignored: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     image: str = "hidden_states"
     text: str | None = None
     text_position: str | None = None
@@ -148,6 +155,11 @@ class Family:
         """The family as it is for a transformer of this configuration."""
         others = self.variant(config)
         return replace(self, **others) if others else self
+
+    @property
+    def latent_dimensions(self) -> tuple[int, ...]:
+        """How many dimensions a latent may have, (B, C, [T,] H, W)."""
+        return (4, 5) if self.frames is None else (5,) if self.frames else (4,)
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text rows alone?"""

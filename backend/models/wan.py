@@ -23,6 +23,7 @@ FAMILY = Family(
     refusal=refusal,
     patch=lambda config: tuple(config["patch_size"]),
     latent_channels=lambda config: config["out_channels"],
+    frames=True,
     conditioning=("c_crossattn", "c_concat", "clip_fea"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["text_dim"]},

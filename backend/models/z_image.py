@@ -2,7 +2,7 @@
 
 import torch
 
-from .calls.z_image import adjust, forward_args
+from .calls.z_image import adjust, forward_args, refusal
 from .layouts.z_image import LAYOUT
 from .plans import COMMON
 from .spec import Family
@@ -22,9 +22,13 @@ FAMILY = Family(
     adjust=adjust,
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: config["in_channels"],
-    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),       # the others change nothing in this model, in ComfyUI too
+    frames=False,
+    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
+    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     required=("c_crossattn",),
+    only={"siglip_feat_dim": (None, "Z-Image Omni"), "all_patch_size": ((2,), "a Z-Image of other patches"), "all_f_patch_size": ((1,), "a Z-Image of other patches")},
     widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+    refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
     layout=LAYOUT,

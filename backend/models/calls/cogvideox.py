@@ -19,12 +19,15 @@ def forward_args(config, grid, latent, timestep, cond):
     """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
     batch = latent.shape[0]
     return dict(
-        hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), ofs=cond.get("ofs"),
+        hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2), encoder_hidden_states=cond["c_crossattn"], timestep=timestep.expand(batch), ofs=cond["ofs"].reshape(-1).expand(batch) if "ofs" in cond else None,
         image_rotary_emb=rotary(config, grid, latent.device) if config["use_rotary_positional_embeddings"] else None)
 
 
 def refusal(config, grid, cond):
-    """A learned position table fits one size."""
+    """A learned position table fits one size, and one of sines one length of the prompt."""
+    rows, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
+    if not config["use_rotary_positional_embeddings"] and rows != most:
+        return f"the prompt has {rows} rows, but this model's position table is for {most}; pad the prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
     size = config["sample_height"], config["sample_width"]
     if not config["use_learned_positional_embeddings"] or grid.padded.shape[-2:] == size:
         return references.wrong_channels(config["in_channels"], grid, cond)

@@ -1,4 +1,4 @@
-"""HiDream: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""HiDream: the arguments of its forward and what is changed in diffusers' modules."""
 
 from functools import partial
 
@@ -24,9 +24,3 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=grid.pad(latent), timesteps=sigma.expand(latent.shape[0]) * 1000, encoder_hidden_states_t5=cond["c_crossattn"],
         encoder_hidden_states_llama3=[llama[min(i, len(llama) - 1)] for i in range(max(config["llama_layers"]) + 1)], pooled_embeds=cond["y"])
-
-
-def refusal(config, grid, cond):
-    """Llama's states come as all layers."""
-    llama = cond["encoder_hidden_states_llama3"]
-    return None if llama.ndim == 4 else f"encoder_hidden_states_llama3 has shape {tuple(llama.shape)}, but it is (batch, layers, rows, width); encode the prompt with HiDream's text encoders."

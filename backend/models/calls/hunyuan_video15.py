@@ -1,8 +1,10 @@
-"""HunyuanVideo 1.5: the arguments of its forward and what is changed in diffusers' modules."""
+"""HunyuanVideo 1.5: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+
+from . import references
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
@@ -30,3 +32,8 @@ def forward_args(config, grid, latent, sigma, cond):
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)), timestep=sigma.expand(batch) * 1000,
         encoder_hidden_states=text, encoder_attention_mask=cond.get("attention_mask", ones(text)), encoder_hidden_states_2=glyphs, encoder_attention_mask_2=ones(glyphs),
         image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])))
+
+
+def refusal(config, grid, cond):
+    """The image's channels are many, or left out for text to video."""
+    return references.wrong_channels(config["in_channels"], grid, cond) if "c_concat" in cond else None

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
+from . import references
+
 #: Rows of the position tables of an axis and of text.
 MOST, MOST_TEXT = 128, 1024
 #: Latent pixels from which pro models of this width stretch positions further.
@@ -64,4 +66,4 @@ def refusal(config, grid, cond):
         return f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of {grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
     if config["visual_cond"] and "c_concat" not in cond:
         return "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; send zeros for text to video."
-    return None
+    return references.wrong_channels(config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond)

@@ -175,7 +175,4 @@ def refusal(config, grid, cond):
         return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer has none; load ComfyUI's single file."
     if not finished and "attention_mask" in cond:
         return "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have all rows; encode it with LTX-2's text encoder, which sends none."
-    sound = cond.get(MASKS[1])
-    if sound is not None and tuple(sound.shape[2:]) != grid.parts[1].shape[1:]:
-        return f"{MASKS[1]} has the size {list(sound.shape[2:])}, but the sound's latent {list(grid.parts[1].shape[1:])}; make the mask with the latent's own node."
     return ltxv.refusal(config, grid.parts[0], cond)

@@ -39,10 +39,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """What the mask and the guides must fit."""
+    """What the mask must hold, and the guides fit."""
     mask = cond.get("denoise_mask")
-    if mask is not None and tuple(mask.shape[2:]) != grid.shape[1:]:
-        return f"denoise_mask has the size {list(mask.shape[2:])}, but the latent {list(grid.shape[1:])}; make the mask with the latent's own node."
     if mask is not None and (mask < 0).any():
         return "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is not supported; give the guide in the latent's size."
     if guides(cond) > grid.tokens:

@@ -95,8 +95,6 @@ def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
 def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
     """Why a model of ``channels`` input channels cannot take this latent and picture, or None."""
     given = cond["c_concat"].shape[1] if "c_concat" in cond else 0
-    if given and tuple(cond["c_concat"].shape[2:]) != grid.shape[1:]:
-        return f"c_concat has the size {list(cond['c_concat'].shape[2:])}, but the latent {list(grid.shape[1:])}; make both of one size."
     if grid.shape[0] + given == channels:
         return None
     return f"c_concat has {given} channels, but this model takes {channels - grid.shape[0]} beside the latent's {grid.shape[0]}; use the conditioning node of this model."

@@ -1,4 +1,4 @@
-"""SANA: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""SANA: the arguments of its forward and what is changed in diffusers' modules."""
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,3 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=grid.pad(latent), encoder_hidden_states=cond["c_crossattn"], encoder_attention_mask=cond.get("attention_mask"),
         timestep=sigma.expand(latent.shape[0]) * 1000 * config["timestep_scale"])
-
-
-def refusal(config, grid, cond):
-    """Sprint is another kind of model."""
-    return "this is SANA-Sprint, a consistency model whose output no solver here reads; use SANA 1.0 or 1.5." if config["guidance_embeds"] else None

@@ -7,6 +7,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from . import references
 
+#: Tokens along a side of the video, at most, where the configuration does not tell.
+MOST = 1024
+
 
 class ImageFirst(WanAttnProcessor):
     """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows. ``rows``: of image features."""
@@ -52,7 +55,9 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """2.1's image to video models read CLIP features."""
+    """2.1's image to video models read CLIP features; the position table ends."""
+    if max(grid.counts) > config.get("rope_max_seq_len", MOST):
+        return f"the latent is {' x '.join(map(str, grid.counts))} tokens, but this model knows {config.get('rope_max_seq_len', MOST)} a side; make it smaller."
     if config["image_dim"] and "clip_fea" not in cond:
         return "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to WanImageToVideo."
     if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:

@@ -1,0 +1,27 @@
+"""Model arguments as ComfyUI names them, where they are the same in every family: what their dimensions are."""
+
+#: Argument -> its dimensions. "batch" is the latent's or 1, "width" the family's (Family.widths), "..." the sides of the (first) latent and "... of sound" of the
+#: last one; any other name is one size in all arguments of a prompt, a number that size.
+DIMENSIONS = {
+    "c_crossattn": ("batch", "tokens", "width"),
+    "attention_mask": ("batch", "tokens"),
+    "text_embedding_mask": ("batch", "tokens"),
+    "encoder_hidden_states_t5": ("batch", "tokens of T5", "width"),
+    "text_embedding_mask_t5": ("batch", "tokens of T5"),
+    "encoder_hidden_states_llama3": ("batch", "layers", "tokens of Llama", "width"),
+    "txt_byt5": ("batch", "tokens of byT5", "width"),
+    "clip_fea": ("batch", "rows", "width"),
+    "y": ("batch", "width"),
+    "c_concat": ("batch", "channels", "..."),
+    "time_dim_replace": ("batch", "known channels", "known frames", "known height", "known width"),
+    "denoise_mask": ("batch", "masked channels", "..."),
+    "audio_denoise_mask": ("batch", "masked channels of sound", "... of sound"),
+    "keyframe_idxs": ("batch", 3, "tokens of guides", 2),
+    "image_meta_size": ("batch", 6),
+    "c_size": ("batch", 2),
+    "c_ar": ("batch", 1),
+}
+#: Those of them that are floating-point.
+FLOATING = ("c_crossattn", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "txt_byt5", "clip_fea", "y", "c_concat", "time_dim_replace")
+#: Arguments that are one number, or one for each sample.
+NUMBERS = ("guidance", "guiding_frame_index", "ofs", "frame_rate", "num_tokens", "ref_latents_method", "unprocessed_ltxav_embeds")
