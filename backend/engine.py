@@ -80,7 +80,7 @@ class Engine:
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
-        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
+        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
         stage = Stage(transformer, family, self.mesh, blocks) if cut else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(self.mesh.rank, own, (blocks.start, blocks.stop), bytes_read, checkpoint.files.size, weight_bytes // shares,

@@ -27,5 +27,10 @@ def all_around(x: Tensor, reach: int) -> Around:
     return Around(x, 0, 0)
 
 
+def text_rows(whole: int) -> int:
+    """How many rows of text are at hand, of ``whole`` in the sequence: where a block tells them from the image's by itself."""
+    return whole
+
+
 #: Name -> function, as they are without ranks and patches.
-ALONE = {"whole_sum": whole_sum, "all_around": all_around}
+ALONE = {"whole_sum": whole_sum, "all_around": all_around, "text_rows": text_rows}

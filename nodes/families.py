@@ -18,6 +18,7 @@ from ..backend.protocol import Loaded, RefusedError
 from . import generic
 from .flux3 import Flux3
 from .latent_formats import LATENT_FORMATS
+from .qwen_image21 import QwenImage21
 from .sana import Sana
 
 
@@ -140,6 +141,11 @@ def _qwen_image(config: dict) -> dict:
         "image_model": "qwen_image", "in_channels": config["in_channels"], "num_layers": config["num_layers"], "attention_head_dim": config["attention_head_dim"],
         "num_attention_heads": config["num_attention_heads"], "joint_attention_dim": config["joint_attention_dim"], "axes_dims_rope": list(config["axes_dims_rope"]),
     }
+
+
+def _qwen_image21(config: dict) -> dict:
+    return {"image_model": "qwen_image21", **{key: config[key] for key in (
+        "in_channels", "out_channels", "num_layers", "attention_head_dim", "num_attention_heads", "context_in_dim", "mlp_ratio", "axes_dims_rope")}}
 
 
 def _z_image(config: dict) -> dict:
@@ -274,8 +280,13 @@ def _ltxv_arguments(arguments: dict) -> dict:
     return {key: value for key, value in arguments.items() if key not in dropped}
 
 
-#: Classes of models that ComfyUI does not have.
-OURS = {"Sana": Sana, "Flux3": Flux3}
+def _qwen_image21_arguments(arguments: dict) -> dict:
+    """The places of the references as a tensor, the same for every sample."""
+    return arguments | ({"image_slots": torch.tensor([arguments["image_slots"]], dtype=torch.long)} if "image_slots" in arguments else {})
+
+
+#: Classes of models that ComfyUI does not have, or not in every version.
+OURS = {"Sana": Sana, "Flux3": Flux3} | ({} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21})
 #: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit models are given theirs.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
@@ -307,6 +318,9 @@ FAMILIES = {
         reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
     "ltxv": Family(lambda config: "LTXV", _ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=_ltxv_arguments),
     "qwen-image": Family(lambda config: "QwenImage", _qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True),
+    "qwen-image-2.1": Family(
+        lambda config: "QwenImage21", _qwen_image21, accepts=REFERENCES, translate=_qwen_image21_arguments,
+        reads=lambda config: {"reset_prefix_cache": lambda enabled: None}),             # it is on the ranks what it is
     "z-image": Family(lambda config: "ZImage", _z_image),
     "krea2": Family(lambda config: "Krea2", _krea2, accepts=REFERENCES, pictures=True),
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),

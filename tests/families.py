@@ -1,9 +1,11 @@
 """The golden cases of every family as requests: ComfyUI's latent formats, and its model arguments from a CONDITIONING."""
 
+import inspect
 import json
 import math
 
 import torch
+from diffusers import AutoencoderKLQwenImage21
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import GOLDEN
@@ -16,12 +18,15 @@ WAN_MEAN = torch.tensor([-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.
 WAN_STD = torch.tensor([2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160]).view(1, 16, 1, 1, 1)
 WAN = (WAN_MEAN, 1.0 / WAN_STD)
 FLUX = (0.1159, 0.3611)
+#: The VAE's own numbers.
+MEAN, DEVIATION = (torch.tensor(inspect.signature(AutoencoderKLQwenImage21).parameters[name].default).view(1, 64, 1, 1) for name in ("latents_mean", "latents_std"))
+QWEN21 = (MEAN, 1.0 / DEVIATION)
 #: Golden family -> (shift, scale).
 LATENT_FORMATS = {
     "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
     "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
-    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0), "ltx23": (0.0, 1.0),
+    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "qwen-image21": QWEN21, "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0), "ltx23": (0.0, 1.0),
 }
 #: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
 STREAMS = {"ltx2": (1.0, 1.0), "ltx23": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}

@@ -10,8 +10,8 @@ from variants import VARIANTS, write
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
 CASES = {
-    2: [*FAMILIES, *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")), "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask"],
-    4: [*FAMILIES, "flux-kontext", "flux2-edit", "flux3-edit", "qwen-image-edit-2511", "krea2-edit", "wan21-i2v", "wan22-ti2v", "ltxv-i2v", "ltx25-i2v", "minimax-h3-guides", "cogvideox-1.5-i2v"],
+    2: [*FAMILIES, *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")), "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask", "qwen-image21+mask"],
+    4: [*FAMILIES, "flux-kontext", "flux2-edit", "flux3-edit", "qwen-image-edit-2511", "qwen-image21-edit", "krea2-edit", "wan21-i2v", "wan22-ti2v", "ltxv-i2v", "ltx25-i2v", "minimax-h3-guides", "cogvideox-1.5-i2v"],
 }
 
 

@@ -15,7 +15,7 @@ from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
-from backend.models.calls import references
+from backend.models.calls import qwen_image21, references
 from backend.parallel.stage import model_output
 from backend.request import build
 from backend.tokens import TokenGrid
@@ -38,6 +38,12 @@ from variants import METHOD, VARIANTS, request, write
     ("flux2-edit", METHOD["index_timestep_zero"], "Edit Model Reference Method"),
     ("flux2-edit", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "VAE of this model"),
     ("qwen-image-edit", METHOD["index_timestep_zero"], "Qwen-Image-Edit 2511"),
+    ("qwen-image21-edit", METHOD["offset"], "index_timestep_zero"),
+    ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
+    ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 rows of the prompt"),
+    ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 3], [2, 3]])}, "from sample to sample"),
+    ("qwen-image21-edit", {"ref_latents.0": torch.zeros(1, 64, 5, 5)}, "multiples of 32 pixels"),
+    ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding behind"),
     ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
     ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
     ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
@@ -176,9 +182,61 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     assert len(pictures) == 2 and relative(found, want) < 1e-6
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("branch", ["positive", "negative"])
+def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_path):
+    """In the slots of its pipeline's text encoder, which stand for 2 x 2 tokens each, with diffusers' own attention and positions."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image21-edit")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample, family, config, ours = request("qwen-image21-edit"), checkpoint.family, checkpoint.config, checkpoint.empty
+    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
+    plain.load_state_dict(ours.state_dict())
+    cond = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
+    latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
+    grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
+    found = family.output(model_output(ours, family, family.forward_args(config, grid, latent, time[0], cond)), grid)
+
+    rows, slots = list(text[0].unbind(0)), [False] * text.shape[1]
+    pictures = references.references(cond)
+    for at, picture in reversed(list(zip(cond["image_slots"][0].tolist(), pictures))):
+        count = picture.shape[-2] * picture.shape[-1] // 4
+        rows[at:at], slots[at:at] = [torch.full((text.shape[2],), 5.0)] * count, [True] * count
+    pack = lambda latent: latent.flatten(2).transpose(1, 2)
+    want = plain(
+        torch.cat([pack(picture) for picture in (*pictures, latent)], dim=1), torch.stack(rows)[None], time, [[(1, *picture.shape[-2:]) for picture in (*pictures, latent)]],
+        torch.tensor([slots + [True] * (grid.tokens // 4)])).sample[:, -grid.tokens:]
+    assert len(pictures) == {"positive": 2, "negative": 1}[branch] and relative(found, want) < 1e-6
+
+
 def test_what_references_decide_is_computed_once(tmp_path):
     """Flux.3's prompt and references, each one embedder and four blocks, once a request and branch."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
     engine.sample(request("flux3-edit"), Callbacks())
     assert memo.COMPUTED == {"prompt": 2 * (5 + 5)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_no_step_changes_runs_once(causal, tmp_path):
+    """Text and references of Qwen-Image 2.1 are rows of a prompt's first evaluation alone, unless the step modulates them."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image21-edit")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, "causal_condition": causal}))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(folder), "default")
+    rows, sample = [], request("qwen-image21-edit")
+    engine.models["tiny"].transformer.transformer_blocks[1].attn.to_q.register_forward_pre_hook(lambda layer, args: rows.append(args[0].shape[1]))
+    engine.sample(sample, Callbacks())
+    both = [12 + 32 + 36 + 80, 7 + 32 + 80]
+    assert rows == both + ([80] * 10 if causal else both * 5)
+
+
+def test_pictures_of_odd_and_even_sides_have_one_middle():
+    """As ComfyUI's Qwen-Image 2.1 places them: columns of a reference seven wide fall between those of a picture ten wide."""
+    grid, cond = TokenGrid((64, 8, 10), (1, 1, 1)), {"c_crossattn": torch.zeros(1, 2, 8), "ref_latents.0": torch.zeros(1, 64, 4, 7), "image_slots": torch.tensor([[1]])}
+    found = qwen_image21.positions(grid, cond, None)
+    assert found[:1].tolist() == [[0] * 3] and found[1:8, 2].tolist() == [-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5] and found[1: 29, 0].unique().tolist() == [1]
+    assert found[29].tolist() == [8] * 3 and found[30].tolist() == [9, -4, -5] and len(found) == 1 + 28 + 1 + 80

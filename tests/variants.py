@@ -53,6 +53,7 @@ class Variant:
 
 REFERENCES = {"ref_latents.0": randn(1, 16, 11, 14), "ref_latents.1": randn(1, 16, 8, 20)}
 WIDE_REFERENCES = {"ref_latents.0": randn(1, 128, 7, 5), "ref_latents.1": randn(1, 128, 4, 11)}
+SPLICED = {"ref_latents.0": randn(1, 64, 4, 8), "ref_latents.1": randn(1, 64, 6, 6)}
 VIDEO_REFERENCES = {name: value.unsqueeze(2) for name, value in REFERENCES.items()}
 METHOD = {name: {"ref_latents_method": torch.tensor(i)} for i, name in enumerate(REFERENCE_METHODS)}
 IMAGE_EMBEDDER = {
@@ -82,6 +83,7 @@ VARIANTS = {
     "flux3-edit": Variant("flux3", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
     "qwen-image-edit": Variant("qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}),
     "qwen-image-edit-2511": Variant("qwen-image", {"__index_timestep_zero__": (0,)}, "QwenImage", {"default_ref_method": "index_timestep_zero"}, arguments=VIDEO_REFERENCES),
+    "qwen-image21-edit": Variant("qwen-image21", arguments=SPLICED | {"image_slots": torch.tensor([[3, 3]])}, negative={"c_crossattn": randn(1, 7, 64), "ref_latents.1": None, "image_slots": torch.tensor([[5]])}),
     "krea2-edit": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index"]),
     "wan21-i2v": Variant("wan21-t2v", WAN_36 | IMAGE_EMBEDDER, "WAN21_I2V", {"model_type": "i2v", "in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 25, 1280)}),
     "wan21-flf2v": Variant(

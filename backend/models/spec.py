@@ -52,8 +52,9 @@ class Family:
     leading: block arguments that are a number of first rows, counted through these streams in order; a block that has some rows alone is given
         how many of its own are among them, one number for each stream.
     context: (transformer config, grid, arguments of one guidance branch) -> rows that forward_args puts behind the latent's in the image stream: given, not denoised.
+    once: text is the same at every step: its rows run through the blocks in a prompt's first evaluation alone, and their keys and values are kept.
     variant: transformer config -> entries of this family that are others for it.
-    attention: kind of each attention call of a block, in order ("joint" | "image" | "cross"), and of each call of mixing.py ("sum" | "surroundings").
+    attention: kind of each attention call of a block, in order ("joint" | "image" | "text" | "cross", or two: whose queries, whose keys), and of each call of mixing.py ("sum" | "surroundings").
     patch: transformer config -> (pt, ph, pw), latent pixels per token (of the first latent, where there are several).
     nested: the latents, where the model denoises several at once.
     skip: block argument that takes an earlier block's image rows; skip_source: (block, blocks in all) -> that block, or None where it takes none.
@@ -116,6 +117,7 @@ class Family:
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     leading: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
     context: Callable[[Mapping, TokenGrid, dict[str, Tensor]], int] = lambda config, grid, cond: 0
+    once: bool = False
     variant: Callable[[Mapping], dict[str, Any]] = lambda config: {}
     skip: str | None = None
     skip_source: Callable[[int, int], int | None] = lambda index, total: None

@@ -5,7 +5,7 @@ Inside a block that runs here the hook adds what the mesh asks for: Ulysses and 
 stage gather only the fresh rows of a patch, so what is sent does not grow with the number of patches.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,15 @@ from ..mesh import Mesh
 from . import comm, kernels, usp
 from .kv import KVBuffers
 from .mixing import Mixing
-from .rows import Rows
+from .rows import Rows, Span
 
 
 @dataclass
 class LayerCall:
     """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows of which batch items.
 
-    stand_in: the block was given one row of text that is none, since it cannot do without. text_mask: (B, text) true where keys may be read.
+    stand_in: the block was given one row of text that is none, since it cannot do without. once: keys and values of text, which stands first, are kept from the
+    call that has rows of it. text_mask: (B, text) true where keys may be read.
     """
 
     layer: int
@@ -31,11 +32,12 @@ class LayerCall:
     kinds: tuple[str | tuple[str, str], ...]
     items: slice
     stand_in: bool = False
+    once: bool = False
     text_mask: Tensor | None = None
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
-        """(kind, key) of this call: "joint" and "image" attend within the sequence, (part, part) from one part of it to another, "cross" to the prompt; "sum" and "surroundings" are no attention."""
+        """(kind, key) of this call: "joint", "image" and "text" attend within the sequence, (part, part) from one part of it to another, "cross" to the prompt; "sum" and "surroundings" are no attention."""
         index, self.calls = self.calls, self.calls + 1
         return self.kinds[index % len(self.kinds)], (self.branch, self.layer, index)
 
@@ -48,6 +50,7 @@ class Attention:
     kernel: str = "auto"
     buffers: KVBuffers | None = None
     call: LayerCall | None = None
+    _kept: dict[tuple, Tensor] = field(default_factory=dict)
     _positions: dict[tuple, Tensor] = field(default_factory=dict)
     _last_mask: tuple[Tensor | None, bool] = (None, False)
 
@@ -68,6 +71,7 @@ class Attention:
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
         self.kernel, self.buffers = kernel, buffers
         self._positions.clear()
+        self._kept.clear()
         self._last_mask = (None, False)
 
     def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -112,6 +116,8 @@ class Attention:
         rows, heads = self.call.rows, q.shape[1]
         asking, kind = kind if isinstance(kind, tuple) else (kind, kind)
         lengths, sources, (first, u) = rows.lengths(asking), rows.lengths(kind), (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses)
+        if not any(lengths) and not any(sources):                # text, of which a later patch has none
+            return q
         mine = range(first, first + u.size)                      # SP ranks whose rows this Ulysses group holds
         if u.size > 1:
             if k.shape[1] != heads:                              # grouped queries: heads must travel together
@@ -124,6 +130,8 @@ class Attention:
         if self.buffers is not None:
             k, v = self._refresh(torch.stack([k, v]), kind, where)
             out = q if not q.shape[2] else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
+        elif self.call.once and kind == "joint":
+            out = self._with_text(q, torch.stack([k, v]), mask, scale, mine, where)
         elif self.mesh.ring.size > 1:
             out = self._ring(q, k, v, mask, scale, kind, mine)
         else:
@@ -136,6 +144,21 @@ class Attention:
         lengths = self.call.rows.lengths(kind)
         masks = None if mask is None else [self._cut(mask, kind, mine, turn) for turn in turns]
         return usp.ring_attend(self.kernel, q, torch.stack([k, v]), [sum(lengths[i] for i in turn) for turn in turns], self.mesh.ring, masks, scale)
+
+    def _with_text(self, q, kv, mask, scale, mine, where):
+        """Attention to the text's keys and values, first, and to the image's: in a call without rows of text, to those of the call that had them."""
+        rows, u, where = self.call.rows, self.mesh.ulysses.size, (*where, self.call.items.start)
+        if len(rows.text):
+            is_text = rows.positions("joint", mine) < rows.sequence.text
+            self._kept[where], kv = (kv.index_select(3, part.nonzero().flatten().to(kv.device)) for part in (is_text, ~is_text))
+        kv, whole = torch.cat([self._kept[where], kv], dim=3), replace(rows, text=Span(0, rows.sequence.text))
+        turns = [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
+        masks = None if mask is None else [
+            mask.index_select(-1, torch.cat([whole.positions("text", turn), rows.positions("image", turn) + rows.sequence.text]).to(mask.device)) for turn in turns]
+        if len(turns) == 1:
+            return q if not q.shape[2] else kernels.attend(self.kernel, q, *kv, masks and masks[0], scale)
+        lengths = whole.lengths("joint")
+        return usp.ring_attend(self.kernel, q, kv, [sum(lengths[i] for i in turn) for turn in turns], self.mesh.ring, masks, scale)
 
     def _refresh(self, kv, kind, where):
         """Write the fresh rows of every SP rank of the stage into the buffer; the whole sequence's keys and values, fresh and stale."""

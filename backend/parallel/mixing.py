@@ -62,6 +62,11 @@ class Mixing:
         kept, = buffers.refresh(where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items)
         return Around(kept[:, 0, near.lo: near.hi], near.lo, own.lo - near.lo)
 
+    def text_rows(self, whole: int) -> int:
+        """mixing.text_rows over ranks and patches."""
+        call = self.attention.call
+        return whole if call is None else len(call.rows.local.text)
+
     def _exchange(self, x, spans, near, reach, total):
         """The rows ``near`` to this rank's, from whichever ranks have them."""
         own = spans[self.sp.rank]

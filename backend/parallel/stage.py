@@ -48,6 +48,11 @@ class Forward:
     skips: dict[int, Tensor] = field(default_factory=dict)
     cuts: dict = field(default_factory=dict)
 
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """(branch, item) of every item."""
+        return [(self.branch, item) for item in range(self.items.lo, self.items.hi)]
+
 
 class Stage:
     """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be absent (meta tensors): they never run."""
@@ -58,6 +63,7 @@ class Stage:
         self.pipe = Pipe(mesh.pp.group, "pipeline") if mesh.pp.size > 1 else None
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
+        self.known: set[tuple[str, int]] = set()                  # branch and item whose text has run (Family.once)
         self.like: Tensor | None = None
         self.transformer = transformer
         self.total = 0
@@ -76,6 +82,7 @@ class Stage:
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
         self.attention.begin_request(kernel, buffers)
         self.sequences.clear()
+        self.known.clear()
         self.like = None
 
     def drain(self):
@@ -107,6 +114,7 @@ class Stage:
             return None
         finally:
             self.current = None
+            self.known |= set(forward.keys) if self.family.once else set()
 
     # ------------------------------------------------------------------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
@@ -201,7 +209,8 @@ class Stage:
         return {"image": self._mine(image), "text": None if text is None else text[:, span.lo: span.hi]}
 
     def _rows(self, forward, sequence):
-        text, context = (Span(0, count if forward.with_text else 0) for count in (sequence.text, sequence.context))
+        given = forward.with_text and not self.known.issuperset(forward.keys)
+        text, context = (Span(0, count if given else 0) for count in (sequence.text, sequence.context))
         return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size, context)
 
     def _run(self, index, block, call, streams):
@@ -224,7 +233,7 @@ class Stage:
                     call[name] = forward.rows.leading(call[name], kinds)
         if self.skip_sources[index] is not None:
             call[family.skip] = forward.skips.pop(self.skip_sources[index])
-        where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in)
+        where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in, family.once)
         if family.text_mask:
             where.text_mask, call[family.text_mask] = call.get(family.text_mask), None
         self.attention.call = where
@@ -316,7 +325,14 @@ class StagedBlock(nn.Module):
         self.names = positional_names(block)
         self.index = index
         self.block = block if index in stage.blocks else None
-        self.stage = [stage]                # in a list: the stage is no submodule of its own blocks
+        self.stage, self.original = [stage], [block]            # in lists: neither the stage nor a block without weights is a submodule
+
+    def __getattr__(self, name):
+        """What a model's forward reads of its blocks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.original[0], name)
 
     def forward(self, *args, **kwargs):
         return self.stage[0].run_block(self.index, self.block, self.names, args, kwargs)

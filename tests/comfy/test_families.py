@@ -83,22 +83,35 @@ def test_latents_are_scaled_as_in_the_golden_files(loaded):
     assert torch.allclose(model.process_latent_out(stored["x0_step5"]), to_vae_units(name, stored["x0_step5"], shapes), atol=1e-6)
 
 
-def test_flux3_is_given_references(tmp_path):
-    """ComfyUI has no model that could: ours takes them as ComfyUI's edit models do, and a way to place them, which it lacks, is refused by name."""
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "flux3.safetensors", "flux3")))
-    loaded = Loaded("m", "flux3", {"config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"})
-    patcher, family, pictures = weightless_patcher(loaded), NODE_FAMILIES["flux3"], [torch.randn(1, 128, 5, 7), torch.randn(1, 128, 4, 4)]
+@pytest.fixture(params=["flux3", "qwen-image21"])
+def edits(request, tmp_path):
+    """(golden family, reference latents, values beside them in a CONDITIONING -> the model's arguments) of models whose class is ours."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "model.safetensors", request.param)))
+    loaded = Loaded("m", checkpoint.family.name, {"config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"})
+    patcher, family, channels = weightless_patcher(loaded), NODE_FAMILIES[loaded.family], checkpoint.config["in_channels"]
+    pictures = [torch.randn(1, channels, 4, 6), torch.randn(1, channels, 4, 4)]
 
     def arguments(**values):
         prompt = [[torch.randn(1, 12, 64), {"pooled_output": None, "reference_latents": pictures, **values}]]
-        check_conditioning("positive", prompt, "flux3", family)
-        conds = comfy.samplers.process_conds(patcher.model, torch.zeros(2, 128, 8, 9), {"positive": comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
+        check_conditioning("positive", prompt, loaded.family, family)
+        conds = comfy.samplers.process_conds(patcher.model, torch.zeros(2, channels, 8, 9), {"positive": comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
         return model_arguments("positive", conds["positive"][0], 2, loaded.info["conditioning"], family)
 
-    found = arguments()
-    assert all(found[f"ref_latents.{i}"].equal(picture.expand(2, -1, -1, -1)) for i, picture in enumerate(pictures))
-    with pytest.raises(RefusedError, match="'ref_latents_method'"):
-        arguments(reference_latents_method="offset")
+    return request.param, pictures, arguments
+
+
+def test_references_reach_models_that_comfyui_does_not_have(edits):
+    """As ComfyUI's edit models are given theirs; a way to place them that a model does not have is refused by name."""
+    name, pictures, arguments = edits
+    found = arguments(**({"image_slots": [3, 5]} if name == "qwen-image21" else {}))
+    shift, scale = LATENT_FORMATS[name]
+    for i, picture in enumerate(pictures):
+        torch.testing.assert_close(found[f"ref_latents.{i}"], ((picture - shift) * scale).expand(2, -1, -1, -1))
+    if name == "qwen-image21":
+        assert found["image_slots"].tolist() == [[3, 5]]
+    else:
+        with pytest.raises(RefusedError, match="'ref_latents_method'"):
+            arguments(reference_latents_method="offset")
 
 
 def test_what_minimaxs_encoder_tells_of_a_prompt():

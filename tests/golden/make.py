@@ -24,8 +24,8 @@ import comfy.supported_models
 import comfyui_version
 import nodes
 import pack  # noqa: F401
-from diffusers import Flux3Transformer2DModel, SanaTransformer2DModel
-from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers
+from diffusers import Flux3Transformer2DModel, QwenImage21Transformer2DModel, SanaTransformer2DModel
+from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers, convert_qwen_image21_transformer_checkpoint_to_diffusers
 from parallel_dit.nodes.families import OURS
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "
 class Case:
     """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
     constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments; settings: those
-    that are not SETTINGS; renamed: module's key -> file's; converted: the file's tensors -> the module's, where names are not all."""
+    that are not SETTINGS; renamed: module's key -> file's; converted: the file's tensors -> the module's, where names are not all; stacked: two modules' keys -> the file's, of one tensor."""
 
     comfy_class: str
     unet_config: dict
@@ -47,6 +47,7 @@ class Case:
     settings: dict = field(default_factory=dict)
     renamed: Callable[[str], str] = lambda key: key
     converted: Callable[[dict], dict] | None = None
+    stacked: tuple[str, str, str] | None = None
 
 
 class Diffusers(torch.nn.Module):
@@ -101,7 +102,26 @@ def flux3_file(key: str) -> str:
     return "content_" + key if key.startswith("mode_blocks.") else key
 
 
+class DiffusersQwenImage21(torch.nn.Module):
+    """A small Qwen-Image 2.1 of diffusers, called as ComfyUI calls its own models and fed as its pipeline feeds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = QwenImage21Transformer2DModel(in_channels=64, num_layers=4, attention_head_dim=32, num_attention_heads=4, context_in_dim=64, axes_dims_rope=(4, 14, 14))
+        self.dtype = torch.float32
+
+    def forward(self, x, timestep, context, attention_mask=None, **ignored):
+        height, width, rows, tokens = *x.shape[-2:], context.shape[1], x.shape[-2] * x.shape[-1]
+        slots = (torch.arange(rows + tokens // 4) >= rows).expand(x.shape[0], -1)
+        out = self.model(x.flatten(2).transpose(1, 2), context, timestep, [[(1, height, width)]] * x.shape[0], slots, attention_mask, return_dict=False)[0]
+        return out[:, -tokens:].transpose(1, 2).reshape(x.shape)
+
+
 CASES = {
+    "qwen-image21": Case(
+        "QwenImage21",
+        {"image_model": "qwen_image21", "in_channels": 64, "out_channels": 64, "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "context_in_dim": 64, "mlp_ratio": 3},
+        (1, 64, 8, 10), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersQwenImage21, converted=convert_qwen_image21_transformer_checkpoint_to_diffusers, stacked=("gate_layer", "proj.", "gate_up")),
     "flux3": Case("Flux3", {"image_model": "flux3"}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersFlux3, renamed=flux3_file, converted=convert_flux3_transformer_checkpoint_to_diffusers),
     "ltx2": Case(
         "LTXAV",
@@ -162,8 +182,12 @@ def build(case: Case):
         model.diffusion_model = case.elsewhere()
     target = model.diffusion_model.model if case.elsewhere else model.diffusion_model
     shapes = {case.renamed(key): list(value.shape) for key, value in target.state_dict().items()}
+    for key in [key for key in shapes if case.stacked and case.stacked[0] in key]:
+        first, second, name = case.stacked
+        rows = [shapes.pop(key), shapes.pop(key.replace(f"{first}.", second))]
+        shapes[key.replace(first, name)] = [rows[0][0] + rows[1][0], *rows[0][1:]]
     state = weights.state_dict(shapes)
-    target.load_state_dict(case.converted(state) if case.converted else {key: state[case.renamed(key)] for key in target.state_dict()})
+    target.load_state_dict(case.converted(dict(state)) if case.converted else {key: state[case.renamed(key)] for key in target.state_dict()})
     return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
 
 

@@ -1,0 +1,126 @@
+"""Qwen-Image 2.1: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_qwenimage21 import apply_rotary_emb_qwen
+
+from ... import mixing
+from . import references
+from .qwen_image import Rotary
+
+#: diffusers' model is told of pictures in slots of so many tokens, 2 x 2 of them.
+SLOT = 4
+
+
+class Places(list):
+    """An entry of the argument img_shapes with what JointRotary needs: ``positions`` (rows, 3) of the whole sequence."""
+
+    def __init__(self, shapes, positions):
+        super().__init__(shapes)
+        self.positions = positions
+
+
+class JointRotary(Rotary):
+    """Rotary tables of text and pictures in one sequence; diffusers' own are made number by number at every step, and end at 8192."""
+
+    def forward(self, places, image_pad_mask, device):
+        return self.table(places.positions.to(device))
+
+
+class BlockCausal:
+    """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given attends to what is before it and to its own picture,
+    the image to everything. So rows are cut over ranks and patches as those of other models."""
+
+    def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
+        heads = lambda layer: layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
+        turned = lambda norm, layer: apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(1, 2)
+        query, key, value = turned(attn.norm_q, attn.to_q), turned(attn.norm_k, attn.to_k), heads(attn.to_v).transpose(1, 2)
+        whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
+        rows, seen = mixing.text_rows(whole), None
+        if rows:
+            seen = before(tuple(segments), query.device)
+            seen = seen if visible is None else seen & visible[..., :whole]
+        attend = lambda query, *keys, mask: F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
+        out = torch.cat([attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen), attend(query[:, :, rows:], key, value, mask=visible)], dim=2)
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
+
+
+@lru_cache(maxsize=4)
+def before(segments, device):
+    """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of its pieces in order."""
+    ends = torch.cat([torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments])
+    return (torch.arange(len(ends)) < ends[:, None])[None, None].to(device)
+
+
+def adjust(transformer, config):
+    """Attention in two calls, and positions as in ComfyUI."""
+    transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+    for block in transformer.transformer_blocks:
+        block.attn.set_processor(BlockCausal())
+
+
+def pieces(grid, cond):
+    """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is made. References are behind the text where no slot is told."""
+    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][: len(found)]
+    return list(zip((0, *slots), (*slots, rows), (*found, grid)))
+
+
+def positions(grid, cond, device):
+    """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the middle on the others, where pictures of odd sides and of even ones agree."""
+    found, start = [], 0
+    for lo, hi, one in pieces(grid, cond):
+        found.append(torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3))
+        start += hi - lo
+        middle = [count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)]
+        axes = [torch.full((1,), start, device=device, dtype=torch.float32), *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2))]
+        found.append(torch.cartesian_prod(*axes))
+        start += max(one.counts)
+    return torch.cat(found)
+
+
+def text_rows(cond):
+    """Rows of text, and of the references among it."""
+    return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself."""
+    batch, device, text, mask = latent.shape[0], latent.device, cond["c_crossattn"], cond.get("attention_mask")
+    rows, visible, marks = [], [], []
+    for lo, hi, one in pieces(grid, cond):
+        slots = one.tokens // SLOT
+        rows += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
+        visible += [] if mask is None else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
+        marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
+    shapes = [one.counts for *_, one in pieces(grid, cond)]
+    return dict(
+        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1), encoder_hidden_states=torch.cat(rows[:-1], dim=1).expand(batch, -1, -1),
+        encoder_hidden_states_mask=torch.cat(visible[:-1], dim=1).expand(batch, -1) if visible else None, timestep=sigma.expand(batch), img_mask=torch.cat(marks).to(device)[None],
+        img_shapes=[Places(shapes, positions(grid, cond, device))] * batch)
+
+
+def refusal(config, grid, cond):
+    """What the sequence is made of must fit."""
+    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    wrong = references.wrong_references(grid, cond)
+    if wrong:
+        return wrong
+    if grid.counts[0] > 1:
+        return f"the latent has {grid.counts[0]} frames, but Qwen-Image 2.1 makes one picture; use a batch instead."
+    if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
+        return "the references are placed by another method than index_timestep_zero, the only one that this model has; remove Edit Model Reference Method."
+    sizes = [list(one.counts[1:]) for one in (*found, grid) if one.tokens % SLOT]
+    if sizes:
+        return f"a latent of {sizes[0]} is no whole number of 2 x 2 slots, in which Qwen-Image 2.1 counts pictures; make its sides multiples of 32 pixels."
+    if "image_slots" in cond and (cond["image_slots"] != cond["image_slots"][:1]).any():
+        return "image_slots differs from sample to sample, but the references of a batch stand at the same places; sample the prompts one after the other."
+    slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
+    if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= rows for slot in slots):
+        return f"image_slots is {slots}, but it is where each of the {len(found)} references stands among the {rows} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+    mask = cond.get("attention_mask")
+    if not rows or mask is not None and (tuple(mask.shape[1:]) != (rows,) or not mask[:, 0].all()):
+        return f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {rows} rows of prompt; give it one for each row, with padding behind the prompt."
+    return None
