@@ -63,6 +63,30 @@ def test_diffusers_folder_has_the_same_weights(family, tmp_path):
     assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
 
 
+def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
+    """LTX-2's stand in a folder of their own beside diffusers' transformer; ComfyUI's text encoder leaves prompts to them."""
+    single = open_checkpoint(str(write_checkpoint(tmp_path / "ltx23.safetensors", "ltx23")))
+    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
+    weights, names = {name: value.contiguous() for name, value in single.empty.state_dict().items()}, single.family.beside.names
+    apart = {theirs + name.removeprefix(ours): value for ours, theirs in names.items() for name, value in weights.items() if name.startswith(ours)}
+    sizes = {f"{kind}_connector_{name}": value for kind, told in zip(("video", "audio"), single.config["connectors"]) for name, value in told.items() if name != "gated_attention"}
+    told = {key: value for key, value in single.config.items() if key != "connectors"}
+    parts = {"transformer": ({name: value for name, value in weights.items() if not name.startswith(tuple(names))}, {"_class_name": single.family.transformer, **told}),
+             "connectors": (apart, {**sizes, "video_gated_attn": True, "audio_gated_attn": True, "rope_type": "split", "rope_double_precision": True})}
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/model_index.json").write_text("{}")
+    for name, (tensors, config) in parts.items():
+        (tmp_path / "pipeline" / name).mkdir()
+        save_file(tensors, tmp_path / "pipeline" / name / "diffusion_pytorch_model.safetensors")
+        (tmp_path / "pipeline" / name / "config.json").write_text(json.dumps(config))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(tmp_path / "pipeline"), "default")
+    sample, latent = golden("ltx23__euler_simple")
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(to_vae_units("ltx23", samples, sample.latent_shapes), latent) <= 1e-4
+
+
 @pytest.mark.parametrize("family", LATENT_FORMATS)
 def test_patches_against_full_buffers_equal_the_whole(family, tmp_path):
     """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give now."""

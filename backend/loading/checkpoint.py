@@ -193,7 +193,13 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
     pipeline = {part: json.loads(path.read_text()) for part, path in (("scheduler", folder / "scheduler/scheduler_config.json"), ("vae", folder / "vae/config.json")) if path.is_file()}
     family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
-    return Checkpoint(folder.name, family.of(config), config, ScaledFiles(folder_files(inner)), latent_format=latent_format, pipeline=pipeline)
+    parts, names = [inner], family.beside.names if family.beside else {}
+    if family.beside and (folder / family.beside.folder / "config.json").is_file():
+        parts.append(folder / family.beside.folder)
+        config |= family.beside.config(json.loads((parts[1] / "config.json").read_text()))
+    files = ScaledFiles(folder_files(*parts))
+    keys = {ours + key.removeprefix(theirs): key for ours, theirs in names.items() for key in files.shapes if key.startswith(theirs)}
+    return Checkpoint(folder.name, family.of(config), config, files, keys, latent_format=latent_format, pipeline=pipeline)
 
 
 def _transformer_class(folder: Path, config: dict) -> type:

@@ -80,13 +80,17 @@ def _open(path: Path):
         raise UnsupportedError(f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: download it again.") from None
 
 
-def folder_files(folder: Path) -> TensorFiles:
-    """The weights of a diffusers folder: one safetensors file, or several with an index."""
+def folder_files(*folders: Path) -> TensorFiles:
+    """The weights of diffusers folders: of each one safetensors file, or several with an index."""
+    return TensorFiles([path for folder in folders for path in _paths(folder)])
+
+
+def _paths(folder: Path) -> list[Path]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
         names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
-        return TensorFiles([folder / name for name in names])
+        return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise UnsupportedError(f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers transformer folder has one file, or several with a .safetensors.index.json.")
-    return TensorFiles(files)
+    return files

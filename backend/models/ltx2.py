@@ -4,7 +4,7 @@ The prompt is Gemma's, behind a projection in the text encoder's file; the conne
 """
 
 from .calls.ltx2 import adjust, forward_args, refusal, variant
-from .layouts.ltx2 import LAYOUT
+from .layouts.ltx2 import BESIDE, LAYOUT
 from .plans import COMMON
 from .spec import Family, Nested
 
@@ -36,5 +36,5 @@ FAMILY = Family(
     output=lambda outputs, grid: grid.join(list(outputs)),
     tp_plan={**COMMON, "*.to_gate_logits": "colwise"},
     per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
-    layout=LAYOUT,
+    layout=LAYOUT, beside=BESIDE,
 )

@@ -31,6 +31,16 @@ class Nested:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A folder of a diffusers pipeline whose tensors are part of the transformer here, as in ComfyUI's files: its name, its configuration -> entries of the
+    transformer's, and the prefix of a parameter here -> that of the folder's."""
+
+    folder: str
+    config: Callable[[Mapping], dict]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything family specific.
 
@@ -72,7 +82,7 @@ class Family:
     forward_args: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning) -> arguments of the transformer's forward. The time is the noise
         level, or where there is a ``schedule`` its timestep: 0-d, or (B,) where a client tells each sample's (ModelCall).
     output: the transformer's output (all of its outputs, where latents are nested) -> tokens (B, N, F).
-    layout: the key layout of single files.
+    layout: the key layout of single files; beside: what a diffusers pipeline keeps apart from its transformer.
     heads: config -> number of attention heads; head_size: config -> features of a head; width: config -> features of a row between blocks, where
     they are not those of all heads.
     tp_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers class has no _tp_plan.
@@ -142,6 +152,7 @@ class Family:
     prompt_modules: tuple[str, ...] = ()
     text_layers: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
+    beside: Beside | None = None
     text_rows: Callable[[dict[str, Tensor]], int] = lambda cond: cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
     float32: tuple[str, ...] = ()
 

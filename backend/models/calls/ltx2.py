@@ -117,7 +117,7 @@ def adjust(transformer, config):
         else:
             setattr(transformer, name, Unprojected())
             transformer.register_to_config(use_prompt_embeddings=True)
-        getattr(transformer, name).connector = LTX2ConnectorTransformer1d(**sizes, rope_type="split")
+        getattr(transformer, name).connector = LTX2ConnectorTransformer1d(**{"rope_type": "split", **sizes})
 
 
 def variant(config):
@@ -172,7 +172,7 @@ def refusal(config, grid, cond):
         return f"c_crossattn has width {width}, but this LTX-2 model takes {known}; encode the prompt with the text encoder of the same version."
     finished = is_finished(config, cond)
     if not finished and not config.get("connectors"):
-        return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer has none; load ComfyUI's single file."
+        return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer alone has none; choose the pipeline's folder, or ComfyUI's single file."
     if not finished and "attention_mask" in cond:
         return "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have all rows; encode it with LTX-2's text encoder, which sends none."
     return ltxv.refusal(config, grid.parts[0], cond)

@@ -3,6 +3,7 @@
 import json
 
 from ...loading.layout import Layout, blocks_of
+from ..spec import Beside
 
 HEADS = 32
 #: Heads of the released connectors, by their width, and of smaller ones.
@@ -32,6 +33,13 @@ def connector(shapes, name):
     return dict(num_attention_heads=heads, attention_head_dim=width // heads, num_layers=blocks_of(shapes, f"{name}.transformer_1d_blocks"), num_learnable_registers=registers, gated_attention=gates is not None)
 
 
+def pipeline_connectors(told):
+    """The same, of the connectors' folder of a diffusers pipeline."""
+    return {"connectors": [dict(
+        **{name: told[f"{kind}_connector_{name}"] for name in ("num_attention_heads", "attention_head_dim", "num_layers", "num_learnable_registers")},
+        gated_attention=told.get(f"{kind}_gated_attn", False), rope_type=told["rope_type"], rope_double_precision=told["rope_double_precision"]) for kind in ("video", "audio")]}
+
+
 def metadata(strings):
     """Lightricks' own configuration."""
     told = json.loads(strings.get("config", "{}")).get("transformer", {})
@@ -44,6 +52,7 @@ block, cross = "transformer_blocks.{}", "av_cross_attn"
 TIMES = {
     "adaln_single": "time_embed", "audio_adaln_single": "audio_time_embed", "av_ca_video_scale_shift_adaln_single": f"{cross}_video_scale_shift", "av_ca_audio_scale_shift_adaln_single": f"{cross}_audio_scale_shift",
     "av_ca_a2v_gate_adaln_single": f"{cross}_video_a2v_gate", "av_ca_v2a_gate_adaln_single": f"{cross}_audio_v2a_gate", "prompt_adaln_single": "prompt_adaln", "audio_prompt_adaln_single": "audio_prompt_adaln"}
+BESIDE = Beside("connectors", pipeline_connectors, {"caption_projection.connector.": "video_connector.", "audio_caption_projection.connector.": "audio_connector."})
 CONNECTORS = {"video_embeddings_connector": "caption_projection.connector", "audio_embeddings_connector": "audio_caption_projection.connector"}
 PARTS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn1.to_gate_logits", "ff.net.0.proj", "ff.net.2")
 LAYOUT = Layout(
