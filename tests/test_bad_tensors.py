@@ -36,7 +36,7 @@ BROKEN = {
 #: Not wrong: a longer schedule, a prompt or a reference of another length.
 RIGHT = {("sigmas", "wider"), ("sigmas", "another batch"), *((name, what) for name in ("positive.c_crossattn", "positive.clip_fea", "positive.txt_byt5") for what in ("shorter", "longer"))}
 #: Variants whose requests have arguments that the golden families' have not: those alone are broken.
-FURTHER = ("flux-kontext", "flux-fill", "flux2-edit", "flux3-edit", "ltx2-i2v", "qwen-image-edit", "wan21-i2v", "wan22-ti2v", "hunyuan-video-i2v-v2", "hunyuan-video15-i2v", "ltxv-i2v", "cogvideox-1.5-i2v")
+FURTHER = ("flux-kontext", "flux-fill", "flux2-edit", "flux3-edit", "ltx2-i2v", "qwen-image-edit", "wan21-i2v", "wan22-ti2v", "hunyuan-video-i2v-v2", "hunyuan-video15-i2v", "ltxv-i2v", "ltx25-i2v", "minimax-h3-guides", "cogvideox-1.5-i2v")
 
 
 def changes(tensors: dict, keys) -> dict[tuple[str, str], dict]:

@@ -17,11 +17,18 @@ DIMENSIONS = {
     "denoise_mask": ("batch", "masked channels", "..."),
     "audio_denoise_mask": ("batch", "masked channels of sound", "... of sound"),
     "keyframe_idxs": ("batch", 3, "tokens of guides", 2),
+    "generated_keyframes": ("batch", 2),
+    "text_tags": ("batch", "tokens"),
+    "given_video": ("batch", "rows of video", "width"),
+    "given_audio": ("batch", "rows of sound", "width"),
+    "given_tags": ("batch", "given rows"),
+    "given_positions": ("batch", "given rows", 3),
+    "given_times": ("batch", 2),
     "image_meta_size": ("batch", 6),
     "c_size": ("batch", 2),
     "c_ar": ("batch", 1),
 }
 #: Those of them that are floating-point.
-FLOATING = ("c_crossattn", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "txt_byt5", "clip_fea", "y", "c_concat", "time_dim_replace")
+FLOATING = ("c_crossattn", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "txt_byt5", "clip_fea", "y", "c_concat", "time_dim_replace", "given_video", "given_audio")
 #: Arguments that are one number, or one for each sample.
-NUMBERS = ("guidance", "guiding_frame_index", "ofs", "frame_rate", "num_tokens", "ref_latents_method", "unprocessed_ltxav_embeds")
+NUMBERS = ("guidance", "guiding_frame_index", "ofs", "frame_rate", "num_tokens", "ref_latents_method", "unprocessed_ltxav_embeds", "origin")

@@ -145,7 +145,7 @@ def single_frames(grid, cond, device):
     marks[0] = 1.0
     marks = marks.repeat_interleave(size)
     marks[grid.tokens - guides(cond):] = 0.0
-    first, count = cond["generated_keyframes"][0].tolist() if "generated_keyframes" in cond else (0, 0)
+    first, count = cond["generated_keyframes"][0].long().tolist() if "generated_keyframes" in cond else (0, 0)
     marks[first * size: (first + count) * size] = 1.0
     return marks.view(1, -1, 1)
 

@@ -48,11 +48,11 @@ def positions(grid, text, given, origin):
 def forward_args(config, grid, latent, sigma, cond):
     """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references and their sound, stand between text and audio."""
     (video, audio), text, sigma, device = grid.unpack(latent), cond["c_crossattn"], sigma.clamp(min=1e-6), latent.device
-    rows, given = text.shape[1], cond["given_tags"][0] if "given_tags" in cond else torch.empty(0, dtype=torch.long, device=device)
+    rows, given = text.shape[1], cond["given_tags"][0].long() if "given_tags" in cond else torch.empty(0, dtype=torch.long, device=device)
     full = lambda value, count: torch.full((count,), value, device=device)
     kinds = torch.cat([full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)])
     moments = torch.cat([full(0, rows), torch.where(given == AUDIO, 3, 2), full(1, grid.parts[1].tokens), full(0, grid.parts[0].tokens)])
-    tags = torch.cat([cond["text_tags"][0], kinds[rows:]]) if "text_tags" in cond else kinds
+    tags = torch.cat([cond["text_tags"][0].long(), kinds[rows:]]) if "text_tags" in cond else kinds
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
     if len(given):
         clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
@@ -79,12 +79,17 @@ def refusal(config, grid, cond):
     channels = grid.parts[1].counts[1]
     if channels != 2:
         return f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape (batch, {config['audio_in_channels']}, 2, time)."
+    if "text_tags" in cond and not set(cond["text_tags"].flatten().tolist()) <= {VIDEO, TEXT, AUDIO}:
+        return f"text_tags are of {VIDEO} (a picture's row), {TEXT} (text) and {AUDIO} (sound), but these hold others; encode the prompt again."
+    if ("given_tags" in cond) != ("given_positions" in cond):
+        return "given_tags (what each given row is) and given_positions (where it stands) come together; send both."
     tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
+    for name, width in (("given_video", 4 * config["in_channels"]), ("given_audio", config["audio_in_channels"])):
+        if name in cond and cond[name].shape[2] != width:
+            return f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; encode it with the VAE of this model."
     told = {name: int((tags == kind).sum()) // len(tags) if tags is not None else 0 for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))}
-    if any(count(name) != rows for name, rows in told.items()) or {count("given_positions"), count("given_tags")} != {sum(told.values())}:
-        return f"given_video, given_audio and given_positions have {count('given_video')}, {count('given_audio')} and {count('given_positions')} rows, but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of audio (2)."
-    if "text_tags" in cond and count("text_tags") != cond["c_crossattn"].shape[1]:
-        return f"text_tags has {count('text_tags')} rows, but the prompt {cond['c_crossattn'].shape[1]}; encode it again."
+    if any(count(name) != rows for name, rows in told.items()) or count("given_tags") != sum(told.values()):
+        return f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of audio (2)."
     return None
 
 
