@@ -66,6 +66,21 @@ def test_one_process_equals_the_plain_loop(name, tmp_path):
     assert relative(have, x) < 1e-5
 
 
+def test_time_that_runs_the_other_way(tmp_path):
+    """From noise at 0 to the picture at 1, as diffusers' own scheduler steps where it inverts its noise levels."""
+    name, scheduler = CUT[2], diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    engine, sample = Engine(ParallelConfig(), mesh.single()), request(name)
+    engine.load(name, str(write(tmp_path, name, _class_name="FlowMatchEulerDiscreteScheduler", invert_sigmas=True)), "fp32")
+    have, _ = engine.sample(sample, Callbacks())
+    transformer, x = getattr(diffusers, name).from_pretrained(tmp_path / "transformer").eval(), sample.tensors["noise"]
+    scheduler.set_timesteps(sigmas=sample.tensors["sigmas"][:-1].tolist())
+    for time in scheduler.timesteps:
+        with torch.inference_mode():
+            positive, negative = (transformer(hidden_states=x, timestep=time.expand(1), encoder_hidden_states=sample.tensors[f"{branch}.c_crossattn"], return_dict=False)[0] for branch in ("positive", "negative"))
+        x = scheduler.step(negative + 3.0 * (positive - negative), time, x, return_dict=False)[0]
+    assert scheduler.timesteps[0] == 0 and relative(have, x) < 1e-5
+
+
 def test_self_check_command(tmp_path):
     """scripts/check_family.py over all of them: exact methods to 1e-5, PipeFusion's patches drift, and what cannot be cut is refused."""
     for name in CONFIGS:

@@ -37,13 +37,15 @@ PROBES = (((6, 5), 7), ((6, 7), 11))
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the latent has a time axis; scale: of sigma to its timestep."""
+    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the latent has a time axis; scale: of sigma to its timestep;
+    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler)."""
 
     names: tuple[str, ...]
     packed: bool
     video: bool
     scale: float = 1.0
     guided: bool = False
+    inverted: bool = False
 
     def __call__(self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> dict:
         """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
@@ -51,7 +53,7 @@ class Inputs:
         values = {
             "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
             "encoder_hidden_states": lambda: cond["c_crossattn"],
-            "timestep": lambda: (sigma * self.scale).expand(batch).to(latent.device),
+            "timestep": lambda: ((1.0 - sigma if self.inverted else sigma) * self.scale).expand(batch).to(latent.device),
             "pooled_projections": lambda: cond["y"],
             "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
             "encoder_attention_mask": lambda: cond.get("attention_mask", torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device)),
@@ -93,13 +95,14 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
     _check_inputs(cls, first)
     channels, patch, heads, head_size = probe.channels, probe.patch, first.heads, first.head_size       # nothing below may hold on to the probe
     widths = {CONDITIONING[name]: probe.width(name) for name in WIDTHS if name in inputs.names}
-    inputs = replace(inputs, scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep)
+    inputs = replace(inputs, scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep, inverted=bool(scheduler and scheduler.get("invert_sigmas")))
+    tokens = lambda output, grid: output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
     whole = Family(
         name=cls.__name__, transformer=cls.__name__, prediction=_prediction(scheduler), schedule=(lambda config: schedule) if schedule else None,
         block_lists=(), returns=("image",), patch=lambda config: patch, latent_channels=lambda config: channels,
         frames=inputs.video, conditioning=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names), required=(*widths, *["guidance"] * inputs.guided), widths=lambda config: widths,
         forward_args=inputs,
-        output=lambda output, grid: output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels]),
+        output=(lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens,
         layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}), heads=lambda config: max(1, heads), head_size=lambda config: head_size)
     try:
         sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
