@@ -41,7 +41,7 @@ from variants import METHOD, VARIANTS, request, write
     ("qwen-image21-edit", METHOD["offset"], "index_timestep_zero"),
     ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
     ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 rows of the prompt"),
-    ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 3], [2, 3]])}, "from sample to sample"),
+    ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
     ("qwen-image21-edit", {"ref_latents.0": torch.zeros(1, 64, 5, 5)}, "multiples of 32 pixels"),
     ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding behind"),
     ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
@@ -235,6 +235,12 @@ def test_what_no_step_changes_runs_once(causal, tmp_path):
     engine.sample(sample, Callbacks())
     both = [12 + 32 + 36 + 80, 7 + 32 + 80]
     assert rows == both + ([80] * 10 if causal else both * 5)
+
+
+def test_samples_with_references_at_other_places_are_no_batch():
+    grid, cond = TokenGrid((64, 8, 10), (1, 1, 1)), {"c_crossattn": torch.zeros(2, 2, 8), "ref_latents.0": torch.zeros(2, 64, 4, 8)}
+    assert qwen_image21.refusal({}, grid, cond | {"image_slots": torch.tensor([[1], [1]])}) is None
+    assert "from sample to sample" in qwen_image21.refusal({}, grid, cond | {"image_slots": torch.tensor([[1], [0]])})
 
 
 def test_pictures_of_odd_and_even_sides_have_one_middle():

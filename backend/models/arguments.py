@@ -26,6 +26,7 @@ DIMENSIONS = {
     "given_times": ("batch", 2),
     "image_meta_size": ("batch", 6),
     "c_size": ("batch", 2),
+    "image_slots": ("batch", "places"),
     "c_ar": ("batch", 1),
 }
 #: Those of them that are floating-point.

@@ -21,6 +21,7 @@ FAMILY = Family(
     adjust=adjust,
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
+    frames=False,
     conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["context_in_dim"]},

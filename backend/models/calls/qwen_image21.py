@@ -108,8 +108,6 @@ def refusal(config, grid, cond):
     wrong = references.wrong_references(grid, cond)
     if wrong:
         return wrong
-    if grid.counts[0] > 1:
-        return f"the latent has {grid.counts[0]} frames, but Qwen-Image 2.1 makes one picture; use a batch instead."
     if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
         return "the references are placed by another method than index_timestep_zero, the only one that this model has; remove Edit Model Reference Method."
     sizes = [list(one.counts[1:]) for one in (*found, grid) if one.tokens % SLOT]
