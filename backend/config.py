@@ -118,6 +118,20 @@ class ParallelConfig:
         per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention"}
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
+    def same_ranks(self, other: "ParallelConfig") -> bool:
+        """Whether the ranks of this configuration can run the other without starting again: as many, on the same devices."""
+        return (self.device, self.gpu_indices, self.address) == (other.device, other.gpu_indices, other.address)
+
+    def same_weights(self, other: "ParallelConfig") -> bool:
+        """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to their process groups."""
+        return self.topology() == other.topology() or not (self.shard_weights or other.shard_weights) and self._weights() == other._weights()
+
+    def _weights(self) -> list[tuple]:
+        """What decides which weights each rank holds: its stage and its part of every matrix."""
+        stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
+        kind = (stages, self.stage_counts, tp, self.split_scheme if tp > 1 else "", self.offload_modulation)
+        return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]
+
     def check_batch(self, batch: int):
         """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
         if batch < self.data_parallel_degree:

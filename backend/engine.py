@@ -23,6 +23,7 @@ from .loading.report import LoadReport, forget_peak, peak_bytes
 from .memo import remember
 from .mesh import Mesh
 from .model_call import OneCall, build_call, check_call, rows_of_replica
+from .models.spec import Family
 from .parallel import comm, sharding, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
@@ -50,11 +51,14 @@ class Engine:
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
         checkpoint = open_checkpoint(path)
-        check_family(checkpoint.family, self.config)
-        check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
+        self._check_degrees(checkpoint)
         if self.mesh.tp.size > 1:
             tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
         return checkpoint
+
+    def _check_degrees(self, checkpoint: Checkpoint):
+        check_family(checkpoint.family, self.config)
+        check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
 
     def load(self, key: str, path: str, weight_dtype: str, on_progress: Callable[[int, int], None] = lambda done, total: None):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages, cut matrices (tensor
@@ -79,13 +83,47 @@ class Engine:
         memos.go_home()
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
-        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
-        cut = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
-        stage = Stage(transformer, family, self.mesh, blocks) if cut else None
+        stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(self.mesh.rank, own, (blocks.start, blocks.stop), bytes_read, checkpoint.files.size, weight_bytes // shares,
                             peak_bytes(self.mesh.device), time.perf_counter() - started)
         self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, report, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
+
+    def _is_staged(self, family: Family) -> bool:
+        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
+        return self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
+
+    def rearrange(self, config: ParallelConfig, mesh: Mesh):
+        """Run on other process groups of the same ranks: models of which every rank's part is the same keep their weights, others are unloaded, the same
+        on all ranks. The old groups are no longer used."""
+        same, (old, self.config, self.mesh) = self.config.same_weights(config), (self.mesh, config, mesh)
+        self.kept.clear()
+        for key in self.models.keys() - self.stacks.keys():
+            if same and self._fits(self.models[key]):
+                self._regroup(self.models[key], old)
+            else:
+                self.unload(key)
+
+    def _fits(self, model: LoadedModel) -> bool:
+        try:
+            self._check_degrees(model.weights.checkpoint)
+        except UnsupportedError:
+            return False
+        return True
+
+    def _regroup(self, model: LoadedModel, old: Mesh):
+        started = time.perf_counter()
+        tensor.regroup(model.transformer, old, self.mesh)
+        model.memos.axis = model.memos.axis and self.mesh.pp
+        staged = self._is_staged(model.family)
+        if model.stage and staged:
+            model.stage.join(self.mesh)
+        elif model.stage:
+            model.stage.leave()
+            model.stage = None
+        elif staged:
+            model.stage = Stage(model.transformer, model.family, self.mesh, range(*model.report.blocks))
+        model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is slow."""

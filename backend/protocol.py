@@ -62,6 +62,13 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Arrange:
+    """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer is a Welcome. Models of which every rank
+    holds the same part then as now stay loaded, the others are freed (Ping tells which are left)."""
+    config: dict
+
+
+@dataclass(frozen=True)
 class Load:
     """Load the transformer at ``path`` (a file or a diffusers folder); a no-op where it is loaded already.
 
@@ -76,7 +83,7 @@ class Load:
 class Loaded:
     """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client,
     ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out, and ``info["ranks"]`` what the load cost each rank
-    (loading.report.LoadReport), the same for as long as the transformer stays loaded."""
+    (loading.report.LoadReport), the same until the degrees change; from then on nothing was read, where the transformer stays loaded."""
     model: str
     family: str
     info: dict = field(default_factory=dict)
@@ -211,7 +218,7 @@ class Shutdown:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    Hello, Welcome, Load, Loaded, Describe, Described, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
+    Hello, Welcome, Arrange, Load, Loaded, Describe, Described, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
 
 
 def encode(message) -> list:

@@ -5,6 +5,7 @@ starts a fresh backend (crash-only). What can be refused is refused on rank 0 be
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
-from .protocol import LORAS, Cancelled, Describe, Described, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
+from .protocol import LORAS, Arrange, Cancelled, Describe, Described, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
 from .server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -39,6 +40,7 @@ class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
 
     def __init__(self, config: ParallelConfig, device: str):
+        self.device = device
         self.mesh = meshes.build(config, device)
         self.engine = Engine(config, self.mesh)
         self.dispatcher = Dispatcher(self.mesh.control)
@@ -53,6 +55,8 @@ class Worker:
                 self.load(message)
             elif isinstance(message, Unload):
                 self.engine.unload(message.model)
+            elif isinstance(message, Arrange):
+                self.arrange(ParallelConfig(**message.config))
             elif isinstance(message, Sample):
                 try:
                     self.engine.sample(message, Callbacks())
@@ -80,6 +84,14 @@ class Worker:
             self.engine.unload(key)
         return reasons
 
+    def arrange(self, config: ParallelConfig):
+        """Change the process groups and what is loaded on them."""
+        old, self.mesh = self.mesh, meshes.build(config, self.device)
+        self.engine.rearrange(config, self.mesh)
+        meshes.close(old)
+        self.dispatcher = Dispatcher(self.mesh.control)
+        self.reports = {key: self.dispatcher.answers(self.engine.models[key].report.as_dict()) for key in self.reports if key in self.engine.models}
+
 
 class Leader(Worker):
     """Rank 0: a queue of clients' requests, each refused here or run by all."""
@@ -88,7 +100,7 @@ class Leader(Worker):
         super().__init__(config, device)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(address, token, welcome, models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()))
-        self.handlers = {Load: self.on_load, Describe: self.on_describe, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
+        self.handlers = {Arrange: self.on_arrange, Load: self.on_load, Describe: self.on_describe, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -113,6 +125,18 @@ class Leader(Worker):
             handler(job, job.message)
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
+
+    def on_arrange(self, job: Job, message: Arrange):
+        try:
+            config = ParallelConfig(**message.config).validate()
+        except TypeError as error:
+            raise ConfigError(f"the configuration is not one of this version: {error}.") from None
+        if config.world_size != self.mesh.world_size:
+            raise ConfigError(f"{config.product}, but this backend has {self.mesh.world_size}; start another.")
+        self.dispatcher.tell(message)
+        self.arrange(config)
+        self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
+        job.reply(self.server.welcome)
 
     def on_load(self, job: Job, message: Load):
         key, stack = model_key(message), lora_stack(message.loras)
@@ -205,6 +229,7 @@ def main():
     config = ParallelConfig(**json.loads(options.config)).validate()
     config = replace(config, gpus="")               # the launcher made exactly those visible, numbered from 0
     device = config.resolve_device(torch.cuda.device_count())
+    gc.freeze()                                     # what is imported stays: no collection looks through it again
     if int(os.environ["RANK"]) == 0:
         Leader(config, device, options.address, token).lead()
     else:

@@ -6,11 +6,12 @@ Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 import logging
 import os
 import threading
+from dataclasses import asdict, replace
 
 import torch
 
 from ..backend.config import ConfigError, ParallelConfig
-from ..backend.protocol import BackendError, Describe, Described, Load, Loaded, ModelCall, Ping, Sample, Unload
+from ..backend.protocol import Arrange, BackendError, Describe, Described, Load, Loaded, ModelCall, Ping, Sample, Unload
 from .client import BackendClient
 from .launcher import BackendProcess
 
@@ -22,7 +23,8 @@ _backends: dict[tuple, "Backend"] = {}
 class Backend:
     """A connected backend, its process where we launched it, and the models that it has loaded for us."""
 
-    def __init__(self, client: BackendClient, process: BackendProcess | None = None):
+    def __init__(self, config: ParallelConfig, client: BackendClient, process: BackendProcess | None = None):
+        self.config = config
         self.client = client
         self.process = process
         self.models: dict[tuple[str, str], str] = {}
@@ -65,6 +67,17 @@ class Backend:
         """BackendClient.sample, with the rank and the reason where the backend ends."""
         with self._busy:
             return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
+
+    def can_become(self, config: ParallelConfig) -> bool:
+        """Whether our ranks can run ``config`` without starting again."""
+        return self.process is not None and self.config.same_ranks(config)
+
+    def become(self, config: ParallelConfig, check=lambda: None):
+        """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no longer loaded."""
+        with self._busy:
+            self.client.welcome = self._request(Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check)
+            left = self._request(Ping(), check).models
+        self.config, self.models = config, {key: model for key, model in self.models.items() if model in left}
 
     def alive(self, check=lambda: None) -> bool:
         """Whether the backend answers; False for good where it does not."""
@@ -110,12 +123,13 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
         if backend is not None and backend.alive(check):
             return backend
         _drop(key)
-        if not config.address:
-            for other, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
-                logging.info("parallel-dit: the ranks for %s end and the model is loaded again, since the process groups and each rank's share of the weights are others in %s", running.welcome.degrees, config.degrees)
-                _drop(other)
-        _backends[key] = _connect(config) if config.address else _launch(config, check)
+        _backends[key] = _connect(config) if config.address else _changed(config, check) or _launch(config, check)
         return _backends[key]
+
+
+def keeps_weights(config: ParallelConfig, check=lambda: None) -> bool:
+    """Whether ``backend_for(config)`` would find the weights of a backend that runs where they belong."""
+    return any(running.can_become(config) and running.config.same_weights(config) and running.alive(check) for running in list(_backends.values()))
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
@@ -136,12 +150,29 @@ def _drop(key: tuple):
         backend.close()
 
 
+def _changed(config: ParallelConfig, check) -> Backend | None:
+    """The backend that we launched, changed into ``config``; None where there is none or it has to end, since GPUs are ours once."""
+    for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
+        before = running.config
+        if running.can_become(config) and running.alive(check):
+            try:
+                running.become(config, check)
+            except BackendError as error:
+                logging.warning("parallel-dit: %s", error)
+            else:
+                logging.info("parallel-dit: the ranks for %s go on as %s: %s", before.product, config.product, "each keeps its weights, which are the same" if before.same_weights(config) else "the model is loaded again, since each rank's share of the weights is another")
+                return _backends.pop(key)
+        logging.info("parallel-dit: the ranks for %s end and the model is loaded again: %s are other ranks", before.product, config.product)
+        _drop(key)
+    return None
+
+
 def _launch(config: ParallelConfig, check) -> Backend:
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device)
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
     try:
-        return Backend(process.wait_ready(check=check), process)
+        return Backend(config, process.wait_ready(check=check), process)
     except BaseException:
         process.close()
         raise
@@ -158,4 +189,4 @@ def _connect(config: ParallelConfig) -> Backend:
     if client.welcome.degrees != config.degrees:
         client.close()
         raise ConfigError(f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the same degrees.")
-    return Backend(client)
+    return Backend(config, client)

@@ -15,7 +15,7 @@ import comfy.utils
 
 from ..backend.config import ParallelConfig
 from ..backend.protocol import Describe, Described, Loaded
-from .backends import Backend, backend_at_hand, backend_for
+from .backends import Backend, backend_at_hand, backend_for, keeps_weights
 from .families import weightless_patcher
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
@@ -74,7 +74,7 @@ def describe(handle: ParallelDiT, message: Describe) -> Described:
 def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
-    if make_room and (at_hand is None or not at_hand.alive(check)) and config.device != "cpu":
+    if make_room and (at_hand is None or not at_hand.alive(check)) and not keeps_weights(config, check) and config.device != "cpu":
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()

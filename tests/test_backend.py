@@ -284,6 +284,37 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4 and time.monotonic() - began < 5
 
 
+def test_degrees_change_on_the_same_ranks(checkpoint):
+    """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads its stage. No process starts again."""
+    def changed(**degrees):
+        backend, seen = backends.backend_for(ParallelConfig(device="cpu", **degrees)), []
+        left = backend.client.request(protocol.Ping()).models
+        loaded = backend.load(checkpoint, on_progress=seen.append)
+        request, golden = request_for(backend, checkpoint)
+        assert backend.client.request(protocol.Ping()).models == [request.model] == [loaded.model]
+        assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+        assert backend.welcome.degrees == ParallelConfig(**degrees).degrees
+        return backend, left, [rank["bytes_read"] for rank in loaded.info["ranks"]], bool(seen)
+
+    backend, *_ = changed(ulysses_degree=2)
+    pids = backend.welcome.pids
+    for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
+        same, left, read, progress = changed(**degrees)
+        assert same is backend and left and read == [0, 0] and not progress
+    for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
+        same, left, read, progress = changed(**degrees)
+        assert same is backend and not left and progress and all(0 < size < 0.75 * Path(checkpoint).stat().st_size for size in read)
+    assert backend.welcome.pids == pids
+
+
+@pytest.mark.parametrize("config, words", [({"ulysses_degree": 3}, "= 3 ranks, but this backend has 2"), ({"degree": 2}, "not one of this version"), ({"cfg_degree": 3}, "two branches")])
+def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
+    with pytest.raises(protocol.RefusedError, match=words):
+        backend.client.request(protocol.Arrange(config))
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, rank):
     request, _ = request_for(backend, checkpoint)

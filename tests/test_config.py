@@ -1,7 +1,7 @@
 """Every ParallelConfig that cannot run is refused in one sentence with its values and a remedy."""
 
 import pytest
-from backend.config import ConfigError, ParallelConfig
+from backend.config import AXES, ConfigError, ParallelConfig
 
 REFUSED = {
     "degree 0": (dict(ulysses_degree=0), "at least 1"),
@@ -24,6 +24,25 @@ def test_refused(fields, says):
     with pytest.raises(ConfigError, match=says) as error:
         ParallelConfig(**fields).validate()
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def of(**degrees):
+    return ParallelConfig(**{AXES.get(key, key): value for key, value in degrees.items()})
+
+
+@pytest.mark.parametrize("one, other, same", [
+    (of(cfg=2), of(ulysses=2), True), (of(dp=4), of(ring=2, ulysses=2), True), (of(ulysses=2, tp=2), of(cfg=2, tp=2), True), (of(cfg=2, pp=2), of(dp=2, pp=2), True),
+    (of(pp=2, ring=2), of(pp=2, ulysses=2), True), (of(pp=2), of(pp=2, num_pipeline_patch=4), True), (of(cfg=2, shard_weights=True, ulysses=2), of(cfg=2, shard_weights=True, ulysses=2), True),
+    (of(cfg=2, pp=2), of(ulysses=2, pp=2), False), (of(ulysses=2), of(pp=2), False), (of(ulysses=2), of(tp=2), False), (of(tp=4), of(tp=4, split_scheme="2d"), False),
+    (of(pp=2), of(pp=2, attn_layer_num_for_pp="1,3"), False), (of(dp=2), of(dp=2, shard_weights=True), False), (of(dp=2, shard_weights=True), of(ulysses=2, shard_weights=True), False),
+    (of(cfg=2), of(cfg=2, offload_modulation=True), False), (of(cfg=2), of(cfg=2, ulysses=2), False)])
+def test_changes_of_degrees_that_leave_every_rank_its_weights(one, other, same):
+    assert one.same_weights(other) == other.same_weights(one) == same
+
+
+def test_ranks_stay_while_they_are_as_many_on_the_same_devices():
+    assert of(cfg=2).same_ranks(of(ulysses=2)) and of(cfg=2, gpus="0,1").same_ranks(of(tp=2))
+    assert not any(of(cfg=2).same_ranks(other) for other in (of(cfg=2, ulysses=2), of(ulysses=2, device="cpu"), of(ulysses=2, gpus="0,2"), of(ulysses=2, address="unix:/x")))
 
 
 def test_more_ranks_than_gpus_names_the_product():

@@ -12,7 +12,7 @@ from backend import protocol, tensors
 from backend.protocol import MAGIC, MESSAGES, PREFIX, ProtocolError, Sample
 
 EXAMPLES = {
-    "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]), "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4), "Described": protocol.Described(4096, ["rank 0"]),
+    "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Arrange": protocol.Arrange({"cfg_degree": 2}), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]), "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4), "Described": protocol.Described(4096, ["rank 0"]),
     "Loaded": protocol.Loaded("m", "flux", {"a": 1}), "Unload": protocol.Unload("m"),
     "Sample": Sample("m", "euler", 3.5, 1, latent_shapes=[[24, 3, 16, 16], [32, 2, 15]], tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}),
     "ModelCall": protocol.ModelCall("m", keep={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}),

@@ -58,9 +58,8 @@ class Stage:
     """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be absent (meta tensors): they never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
-        self.family, self.mesh, self.blocks = family, mesh, blocks
-        self.attention = Attention(mesh)
-        self.pipe = Pipe(mesh.pp.group, "pipeline") if mesh.pp.size > 1 else None
+        self.family, self.blocks = family, blocks
+        self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
         self.known: set[tuple[str, int]] = set()                  # branch and item whose text has run (Family.once)
@@ -77,6 +76,18 @@ class Stage:
                 self.total += 1
         self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
         self.entry = sum(len(transformer.get_submodule(name)) for name in family.image_first)        # the block at which text enters
+
+    def join(self, mesh: Mesh):
+        """Talk over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
+        self.mesh, self.attention = mesh, Attention(mesh)
+        self.pipe = Pipe(mesh.pp.group, "pipeline") if mesh.pp.size > 1 else None
+
+    def leave(self):
+        """Give the transformer its own blocks back, all of which are here."""
+        for name in self.family.block_lists:
+            modules = self.transformer.get_submodule(name)
+            for i, wrapped in enumerate(modules):
+                modules[i] = wrapped.block
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""

@@ -10,7 +10,7 @@ Schemes (ParallelConfig.split_scheme):
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
@@ -179,6 +179,15 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
     for name in family.block_lists if family.per_feature else ():
         for block in transformer.get_submodule(name):
             block.register_forward_pre_hook(partial(_own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp), with_kwargs=True)
+
+
+def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
+    """Have the sharded layers talk over the groups of ``new``, on which this rank's piece of every weight is that of ``old``."""
+    axes = {id(getattr(old, name)): getattr(new, name) for name in ("tp", "tp_inputs", "tp_outputs")}
+    for module in transformer.modules():
+        if isinstance(module, (ShardedLinear, ShardedNorm)):
+            shard = module.shard
+            module.shard = replace(shard, reduce=axes.get(id(shard.reduce)), collect=axes.get(id(shard.collect)))
 
 
 def _own_features(block, args, kwargs, signature, names, tp):
