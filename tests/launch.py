@@ -1,18 +1,57 @@
-"""Runs a rank program under torchrun and returns what it wrote."""
+"""Runs a rank program on ranks that are forked from one process with everything imported: imports would cost each of them seconds."""
 
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
+
+from torch.distributed import TCPStore
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+TESTS = Path(__file__).parent
+PROGRAMS = ["ranks.matrix", "ranks.families"]
 
 
 def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 600) -> object:
-    """The JSON that rank 0 of tests/ranks/PROGRAM wrote into its last argument; fails with the ranks' output."""
-    out = folder / f"{Path(program).stem}-{ranks}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks),
-               str(Path(__file__).parent / "ranks" / program), *arguments, str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with the first rank's traceback and the ranks' output."""
+    fork_server()
+    out = folder / f"{program}-{ranks}.json"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)        # where the ranks meet
+    context = start_processes(_rank, (program, ranks, store.port, folder, (*arguments, str(out))), ranks, join=False, daemon=True, start_method="forkserver")
+    deadline = time.monotonic() + seconds
+    try:
+        while not context.join(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{program} on {ranks} ranks did not end in {seconds:.0f} s.\n{_output(folder)}")
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise AssertionError(f"{program} on {ranks} ranks: {error}\n{_output(folder)}") from None
+    finally:
+        for process in context.processes:
+            process.kill()
     return json.loads(out.read_text())
+
+
+@cache
+def fork_server():
+    """Start the process that ranks are forked from. It has no threads yet, and none of this one's state."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
+
+
+def _rank(rank: int, program: str, world: int, port: int, folder: Path, arguments: tuple):
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    importlib.import_module(program).main(*arguments)
+
+
+def _output(folder: Path) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("rank*.log")))

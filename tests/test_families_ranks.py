@@ -27,7 +27,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=CASES, ids="{} ranks".format)
 def rows(request, checkpoints, tmp_path_factory):
-    found = run_ranks("families.py", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoints), " ".join(CASES[request.param]))
+    found = run_ranks("ranks.families", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoints), " ".join(CASES[request.param]))
     assert {row["family"] for row in found} == set(CASES[request.param])
     return found
 
@@ -42,6 +42,13 @@ def test_model_calls_equal_the_single_process(rows):
     """One call on rows at different times, in every configuration: a pipeline is drained there, so nothing is stale."""
     wrong = [row for row in rows if row["called"] > 1e-5]
     assert not wrong
+
+
+def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
+    """CFG and ring behind Ulysses, other patches of a pipeline; pipelines and tensor parallelism put other weights on each rank."""
+    kept = {row["config"] for row in rows if row["bytes_read"] == 0 and not row["stale"]}
+    assert all(row["bytes_read"] == 0 for row in rows if row["stale"] and "cfg" not in row["config"])
+    assert kept == ({"cfg_degree 2 = 2 ranks", "ring_degree 2 = 2 ranks"} if "2 ranks" in rows[0]["config"] else set())
 
 
 def test_pipefusion_drifts_a_little(rows):

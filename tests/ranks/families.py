@@ -1,27 +1,31 @@
-"""Rank program: every family under the parallel methods of one world size, each against the single process; rank 0 writes the errors as JSON.
+"""Rank program (launch.py): every family under the parallel methods of one world size, each against the single process; rank 0 writes the errors as JSON.
 
-torchrun ... tests/ranks/families.py FOLDER-OF-CHECKPOINTS "CASE CASE ..." OUT.json
+main(FOLDER-OF-CHECKPOINTS, "CASE CASE ...", OUT.json)
 """
 
+import gc
 import json
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+import diffusers
 import torch
 import torch.distributed as dist
 import variants
-
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
+from backend.models import FAMILIES
 from backend.protocol import Sample
 from families import golden, model_call
+from safetensors.torch import load_file, save_file
 from tiny import relative
+
+TRANSFORMERS = [getattr(diffusers, family.transformer) for family in FAMILIES.values()]        # imported before ranks are forked
+gc.freeze()                                 # what is imported stays: no collection looks through it again
 
 STEPS, MASKED = 2, 5
 #: Rows of the batch of a model call: no two groups of ranks share it evenly.
@@ -29,7 +33,7 @@ CALLED = 3
 #: Attention heads of the tiny checkpoints that have fewer than four.
 HEADS = {"kandinsky5-image": 2}
 CONFIGURATIONS = {
-    2: [dict(cfg_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
+    2: [dict(ulysses_degree=2), dict(cfg_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
     4: [dict(tensor_parallel_degree=2, ulysses_degree=2), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2), dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2)],
 }
 
@@ -45,8 +49,11 @@ def request(case: str, config: ParallelConfig):
     return replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, tensors=tensors)
 
 
-def run(engine: Engine, family: str, folder: str):
+def load(engine: Engine, family: str, folder: str):
     engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
+
+
+def run(engine: Engine, family: str):
     sample = request(family, engine.config)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
@@ -58,38 +65,49 @@ def called(engine: Engine, name: str, sample: Sample):
     call = model_call(sample, engine.models[name].family.name, CALLED)
     engine.check_forward(call)
     output, _ = engine.forward(call)
-    engine.unload(name)
     return output.contiguous()
+
+
+def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
+    """What the single process makes of a case; computed once for all world sizes."""
+    path = Path(folder, f"{family}.reference")
+    if not path.exists():
+        load(engine, family, folder)
+        part = path.with_suffix(f".{os.getpid()}")
+        save_file(dict(zip(("samples", "output"), run(engine, family))), part)
+        part.rename(path)
+        engine.unload(family)
+    kept = load_file(path)
+    return [kept["samples"], kept["output"]]
 
 
 def main(folder: str, families: str, out: str):
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    reference = Engine(ParallelConfig(), mesh.single())
-    references = {family: run(reference, family, folder) for family in families.split()[rank::world]}
-    rows = []
-    for degrees in CONFIGURATIONS[world]:
-        config = ParallelConfig(**degrees)
-        engine = Engine(config, mesh.build(config, "cpu"))
-        for i, family in enumerate(families.split()):
+    single, cases = Engine(ParallelConfig(), mesh.single()), families.split()
+    references = {family: reference(single, family, folder) for family in cases[rank::world]}
+    meshes = [(config, mesh.build(config, "cpu")) for config in (ParallelConfig(**degrees) for degrees in CONFIGURATIONS[world])]
+    engine, rows = Engine(*meshes[0]), []
+    for i, family in enumerate(cases):
+        for config, groups in meshes:
             if config.tensor_parallel_degree * config.ulysses_degree > HEADS.get(family, 4):
                 continue
             started = time.perf_counter()
-            samples, output = run(engine, family, folder)
+            engine.rearrange(config, groups)
+            if family not in engine.models:
+                load(engine, family, folder)
+            samples, output = run(engine, family)
             dist.broadcast(samples, 0)                          # ranks share the work of the references
             dist.broadcast(output, 0)
             if i % world == rank:
                 wanted = references[family]
                 rows.append(dict(
-                    family=family, config=config.product, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1,
+                    family=family, config=config.product, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1, bytes_read=engine.models[family].bytes_read,
                     relative=relative(samples, wanted[0]), called=relative(output, wanted[1]), seconds=time.perf_counter() - started))
+        engine.unload(family)
     everyone = [None] * world
     dist.all_gather_object(everyone, rows)
     if rank == 0:
         Path(out).write_text(json.dumps(sum(everyone, [])))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

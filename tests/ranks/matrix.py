@@ -1,20 +1,17 @@
-"""Rank program: many configurations of one world size, each against the single process; rank 0 writes the errors as JSON.
+"""Rank program (launch.py): many configurations of one world size, each against the single process; rank 0 writes the errors as JSON.
 
-torchrun ... tests/ranks/matrix.py CHECKPOINT OUT.json
+main(CHECKPOINT, OUT.json)
 """
 
+import gc
 import itertools
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
@@ -23,10 +20,13 @@ from backend.loading.lora import lora_stack
 from backend.parallel import sharding
 from families import golden, model_call
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
+from torch.distributed.tensor import DTensor
 
+gc.freeze()                                 # what is imported stays: no collection looks through it again
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
 STEPS = 6
-
+#: Steps of the cases that are no golden ones.
+SHORT = 4
 
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
@@ -48,7 +48,10 @@ def configurations(world: int) -> list[ParallelConfig]:
     products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
     found = [config for config in products if config.world_size == world]
     if world == 8:
-        return [config for config in found if sum(degree > 1 for degree in config.degrees.values()) == 3][::2][:12]
+        found = [config for config in found if sum(degree > 1 for degree in config.degrees.values()) == 3][::2][:12]
+    found.sort(key=lambda config: (config.tensor_parallel_degree, config.pipefusion_degree, config.sp_degree))     # those of the same weights behind each other
+    if world == 8:
+        return found
     schemes = [ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme) for scheme in ("row", "column", "2d")]
     sharded = [replace(config, shard_weights=True) for config in found
                if config.pipefusion_degree == config.tensor_parallel_degree == 1 and config.sp_degree * config.data_parallel_degree > 1]
@@ -82,26 +85,31 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
 def request_of(case: str):
     """The request of a case, and the golden latent where there is one."""
     if case == UNEVEN_BATCH:
-        return batch_request(5), None
+        return shortened(batch_request(5), SHORT), None
     if case == MIXED:
         return mixed_prompts(), None
     if case == SHORT_NEGATIVE:
         sample, _ = golden_request("euler_simple")
-        return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), None
+        return shortened(replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), SHORT), None
     if case == LORA:
-        sample = batch_request(2)
-        return replace(sample, tensors={**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}), None
+        return shortened(batch_request(2), 2), None
     return golden_request(case)
+
+
+def shortened(sample, steps: int):
+    """The request over fewer, longer steps."""
+    sigmas = sample.tensors["sigmas"]
+    return replace(sample, tensors={**sample.tensors, "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()]})
 
 
 def mixed_prompts():
     """Prompts of different lengths, in an order in which a new one comes between known ones."""
-    sample, _ = golden_request("heun_simple")
+    sample = shortened(golden_request("heun_simple")[0], SHORT)
     tensors, sigmas = dict(sample.tensors), sample.tensors["sigmas"]
     for name, rows in (("positive2", 9), ("positive3", 12)):
         tensors |= {f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows], f"{name}.y": tensors["negative.y"], f"{name}.guidance": tensors["positive.guidance"]}
     tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
-    return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[3].item(), "strength": 0.5}, "negative": {"until": sigmas[4].item()}})
+    return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[2].item(), "strength": 0.5}, "negative": {"until": sigmas[3].item()}})
 
 
 def has_lora_case(world: int, config: ParallelConfig) -> bool:
@@ -173,14 +181,28 @@ class SingleProcess:
         return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
 
 
+def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> tuple[Engine, bool]:
+    """The engine of a configuration: a new one, or ``engine`` changed into it; and whether the weights stayed."""
+    groups = mesh.build(config, "cpu")
+    if engine is None:
+        engine = Engine(config, groups)
+    else:
+        old = engine.mesh
+        engine.rearrange(config, groups)
+        mesh.close(old)
+    kept = "tiny" in engine.models
+    if not kept:
+        engine.load("tiny", checkpoint, "default")
+    return engine, kept
+
+
 def main(checkpoint: str, out: str):
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
-    rows = []
+    rows, engine = [], None
     for config in configurations(world):
-        engine = Engine(config, mesh.build(config, "cpu"))
-        engine.load("tiny", checkpoint, "default")
+        engine, kept = arranged(engine if world > 2 else None, config, checkpoint)
         for name, variant in variants(config):
             for case in cases(world, config, name):
                 if config.cfg_degree == 2 and "negative.y" not in request_of(case)[0].tensors:
@@ -200,7 +222,10 @@ def main(checkpoint: str, out: str):
                 rows.append({"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
                              "golden": 0.0, "bytes_sent": {}, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
         rows += called(engine, config, reference)
-        mesh.close(engine.mesh)                     # its groups' threads would pile up
+        for row in rows:
+            row.setdefault("kept", kept)            # of this configuration's
+        if world == 2:
+            mesh.close(engine.mesh)                     # its groups' threads would pile up
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
