@@ -1,5 +1,7 @@
 """The bundled model's pictures follow their prompts, through the engine."""
 
+import runpy
+
 import pytest
 import torch
 from backend import mesh
@@ -51,3 +53,14 @@ def test_the_check_can_fail():
 
 def test_model_fits_in_the_repository():
     assert (ROOT / "demo" / "shapes-flux" / "diffusion_pytorch_model.safetensors").stat().st_size <= 20e6
+
+
+def test_the_page_about_drift_says_what_its_numbers_say():
+    """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's are an error."""
+    drift, page = runpy.run_path(str(ROOT / "benchmarks/drift.py")), (ROOT / "docs/drift.md").read_text()
+    table = drift["table_in"](page)
+    assert drift["text"](table) == page
+    assert "better in 12 of 12" in drift["conclusion"](table) and "loses" in drift["conclusion"](table)
+    won = "\n".join(line for line in table.splitlines() if "| 1 |" not in line)
+    with pytest.raises(AssertionError, match="should be extrapolate"):
+        drift["conclusion"](won)
