@@ -61,7 +61,7 @@ FURTHER = {
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the
 #: attention of random weights sharp and float32 rounding large. After the first step ComfyUI's latent is 4.9e-5 from one computed in float64, ours 2.7e-5.
 TOLERANCES = {"krea2": 2e-4}
-CASES = sorted(path.stem for path in GOLDEN.glob("*__*.safetensors") if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux"))
+CASES = sorted(path.stem for path in GOLDEN.glob("*__*.safetensors") if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux-dev"))
 
 
 def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:

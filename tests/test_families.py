@@ -20,7 +20,7 @@ from backend.parallel.tensor import Shard
 from backend.schedule import DiscreteSchedule
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from safetensors.torch import save_file
-from tiny import error_in_std, relative, write_checkpoint
+from tiny import error_in_std, is_known_distance, relative, write_checkpoint
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -31,7 +31,8 @@ def test_golden_case(name, tmp_path):
     sample, latent = golden(name)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    assert error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent) <= TOLERANCES.get(family, 1e-4)
+    error = error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
+    assert error <= TOLERANCES.get(family, 1e-4) and is_known_distance(name, error)
 
 
 def test_a_preview_stays_as_it_was(tmp_path):

@@ -5,7 +5,7 @@ from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
-from tiny import FLUX_CASES, error_in_std, golden_request, to_vae_units, write_checkpoint
+from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to_vae_units, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -20,4 +20,5 @@ def test_flux_case(engine, case):
     sample, golden = golden_request(case)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    assert error_in_std(to_vae_units(samples), golden) <= 1e-4
+    error = error_in_std(to_vae_units(samples), golden)
+    assert error <= 1e-4 and is_known_distance(f"flux-dev__{case}", error)

@@ -1,0 +1,52 @@
+"""How far one process is from every golden latent, in its standard deviations, on this machine: writes tests/golden_distances.json, which
+scripts/families_table.py puts into the README and the tests hold to a factor of ten (another machine rounds in another order).
+
+    python scripts/golden_distances.py [--all]      # new cases alone without --all
+"""
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
+from backend import mesh
+from backend.config import ParallelConfig
+from backend.denoise import Callbacks
+from backend.engine import Engine
+from families import CASES, golden, to_vae_units
+from tiny import FLUX_CASES, error_in_std, golden_request, write_checkpoint
+
+DISTANCES = ROOT / "tests/golden_distances.json"
+
+
+def distance(name: str, folder: Path) -> float:
+    """Of the case FAMILY__CASE."""
+    (family, case), engine = name.split("__"), Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(folder / f"{family}.safetensors", family)), "default")
+    sample, latent = golden_request(case) if family == "flux-dev" else golden(name)
+    samples, _ = engine.sample(sample, Callbacks())
+    return error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
+
+
+def rounded_up(x: float) -> float:
+    """To one digit."""
+    unit = 10.0 ** math.floor(math.log10(x))
+    return float(f"{math.ceil(x / unit) * unit:.0e}")
+
+
+def main():
+    torch.set_num_threads(1)
+    names = sorted([*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES)])
+    known = {} if "--all" in sys.argv[1:] else json.loads(DISTANCES.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: known.get(name) or rounded_up(distance(name, Path(folder))) for name in names}
+    DISTANCES.write_text(json.dumps(found, indent=1) + "\n")
+    print(DISTANCES.read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()
