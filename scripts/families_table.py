@@ -17,16 +17,17 @@ from backend import models
 from backend.models.spec import Family
 
 README, BEGIN, END = ROOT / "README.md", "<!-- families: made by scripts/families_table.py -->\n", "<!-- end of families -->\n"
-HEAD = ("model", "transformer in diffusers", "files", "CFG, data", "Ulysses, ring, PipeFusion", "tensor parallel", "golden files that hold it")
+HEAD = ("model", "transformer in diffusers", "files", "CFG, data", "Ulysses, ring, PipeFusion", "tensor parallel", "golden latents that hold it (distance)")
 
 
 def golden_files() -> dict[str, list[str]]:
-    """Family -> names of the golden files (tests/golden) whose checkpoint it is."""
+    """Family -> names of the golden files (tests/golden) whose checkpoint it is, and how far the farthest of their latents is (golden_distances.json)."""
     found: dict[str, list[str]] = {}
+    distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
     for path in sorted((ROOT / "tests/golden").glob("*.json")):
         shapes = json.loads(path.read_text())["shapes"]
         name = next((family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None), None)
-        found.setdefault(name, []).append(path.stem)
+        found.setdefault(name, []).append(f"{path.stem} ({max(distance for case, distance in distances.items() if case.split('__')[0] == path.stem):.0e})")
     return found
 
 
