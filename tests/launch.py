@@ -4,6 +4,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 from functools import cache
 from multiprocessing import forkserver
@@ -46,11 +47,17 @@ def fork_server():
 
 
 def _rank(rank: int, program: str, world: int, port: int, folder: Path, arguments: tuple):
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     importlib.import_module(program).main(*arguments)
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _output(folder: Path) -> str:
