@@ -14,6 +14,9 @@ from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.models.fallback import family
+from backend.tokens import TokenGrid
+from diffusers import OvisImagePipeline
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 from fallback_models import CONFIGS, CUT, configuration, request, write
 from tiny import relative
 
@@ -109,11 +112,27 @@ def test_rows_that_cannot_be_cut_are_refused_and_cfg_is_not(tmp_path):
     ("DiTTransformer2DModel", dict(sample_size=16, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8), "a trial of it failed"),
     ("AllegroTransformer3DModel", dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=24, sample_width=16, sample_height=16, sample_frames=8, caption_channels=24), "its pipeline computes 'image_rotary_emb'"),
     ("PRXTransformer2DModel", dict(patch_size=2, in_channels=4, context_in_dim=24, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]), "nothing tells whether it counts to 1 or to 1000"),
+    ("BriaTransformer2DModel", dict(in_channels=16, num_layers=1, num_single_layers=1), "its pipeline computes 'img_ids'"),
     ("OmniGenTransformer2DModel", {}, "its forward needs 'input_ids'")])
 def test_classes_that_cannot_be_filled(name, config, says, monkeypatch):
     monkeypatch.setitem(CONFIGS, name, config)
     with pytest.raises(UnsupportedError, match=says):
         recognised(name)
+
+
+#: Of small transformers with Flux's arguments.
+PACKED = dict(patch_size=1, in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24, axes_dims_rope=[4, 4, 8])
+
+
+@pytest.mark.parametrize("name, text, picture", [
+    ("LongCatImageTransformer2DModel", prepare_pos_ids(0, "text", num_token=9), prepare_pos_ids(1, "image", (9, 9), height=3, width=5)),
+    ("OvisImageTransformer2DModel", prepare_pos_ids(0, "text", num_token=9), OvisImagePipeline._prepare_latent_image_ids(1, 3, 5, "cpu", torch.float32))])
+def test_positions_are_the_pipelines(name, text, picture, monkeypatch):
+    """In float32, whatever the latent's type: half precision would round those behind a long prompt."""
+    monkeypatch.setitem(CONFIGS, name, PACKED | {"LongCat": {"pooled_projection_dim": 24}, "Ovis": {"out_channels": 16}}.get(name.partition("Image")[0], {}))
+    found = recognised(name)
+    arguments = found.forward_args({}, TokenGrid((4, 6, 10), found.patch({})), torch.zeros(1, 4, 6, 10, dtype=torch.bfloat16), torch.tensor(0.5), {"c_crossattn": torch.zeros(1, 9, 24)})
+    assert arguments["txt_ids"].equal(text.float()) and arguments["img_ids"].equal(picture.float())
 
 
 def test_what_the_output_means_comes_from_the_scheduler():

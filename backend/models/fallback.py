@@ -29,6 +29,10 @@ WIDTHS = {
 }
 #: Parameter of a forward -> ComfyUI's name of what fills it.
 CONDITIONING = {"encoder_hidden_states": "c_crossattn", "pooled_projections": "y", "guidance": "guidance", "encoder_attention_mask": "attention_mask"}
+#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand behind it), which its forward does not tell.
+POSITIONS = {
+    "FluxTransformer2DModel": (False, False), "ChromaTransformer2DModel": (False, False), "OvisImageTransformer2DModel": (True, False),
+    "LongCatImageTransformer2DModel": (True, True)}
 #: Pixels of a latent cell's side, for classes that want the picture's size.
 PIXELS = 8
 #: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells what it counts.
@@ -38,7 +42,7 @@ PROBES = (((6, 5), 7), ((6, 7), 11))
 @dataclass(frozen=True)
 class Inputs:
     """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the latent has a time axis; scale: of sigma to its timestep;
-    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler)."""
+    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler); counts, behind: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -46,6 +50,8 @@ class Inputs:
     scale: float = 1.0
     guided: bool = False
     inverted: bool = False
+    counts: bool = False
+    behind: bool = False
 
     def __call__(self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> dict:
         """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
@@ -57,8 +63,8 @@ class Inputs:
             "pooled_projections": lambda: cond["y"],
             "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
             "encoder_attention_mask": lambda: cond.get("attention_mask", torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device)),
-            "img_ids": lambda: _positions(grid, latent),
-            "txt_ids": lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3),
+            "img_ids": lambda: _positions(grid, latent.device, cond["c_crossattn"].shape[1] if self.behind else 0),
+            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
             "original_size": lambda: _pixels(grid, latent), "target_size": lambda: _pixels(grid, latent), "crop_coords": lambda: latent.new_zeros(batch, 2),
             "num_frames": lambda: grid.counts[0], "height": lambda: grid.counts[1], "width": lambda: grid.counts[2],
         }
@@ -69,9 +75,15 @@ class Inputs:
 FILLABLE = ("hidden_states", "timestep", "img_ids", "txt_ids", "original_size", "target_size", "crop_coords", "num_frames", "height", "width", *CONDITIONING)
 
 
-def _positions(grid, latent):
-    y, x = torch.meshgrid(*(torch.arange(count, device=latent.device) for count in grid.counts[1:]), indexing="ij")
-    return torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3).to(latent.dtype)
+def _positions(grid, device, start):
+    """(tokens, 3) of (kind, y, x); ``start``: rows of text in front."""
+    y, x = torch.meshgrid(*(torch.arange(start, start + count, device=device, dtype=torch.float32) for count in grid.counts[1:]), indexing="ij")
+    return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
+
+
+def _text_positions(text, counts):
+    rows = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
+    return torch.cat([torch.zeros_like(rows), rows, rows], dim=1)
 
 
 def _pixels(grid, latent):
@@ -143,7 +155,10 @@ def _inputs(cls, config) -> Inputs:
     names = tuple(p.name for p in parameters if p.name in FILLABLE)
     if "hidden_states" not in names or "timestep" not in names:
         raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and its forward takes no hidden_states and timestep; it is no denoiser of latents.")
-    return Inputs(names, packed="img_ids" in names, video=is_video(cls), guided=bool(config.get("guidance_embeds")))
+    if "img_ids" in names and cls.__name__ not in POSITIONS:
+        raise UnsupportedError(f"the transformer class {cls.__name__} has no family file, and cannot run without one: its pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to add a family.")
+    counts, behind = POSITIONS.get(cls.__name__, (False, False))
+    return Inputs(names, packed="img_ids" in names, video=is_video(cls), guided=bool(config.get("guidance_embeds")), counts=counts, behind=behind)
 
 
 def is_video(cls: type) -> bool:
