@@ -43,6 +43,7 @@ def check_sample(sample: Sample, config: ParallelConfig, family: Family, model_c
     """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
     _check_settings(sample, config, dtype, device)
     _check_tensors(sample, family, model_config)
+    config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
     _check_prompts(sample)
     for branch in names(sample):

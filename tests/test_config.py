@@ -70,3 +70,9 @@ def test_batch_smaller_than_the_replicas():
     with pytest.raises(ConfigError, match="batch is 1"):
         ParallelConfig(data_parallel_degree=2).check_batch(1)
     ParallelConfig(data_parallel_degree=2).check_batch(3)
+
+
+def test_schemes_of_more_dimensions_are_refused_by_name():
+    for scheme in ("2.5d", "3d"):
+        with pytest.raises(ConfigError, match=f"split_scheme {scheme} is not offered: .*choose one of megatron"):
+            ParallelConfig(tensor_parallel_degree=8, split_scheme=scheme).validate()

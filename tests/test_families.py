@@ -9,7 +9,7 @@ import pytest
 import torch
 from backend import memo, mesh, request, runner
 from backend.checks import check_sample
-from backend.config import ParallelConfig
+from backend.config import ConfigError, ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
@@ -149,6 +149,12 @@ def test_refusals_name_the_remedy(family, change, words, tmp_path):
         check_sample(replace(sample, tensors=tensors), ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
 
 
+def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")))
+    with pytest.raises(ConfigError, match="data_parallel_degree is 2 but the latent's batch is 1"):
+        check_sample(golden("sd3__euler_simple")[0], ParallelConfig(data_parallel_degree=2), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("family, shapes, words", [
     ("minimax-h3", [], "make them with the model's own"),
     ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
@@ -188,6 +194,21 @@ def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, mo
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
     assert memo.COMPUTED == {kind: 2 * count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count}
+
+
+@pytest.mark.parametrize("family, layers, before", [("wan21-t2v", 2, 0), ("pixart-sigma", 2, 0), ("ltxv", 2, 0), ("hunyuan-dit", 2, 0), ("sana", 2, 1), ("ltx2", 4, 2)])
+def test_keys_and_values_of_the_prompt_are_computed_once_a_request(family, layers, before, tmp_path, monkeypatch):
+    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and patches; and the latent is the one without memory."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    model = engine.models["tiny"]
+    sample = replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2)
+    samples, _ = engine.sample(sample, Callbacks())
+    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.block_lists)
+    assert memo.COMPUTED["prompt"] == 2 * (blocks * layers + before)
+    remembered = memo.Memo.forward
+    monkeypatch.setattr(memo.Memo, "forward", lambda self, *arguments: (self.layer if self.kind == "prompt" else remembered.__get__(self))(*arguments))
+    assert engine.sample(sample, Callbacks())[0].equal(samples)
 
 
 @pytest.mark.parametrize("family, kept", [("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")), ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),

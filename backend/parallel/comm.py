@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..mesh import Axis
 
-#: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, pipeline, outputs).
+#: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg, outputs, modulation, sums, surroundings).
 SENT: Counter[str] = Counter()
 
 
