@@ -32,7 +32,7 @@ from backend.models.fallback import is_video
 from backend.protocol import Sample
 
 METHODS = [dict(cfg_degree=2), dict(data_parallel_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(tensor_parallel_degree=2, split_scheme="row"),
-           dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)]
+           dict(tensor_parallel_degree=2, split_scheme="column"), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)]
 #: Largest relative difference of exact methods (float32), and what stale keys and values may do to random weights in a few steps.
 EXACT, STALE = 1e-5, 0.25
 #: Facts of a family that say how blocks are taken apart.

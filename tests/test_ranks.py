@@ -1,9 +1,16 @@
 """Every combination of degrees against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
 
+import math
+import re
+
 import pytest
 from launch import run_ranks
 from loras import write_mixed
 from tiny import facts, write_checkpoint
+
+
+#: Bytes of the tiny checkpoint's tensors.
+WEIGHTS = 4 * sum(map(math.prod, facts("flux-dev")["shapes"].values()))
 
 
 @pytest.fixture(scope="session")
@@ -50,28 +57,39 @@ def test_pipefusion_drifts_a_little(rows):
     assert stale and all(1e-6 < row["relative"] < DRIFT[row["variant"]] for row in stale)
 
 
+def test_stale_ranks_compute_what_one_process_does_in_their_order(rows):
+    """Which rows are fresh, and which stale, is as in benchmarks/drift.py's simulation, for every solver: so docs/drift.md holds for ranks."""
+    stale = [row for row in rows if row["variant"].startswith("stale")]
+    assert stale and not [row for row in stale if row["simulated"] > 1e-5]
+
+
 def test_ranks_send_what_describe_says(rows):
-    """Counted bytes of every mechanism, at most 2 % off (synchronous steps share rows among ranks a little differently than patches do)."""
+    """Counted bytes of every mechanism on every rank, at most 2 % off (synchronous steps share rows among ranks a little differently than patches do)."""
     compared = [row for row in rows if row["described"] is not None]
-    wrong = [(row["config"], row["variant"], row["bytes_sent"], row["described"]) for row in compared
-             if row["bytes_sent"].keys() != row["described"].keys()
-             or any(abs(sent - row["described"][name]) > 0.02 * sent for name, sent in row["bytes_sent"].items())]
+    wrong = [(row["config"], row["variant"], rank, sent, told) for row in compared for rank, (sent, told) in enumerate(zip(row["sent"], row["described"], strict=True))
+             if sent.keys() != told.keys() or any(abs(size - told[name]) > 0.02 * size for name, size in sent.items())]
     assert compared and not wrong
 
 
-def test_stages_read_their_part(rows):
+def part_of_weights(row) -> float:
+    """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), all that is in no block, and under megatron all modulation of its blocks."""
+    shapes = facts("flux-dev")["shapes"]
+    part = lambda *words: sum(math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words)) / sum(map(math.prod, shapes.values()))
+    degrees = {name: int(degree) for name, degree in re.findall(r"(\w+) (\d+)", row["config"])}
+    stages, pieces = degrees.get("pipefusion_degree", 1), degrees.get("tensor_parallel_degree", 1)
+    blocks, modulation = part("blocks."), part("mod.", "modulation.")
+    whole = modulation if row["scheme"] == "megatron" else 0.0
+    return min(1.1 * ((blocks - whole) / pieces + whole) / stages + 1 - blocks, 0.55 if stages == 2 else 1.0)
+
+
+def test_ranks_read_their_part(rows):
     """A stage reads its own blocks, its share of the modulation and the shared layers; a tensor-parallel rank its pieces, and modulation whole."""
-    rows = [row for row in rows if not row["kept"]]
-    cuts = ("pipefusion_degree", "tensor_parallel_degree")
-    whole = {row["bytes_read"] for row in rows if not any(axis in row["config"] for axis in cuts)}
-    stages = {row["bytes_read"] for row in rows if "pipefusion_degree" in row["config"]}
-    pieces = {row["bytes_read"] for row in rows if "tensor_parallel_degree" in row["config"]}
-    full = max(whole, default=71_497_984)
-    assert len(whole) <= 1 and max(stages) <= 0.55 * full and max(pieces) < 0.75 * full
+    read = [(row["config"], row["scheme"], row["bytes_read"] / WEIGHTS, part_of_weights(row)) for row in rows if not row["kept"]]
+    assert read and not [each for each in read if each[2] > each[3]]
 
 
 #: World size -> configurations into which ranks change without reading weights, of those that matrix.py changes into one after the other.
-KEPT = {2: 0, 3: 2, 4: 13, 8: 6}
+KEPT = {2: 0, 3: 2, 4: 13, 8: 5}
 
 
 def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):

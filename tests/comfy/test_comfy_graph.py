@@ -74,6 +74,19 @@ def test_same_latent_as_ksampler(comfy, case, sampler):
     assert run.steps[-1][0] == run.steps[-1][1] and run.previews > 0
 
 
+@pytest.mark.parametrize("case, config", [
+    ("euler_simple", {"ring_degree": 2}),
+    ("batch2", {"data_parallel_degree": 2}),
+    ("euler_simple", {"ulysses_degree": 2, "shard_weights": True}),
+    ("euler_simple", {"cfg_degree": 2, "offload_modulation": True}),
+    ("euler_simple", {"tensor_parallel_degree": 2}),
+    ("euler_simple", {"tensor_parallel_degree": 2, "split_scheme": "row"}),
+    ("euler_simple", {"pipefusion_degree": 2, "num_pipeline_patch": 1, "attn_layer_num_for_pp": "5,7"}),
+], ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_every_way_to_use_ranks_from_the_graph(comfy, case, config):
+    assert error_of(comfy.run(graph(case, config={"device": "cpu", **config}))) < 1e-4
+
+
 def test_custom_sampler(comfy):
     """Another's noise and noise levels; both outputs are the golden latent, since the schedule ends at 0."""
     prompt = graph()

@@ -80,9 +80,6 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
             node["class_type"], node["inputs"] = replaced[node["class_type"]]
         if not inputs.get("model_name", ".safetensors").endswith(".safetensors"):  # a folder of diffusers
             inputs["model_name"] += ".safetensors"
-    config, = nodes_of(graph, "ParallelConfig")
-    if config["inputs"].get("cfg_degree") == 2:
-        config["inputs"] |= {"ulysses_degree": 1, "pipefusion_degree": 1}
     return graph
 
 
@@ -133,13 +130,13 @@ def test_demo_makes_a_picture(comfy, config):
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(picture[16:20], "big") == 256
 
 
-def cfg_degree(name: str) -> int:
+def degrees(name: str) -> list:
     """Workflows with the same ranks follow each other, so that the ranks start once."""
     config, = nodes_of(read(name), "ParallelConfig")
-    return config["inputs"].get("cfg_degree", 1)
+    return sorted((key, value) for key, value in config["inputs"].items() if key.endswith("_degree"))
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"demo"}, key=lambda name: (cfg_degree(name), name)))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"demo"}, key=lambda name: (degrees(name), name)))
 def test_workflow_makes_a_picture(comfy, files, name):
     family = family_of(name)
     graph = stand_in(read(name), family, scale=SCALES.get(family, 64 if "_edit" in name else 8))

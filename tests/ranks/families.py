@@ -20,7 +20,7 @@ from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.models import FAMILIES
 from backend.protocol import Sample
-from families import golden, model_call
+from families import LATENT_FORMATS, golden, model_call
 from safetensors.torch import load_file, save_file
 from tiny import relative
 
@@ -32,6 +32,8 @@ STEPS, MASKED = 2, 5
 CALLED = 3
 #: Attention heads of the tiny checkpoints that have fewer than four.
 HEADS = {"kandinsky5-image": 2}
+#: Other ways to cut matrices: one call of the model each.
+SCHEMES = {2: ("row", "column"), 4: ("2d",)}
 CONFIGURATIONS = {
     2: [dict(ulysses_degree=2), dict(cfg_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)],
     4: [dict(tensor_parallel_degree=2, ulysses_degree=2), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2), dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2)],
@@ -55,6 +57,8 @@ def load(engine: Engine, family: str, folder: str):
 
 def run(engine: Engine, family: str):
     sample = request(family, engine.config)
+    if engine.config.split_scheme != "megatron":
+        return None, called(engine, family, sample)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
     return samples.contiguous(), called(engine, family, sample)       # latents cropped of their padding are views, which gloo does not broadcast
@@ -86,24 +90,27 @@ def main(folder: str, families: str, out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     single, cases = Engine(ParallelConfig(), mesh.single()), families.split()
     references = {family: reference(single, family, folder) for family in cases[rank::world]}
-    meshes = [(config, mesh.build(config, "cpu")) for config in (ParallelConfig(**degrees) for degrees in CONFIGURATIONS[world])]
+    schemes = [dict(tensor_parallel_degree=world, split_scheme=scheme) for scheme in SCHEMES[world]]
+    meshes = [(config, mesh.build(config, "cpu")) for config in (ParallelConfig(**degrees) for degrees in [*CONFIGURATIONS[world], *schemes])]
     engine, rows = Engine(*meshes[0]), []
     for i, family in enumerate(cases):
         for config, groups in meshes:
-            if config.tensor_parallel_degree * config.ulysses_degree > HEADS.get(family, 4):
+            megatron = config.split_scheme == "megatron"
+            if config.tensor_parallel_degree * config.ulysses_degree > HEADS.get(family, 4) if megatron else family not in LATENT_FORMATS:
                 continue
             started = time.perf_counter()
             engine.rearrange(config, groups)
             if family not in engine.models:
                 load(engine, family, folder)
             samples, output = run(engine, family)
-            dist.broadcast(samples, 0)                          # ranks share the work of the references
+            if megatron:
+                dist.broadcast(samples, 0)                      # ranks share the work of the references
             dist.broadcast(output, 0)
             if i % world == rank:
                 wanted = references[family]
                 rows.append(dict(
-                    family=family, config=config.product, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1, bytes_read=engine.models[family].bytes_read,
-                    relative=relative(samples, wanted[0]), called=relative(output, wanted[1]), seconds=time.perf_counter() - started))
+                    family=family, config=config.product, scheme=config.split_scheme, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1, bytes_read=engine.models[family].bytes_read,
+                    relative=relative(samples, wanted[0]) if megatron else 0.0, called=relative(output, wanted[1]), seconds=time.perf_counter() - started))
         engine.unload(family)
     everyone = [None] * world
     dist.all_gather_object(everyone, rows)

@@ -7,7 +7,9 @@ import gc
 import itertools
 import json
 import os
+from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,32 +32,48 @@ SHORT = 4
 
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
-#: Positive and negative prompts of different lengths.
-SHORT_NEGATIVE = "negative of 7 rows"
+#: Positive and negative prompts of different lengths, one of them shorter than any group.
+SHORT_NEGATIVE = "negative of 1 row"
+#: A solver that reads the negative prediction by itself, which comes from another rank under CFG.
+CFG_PP = "euler_cfg_pp"
+#: Every solver, and a mask, with stale keys and values.
+STALE_SOLVERS = "stale, every solver"
 #: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early.
 MIXED = "mixed prompts"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
+#: A batch of which 2 and 4 replicas have equal parts, so that describe() can be held to what is counted.
+EVEN_BATCH = "batch of 4"
+#: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
+COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 #: With LoRAs of every kind in the weights.
 LORA = "LoRA"
 #: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share evenly.
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
+#: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
+OF_EIGHT = (
+    (1, 2, 2, 2, 1, 1), (1, 4, 1, 2, 1, 1), (1, 2, 4, 1, 1, 1), (2, 4, 1, 1, 1, 1), (2, 2, 2, 1, 1, 1), (2, 1, 2, 2, 1, 1),
+    (1, 1, 4, 2, 1, 1), (1, 2, 2, 1, 1, 2), (1, 2, 1, 2, 1, 2), (2, 1, 2, 1, 1, 2), (2, 2, 1, 1, 2, 1), (1, 1, 2, 2, 2, 1), (1, 2, 1, 1, 2, 2))
 
 
 def configurations(world: int) -> list[ParallelConfig]:
-    """Every combination of degrees that fills ``world`` ranks (a chosen dozen of 8), and the other ways to hold weights."""
+    """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold weights."""
+    if world == 8:
+        found = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in OF_EIGHT]
+        found += [ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", **{axis: 2}) for axis in ("cfg_degree", "ulysses_degree", "pipefusion_degree")]
+        return in_order(found)
     sizes = [[d for d in range(1, world + 1) if world % d == 0 and (axis != "cfg_degree" or d <= 2) and (axis != "tensor_parallel_degree" or 8 % d == 0)] for axis in AXES]
     products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
     found = [config for config in products if config.world_size == world]
-    if world == 8:
-        found = [config for config in found if sum(degree > 1 for degree in config.degrees.values()) == 3][::2][:12]
-    found.sort(key=lambda config: (config.tensor_parallel_degree, config.pipefusion_degree, config.sp_degree))     # those of the same weights behind each other
-    if world == 8:
-        return found
     schemes = [ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme) for scheme in ("row", "column", "2d")]
     sharded = [replace(config, shard_weights=True) for config in found
                if config.pipefusion_degree == config.tensor_parallel_degree == 1 and config.sp_degree * config.data_parallel_degree > 1]
-    return found + schemes + sharded
+    return in_order(found) + schemes + sharded
+
+
+def in_order(configs: list[ParallelConfig]) -> list[ParallelConfig]:
+    """Those of the same weights behind each other."""
+    return sorted(configs, key=lambda config: (config.split_scheme, config.tensor_parallel_degree, config.pipefusion_degree, config.sp_degree))
 
 
 def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
@@ -66,31 +84,37 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
              ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1, stale_kv="extrapolate", warmup_steps=2))]
     if config.world_size == 2 or config.sp_degree > 1:
         found += [("all warm-up", replace(config, warmup_steps=STEPS)), ("stale", config)]
-    return found
+    return found + [(STALE_SOLVERS, config)] * (config.world_size == 2)
 
 
 def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
     """Golden cases to run: all on two ranks of CFG and USP; one or two of them elsewhere, which share the same code."""
     if config.data_parallel_degree > 1:
-        return [UNEVEN_BATCH]
+        return [UNEVEN_BATCH] + [EVEN_BATCH] * (4 % config.data_parallel_degree == 0)
+    if variant == STALE_SOLVERS:
+        return [*FLUX_CASES, CFG_PP]
     if world in (3, 8):                                     # what solvers and prompts need is shown on 2 and 4
         return ["size20x12"] if world == 8 or variant != "exact" else ["size20x12", "euler_ancestral_simple"]
     if world == 2 and variant == "exact" and (config.cfg_degree == 2 or config.sp_degree == 2) and not config.shard_weights:
-        return [*FLUX_CASES, SHORT_NEGATIVE, MIXED] if config.ulysses_degree == 2 else [SHORT_NEGATIVE, MIXED] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+        return [*FLUX_CASES, CFG_PP, SHORT_NEGATIVE, MIXED] if config.ulysses_degree == 2 else [CFG_PP, SHORT_NEGATIVE, MIXED] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
     if config.cfg_degree == 2 or variant != "exact":
         return ["size20x12", MIXED] if variant.startswith("stale") else ["size20x12", SHORT_NEGATIVE, MIXED]
-    return ["size20x12", "euler_ancestral_simple"]
+    return ["size20x12", "euler_ancestral_simple"] + [SHORT_NEGATIVE] * (config.sp_degree > 1)
 
 
 def request_of(case: str):
     """The request of a case, and the golden latent where there is one."""
     if case == UNEVEN_BATCH:
         return shortened(batch_request(5), SHORT), None
+    if case == EVEN_BATCH:
+        return batch_request(4, "size20x12"), None
     if case == MIXED:
         return mixed_prompts(), None
     if case == SHORT_NEGATIVE:
         sample, _ = golden_request("euler_simple")
-        return shortened(replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :7]}), SHORT), None
+        return shortened(replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]}), SHORT), None
+    if case == CFG_PP:
+        return shortened(replace(golden_request("euler_simple")[0], sampler=case), SHORT), None
     if case == LORA:
         return shortened(batch_request(2), 2), None
     return golden_request(case)
@@ -128,11 +152,14 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
     return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
 
 
+def asked(config: ParallelConfig, case: str, model: str = "tiny"):
+    """The request of a case with a configuration's patches."""
+    return replace(request_of(case)[0], model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
+
+
 def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
-    sample, golden = request_of(case)
-    sample = replace(sample, model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
+    sample, golden, last = asked(config, case, model), request_of(case)[1], []
     engine.check_sample(sample)
-    last = []
     samples, stats = engine.sample(replace(sample, denoised=True), Callbacks(on_denoised=last.append))
     return (samples, {**stats, "denoised": last[0]}), golden
 
@@ -147,18 +174,26 @@ def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
     """Rows of the table for the model calls, which have no variants."""
     found = []
     for case in CALLS if engine.config.world_size == 2 else list(CALLS)[-1:]:
-        output, stats = call(engine, case)
+        output, _ = call(engine, case)
         if reference:
             found.append({
                 "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": "model call", "case": case,
-                "relative": relative(output, reference(case)), "golden": 0.0, "bytes_sent": stats["bytes_sent"], "described": None, "bytes_read": engine.models["tiny"].bytes_read})
+                "relative": relative(output, reference(case)), "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read})
     return found
 
 
-def described(engine: Engine, config: ParallelConfig, checkpoint: str) -> dict[str, int]:
-    """What describe() says that rank 0 sends in the six model calls of the case size20x12 (60 image rows, 12 text rows)."""
-    plan = describe(config, engine.check_load(checkpoint, "default"), 60, 12)[0]
-    return {mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}
+def described(engine: Engine, config: ParallelConfig, checkpoint: str, batch: int) -> list[dict[str, int]]:
+    """What describe() says that every rank sends in the six steps of 60 image and 12 text rows."""
+    plans = describe(config, engine.check_load(checkpoint, "default"), 60, 12, batch)
+    replicas = config.data_parallel_degree          # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
+    once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
+    return [dict(Counter({mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) for plan in plans]
+
+
+def of_all_ranks(value) -> list:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 class SingleProcess:
@@ -179,6 +214,20 @@ class SingleProcess:
         if case in CALLS:
             return call(self.engine, case)[0]
         return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
+
+    @cached_property
+    def pipeline(self) -> Engine:
+        """This process computing patches in a pipeline's order, with what is fresh and what is stale there."""
+        engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+        engine.load("tiny", self.checkpoint, "default")
+        return engine
+
+    def stale(self, config: ParallelConfig, case: str) -> torch.Tensor:
+        """The latent of a case under the staleness of ``config``'s pipeline."""
+        key = (case, config.patches, config.warmup_steps, config.stale_kv)
+        if key not in self.results:
+            self.results[key] = self.pipeline.sample(asked(replace(config, num_pipeline_patch=config.patches), case), Callbacks())[0]
+        return self.results[key]
 
 
 def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> tuple[Engine, bool]:
@@ -208,19 +257,20 @@ def main(checkpoint: str, out: str):
                 if config.cfg_degree == 2 and "negative.y" not in request_of(case)[0].tensors:
                     continue
                 (samples, stats), golden = run(engine, variant, case)
+                counted = case in COUNTED and name not in UNDESCRIBED
+                sent = of_all_ranks(stats["bytes_sent"]) if counted else None
                 if rank == 0:
                     rows.append({
                         "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
-                        "variant": name, "case": case, "relative": relative(samples, reference(case)),
-                        "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "bytes_sent": stats["bytes_sent"],
-                        "described": described(engine, variant, checkpoint) if case == "size20x12" and name != "all warm-up" else None, "bytes_read": engine.models["tiny"].bytes_read})
+                        "variant": name, "case": case, "relative": relative(samples, reference(case)), "simulated": relative(samples, reference.stale(variant, case)) if name.startswith("stale") else None,
+                        "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "sent": sent,
+                        "described": described(engine, variant, checkpoint, len(samples)) if counted else None, "bytes_read": engine.models["tiny"].bytes_read})
         if has_lora_case(world, config):
             samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
-            everyone = [None] * world
-            dist.all_gather_object(everyone, restored)
+            everyone = of_all_ranks(restored)
             if rank == 0:
                 rows.append({"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
-                             "golden": 0.0, "bytes_sent": {}, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
+                             "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
         rows += called(engine, config, reference)
         for row in rows:
             row.setdefault("kept", kept)            # of this configuration's
