@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import pack                                     # noqa: F401, it makes parallel_dit importable
 import psutil
+import report
 import torch
 import torch.distributed as dist
 from parallel_dit.backend.config import ParallelConfig
@@ -45,6 +46,7 @@ def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
     result.add_argument("--quick", action="store_true", help="one round of few steps: shows that it runs, measures little")
     result.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
     result.add_argument("--patience", type=float, default=60.0, help="longest wait in seconds for other processes to be quiet, before each round")
+    result.add_argument("--out", default=str(report.OUT), help="folder for the numbers and the chart (output/benchmarks)")
     result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants one GPU for each rank")
     return result
 

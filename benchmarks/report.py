@@ -11,6 +11,7 @@ import psutil
 import torch
 from PIL import Image, ImageDraw
 
+#: Where reports go unless --out says otherwise.
 OUT = Path(__file__).resolve().parents[1] / "output" / "benchmarks"
 ROW, LEFT, WIDTH = 26, 300, 900
 INK, BAR, GOAL = "#222222", "#4477aa", "#cc3311"
@@ -44,12 +45,13 @@ def table(header: list[str], rows: list[list[str]]):
 
 
 def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
-    """Write NAME.json with ``facts`` and the versions, and NAME.png with the bars; say where."""
-    OUT.mkdir(parents=True, exist_ok=True)
+    """Write NAME.json with ``facts`` (of which ``options`` holds the folder) and the versions, and NAME.png with the bars; say where."""
+    out = Path(facts["options"]["out"])
+    out.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__, "cores": psutil.cpu_count()}
-    (OUT / f"{name}.json").write_text(json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1))
-    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(OUT / f"{name}.png", f"{title} ({unit})", bars)
-    print(f"wrote {OUT / name}.json and .png")
+    (out / f"{name}.json").write_text(json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1))
+    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(out / f"{name}.png", f"{title} ({unit})", bars)
+    print(f"wrote {out / name}.json and .png")
 
 
 def _has_matplotlib() -> bool:
