@@ -9,7 +9,7 @@ from comfy_server import PACK
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import GOLDEN, facts, weights_module
-from versions import skip_without
+from versions import skip_without, skip_without_nodes
 
 NAMES = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 #: Loaders that would read gigabytes -> what stands in for them.
@@ -141,7 +141,7 @@ def test_workflow_makes_a_picture(comfy, files, name):
     family = family_of(name)
     graph = stand_in(read(name), family, scale=SCALES.get(family, 64 if "_edit" in name else 8))
     files(graph, family)
-    skip_without({node["class_type"] for node in graph.values()} - comfy.get("/object_info").keys())
+    skip_without_nodes(graph, comfy.get("/object_info"))
     run = comfy.run(graph)
     skip_without(re.findall(r"this ComfyUI has no (\w+)", run.message))
     assert run.status == "success", run.message or run.node_errors

@@ -16,6 +16,13 @@ def skip_without(missing):
         pytest.skip(f"ComfyUI {version} has no {', '.join(sorted(missing))}")
 
 
+def skip_without_nodes(prompt: dict, known: dict):
+    """The same for the nodes of an API graph and their inputs, beside ``known``, ComfyUI's /object_info."""
+    used = [(node["class_type"], name) for node in prompt.values() for name in node["inputs"]]
+    has = lambda kind, name: any(name in known[kind]["input"].get(part, {}) for part in ("required", "optional"))
+    skip_without({kind for kind, _ in used if kind not in known} | {f"input {name} of {kind}" for kind, name in used if kind in known and not has(kind, name)})
+
+
 def skip_without_class(name: str):
     """The same for a class of comfy.supported_models, or one of the pack's own."""
     import comfy.supported_models
