@@ -15,7 +15,7 @@ from parallel_dit.backend.protocol import BackendError, Ping, RefusedError
 from parallel_dit.nodes import backends
 from safetensors.torch import load_file
 from tiny import GOLDEN, facts, weights_module, write_checkpoint
-from versions import skip_without_class
+from versions import skip_without, skip_without_class
 
 with comfy_modules():
     import comfy.hooks
@@ -54,6 +54,7 @@ class Pair:
     def __init__(self, name: str, folder):
         wanted = facts(name)
         skip_without_class(wanted["comfy_class"])
+        skip_without(["LTX-2 with its connectors, nor 2.3"] if name.startswith("ltx2") else [])
         state = weights_module().state_dict(wanted["shapes"])
         # ComfyUI detects what it can, and takes some widths for those of the released sizes
         config = getattr(comfy.supported_models, wanted["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]})
