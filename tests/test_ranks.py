@@ -6,7 +6,9 @@ import re
 import pytest
 from launch import run_ranks
 from loras import write_mixed
-from tiny import facts, write_checkpoint
+from quantized import legacy_fp8
+from safetensors.torch import save_file
+from tiny import facts, weights_module, write_checkpoint
 
 
 #: Bytes of the tiny checkpoint's tensors.
@@ -17,6 +19,7 @@ WEIGHTS = 4 * sum(map(math.prod, facts("flux-dev")["shapes"].values()))
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     write_mixed(folder / "lora.safetensors", facts("flux-dev")["shapes"])
+    save_file(legacy_fp8(weights_module().state_dict(facts("flux-dev")["shapes"])), folder / "fp8.safetensors")
     return write_checkpoint(folder / "flux-tiny.safetensors")
 
 
@@ -96,6 +99,12 @@ def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
     """Other process groups around the same weights (and as exact as anything: above)."""
     kept = {(row["config"], row["sharded"]) for row in rows if row["kept"]}
     assert len(kept) == KEPT[int(rows[0]["config"].split()[-2])] and all((row["bytes_read"] == 0) == row["kept"] for row in rows)
+
+
+def test_ways_to_hold_weights_meet(rows):
+    """Scaled fp8, LoRAs, sharding, stages and offloaded modulation, which the tests above hold to the single process."""
+    met = {(row["config"], row["restored"]) for row in rows if row.get("file") == "fp8"}
+    assert met == ({("ulysses_degree 2 = 2 ranks", True), ("pipefusion_degree 2 = 2 ranks", True)} if rows[0]["config"].endswith("= 2 ranks") else set())
 
 
 def test_loras_leave_the_weights_as_they_were(rows):

@@ -152,6 +152,26 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
     return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
 
 
+def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference) -> list[dict]:
+    """A row of the table for the LoRAs, on rank 0."""
+    samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
+    everyone = of_all_ranks(restored)
+    return [{"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
+             "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)}] if reference else []
+
+
+def together(checkpoint: str, rank: int) -> list[dict]:
+    """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the modulation in host memory."""
+    path, rows = str(Path(checkpoint).with_name("fp8.safetensors")), []
+    reference = SingleProcess(path) if rank == 0 else None
+    for config in (ParallelConfig(ulysses_degree=2, shard_weights=True), ParallelConfig(pipefusion_degree=2, offload_modulation=True)):
+        engine = Engine(config, mesh.build(config, "cpu"))
+        engine.load("tiny", path, "default")
+        rows += [row | {"file": "fp8", "kept": False} for row in lora_row(engine, config, path, reference)]
+        mesh.close(engine.mesh)
+    return rows
+
+
 def asked(config: ParallelConfig, case: str, model: str = "tiny"):
     """The request of a case with a configuration's patches."""
     return replace(request_of(case)[0], model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
@@ -266,16 +286,13 @@ def main(checkpoint: str, out: str):
                         "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "sent": sent,
                         "described": described(engine, variant, checkpoint, len(samples)) if counted else None, "bytes_read": engine.models["tiny"].bytes_read})
         if has_lora_case(world, config):
-            samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
-            everyone = of_all_ranks(restored)
-            if rank == 0:
-                rows.append({"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
-                             "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)})
+            rows += lora_row(engine, config, checkpoint, reference)
         rows += called(engine, config, reference)
         for row in rows:
             row.setdefault("kept", kept)            # of this configuration's
         if world == 2:
             mesh.close(engine.mesh)                     # its groups' threads would pile up
+    rows += together(checkpoint, rank) if world == 2 else []
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
