@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -11,6 +12,7 @@ from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.report import blocks_text
 from .mesh import Axis, layout, single
 from .parallel import tensor
+from .parallel.cost import IMAGE_ROWS, TEXT_ROWS, rows_through
 from .parallel.rows import Rows, Sequence, everything, patches
 from .parallel.split import Stages
 from .parallel.usp import head_shards
@@ -43,7 +45,7 @@ class RankPlan:
                 f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
 
 
-def describe(config: ParallelConfig, model: str | Checkpoint, image_rows: int = 4096, text_rows: int = 512, batch: int = 1, branches: int = 2,
+def describe(config: ParallelConfig, model: str | Checkpoint, image_rows: int = IMAGE_ROWS, text_rows: int = TEXT_ROWS, batch: int = 1, branches: int = 2,
              dtype: torch.dtype | None = None) -> list[RankPlan]:
     """A RankPlan for every rank of ``config`` with the transformer at ``model``.
 
@@ -199,6 +201,7 @@ class _Workload:
     def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
         """Elements that all-reduce and all-gather of tensor parallelism send for one sample and branch."""
         text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
+        text = text if self.checkpoint.family.text_position else self.text_rows * len(parts)            # every rank and patch reads the whole prompt
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
         total = 0
         for module, cut in self._cuts(place).items():
@@ -213,12 +216,8 @@ class _Workload:
         return total
 
     def _rows_of(self, block: str, module: str, text: int, image: int) -> int:
-        """Rows through a linear layer: of one stream in blocks that keep text apart, of both elsewhere; modulation has one."""
-        family, transformer = self.checkpoint.family, self.checkpoint.empty
-        inner = module.removeprefix(block + ".")
-        if inner in family.modulation:
+        """Rows of a step through a linear layer; modulation has one."""
+        family, inner = self.checkpoint.family, module.removeprefix(block + ".")
+        if any(fnmatchcase(inner, pattern) for pattern in family.modulation):
             return 1
-        apart = any(family.is_text_layer(name) for name, _ in transformer.get_submodule(block).named_modules())
-        if not apart:
-            return text + image
-        return text if family.is_text_layer(inner) else image
+        return rows_through(inner, self.checkpoint.empty.get_submodule(block), block.rpartition(".")[0], family, image, text)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import variants
 from backend import memo, mesh, request, runner
 from backend.checks import check_sample
 from backend.config import ConfigError, ParallelConfig
@@ -14,12 +15,15 @@ from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
+from backend.parallel.cost import block_costs
 from backend.parallel.rows import Span
 from backend.parallel.stage import Forward
 from backend.parallel.tensor import Shard
 from backend.schedule import DiscreteSchedule
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from tiny import error_in_std, is_known_distance, relative, write_checkpoint
 
 
@@ -88,13 +92,24 @@ def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
     assert error_in_std(to_vae_units("ltx23", samples, sample.latent_shapes), latent) <= 1e-4
 
 
-@pytest.mark.parametrize("family", LATENT_FORMATS)
-def test_patches_against_full_buffers_equal_the_whole(family, tmp_path):
+@pytest.fixture(scope="module", params=[*LATENT_FORMATS, "sd3.5-medium"])
+def cut(request, tmp_path_factory):
+    """(path, model, request) of every family, cut into three patches."""
+    name, path, engine = request.param, tmp_path_factory.mktemp("models") / "tiny.safetensors", Engine(ParallelConfig(num_pipeline_patch=3), mesh.single())
+    write_checkpoint(path, name) if name in LATENT_FORMATS else variants.write(path, name)
+    engine.load("tiny", str(path), "default")
+    sample = golden(f"{name}__euler_simple")[0] if name in LATENT_FORMATS else variants.request(name)
+    return path, engine.models["tiny"], build(replace(sample, num_pipeline_patch=3), engine)
+
+
+def build(sample, engine):
+    model = engine.models["tiny"]
+    return request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+
+
+def test_patches_against_full_buffers_equal_the_whole(cut):
     """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give now."""
-    engine = Engine(ParallelConfig(num_pipeline_patch=3), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    model, sample = engine.models["tiny"], replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=3)
-    built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    _, model, built = cut
     x, sigma = built.start(), built.sigmas[0]
     with torch.inference_mode(), runner.running(model, built) as calls:
         calls.begin_evaluation(0.0)
@@ -102,6 +117,32 @@ def test_patches_against_full_buffers_equal_the_whole(family, tmp_path):
         calls.begin_evaluation(0.0)
         parts = [calls.run(x, sigma, Forward("positive", Span(0, 1), span, with_text=index == 0)) for index, span in enumerate(built.patch_spans)]
     assert len(parts) == 3 and relative(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+def test_the_cost_of_a_block_is_what_it_multiplies(cut):
+    """What stages are balanced by, computed from shapes, against the multiplications that torch counts in a step: so every family says rightly which rows pass which layer."""
+    path, model, built = cut
+    forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
+    count = lambda *_: at.append(counter.get_total_flops())
+    blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]
+    hooks = [hook for block in blocks for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))]
+    with torch.inference_mode(), runner.running(model, built) as calls, sdpa_kernel(SDPBackend.MATH):
+        calls.begin_evaluation(0.0)
+        calls.modulate_ahead([built.sigmas[0]], ("positive",))
+        calls.run(built.start(), built.sigmas[0], forward)         # what the prompt alone decides is not a step's
+        at.clear()
+        with counter:
+            calls.run(built.start(), built.sigmas[0], forward)
+    for hook in hooks:
+        hook.remove()
+    counted = [(end - start) / 2 for start, end in zip(at[::2], at[1::2])]
+    sequence, prompt = forward.rows.sequence, built.conditioning["positive"]
+    text = sequence.text or sum(prompt[name].shape[1] for name in ("c_crossattn", "encoder_hidden_states_t5") if name in prompt)
+    computed = block_costs(open_checkpoint(str(path)).empty, model.family, model.config, sequence.image, text)
+    assert len(counted) == len(computed) == len(blocks)
+    # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's curves have adaLN of six features
+    scale = sum(computed) / sum(counted) if model.family.nested else 1.0
+    assert computed == pytest.approx([scale * work for work in counted], rel=0.005)
 
 
 @pytest.mark.parametrize("family", LATENT_FORMATS)

@@ -1,9 +1,13 @@
 """Pipeline stages: balanced by work, never empty."""
 
+from itertools import combinations
+
 import pytest
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.checks import check_model
+from backend.loading.checkpoint import Checkpoint
+from backend.models import FAMILIES
 from backend.parallel.split import MOST_WEIGHTS, explicit_blocks, plan, stage_blocks
 
 
@@ -56,6 +60,41 @@ def test_without_modulation_work_gives_way_to_weights(count):
 
 def test_a_block_too_heavy_for_the_limit_is_split_by_work():
     assert plan([1.0] * 4, [100, 1, 1, 1], [{}] * 4, 2).blocks == [range(0, 2), range(2, 4)]
+
+
+def released(family: str, **config) -> Checkpoint:
+    """A released size without its weights."""
+    return Checkpoint(family, FAMILIES[family].of(config), config, None)
+
+
+@pytest.fixture(scope="module")
+def medium():
+    """SD3.5 medium: 24 blocks, the first 13 with a second attention, the last without an MLP for text."""
+    return released("sd3", sample_size=128, patch_size=2, in_channels=16, out_channels=16, num_layers=24, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096,
+                    caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=16, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm")
+
+
+def dearest(costs, blocks) -> float:
+    """The dearest stage as a multiple of the mean."""
+    return max(sum(costs[i] for i in stage) for stage in blocks) * len(blocks) / sum(costs)
+
+
+@pytest.mark.parametrize("count, most, by_number", [(2, 1.01, 1.18), (3, 1.05, 1.15), (4, 1.07, 1.17)])
+def test_blocks_with_a_second_attention_are_dearer(medium, count, most, by_number):
+    """Four stages of 24 blocks cannot be closer: none of the 1771 splits is."""
+    costs, stages = medium.block_costs, medium.stages(ParallelConfig(pipefusion_degree=count))
+    assert [round(cost / costs[13], 2) for cost in (costs[0], costs[12], costs[22], costs[23])] == [1.46, 1.46, 1.0, 0.94]
+    every = [[range(a, b) for a, b in zip((0, *cuts), (*cuts, 24))] for cuts in combinations(range(1, 24), count - 1)]
+    assert dearest(costs, stages.blocks) == min(dearest(costs, blocks) for blocks in every) <= most
+    assert dearest(costs, stage_blocks([1.0] * 24, count)) > by_number
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_double_and_single_blocks_of_flux_cost_the_same(count):
+    flux = released("flux", patch_size=1, in_channels=64, num_layers=DOUBLE, num_single_layers=SINGLE, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=4096,
+                    pooled_projection_dim=768, guidance_embeds=True)
+    costs, stages = flux.block_costs, flux.stages(ParallelConfig(pipefusion_degree=count))
+    assert max(costs) <= 1.001 * min(costs) and stages.blocks == stage_blocks([1.0] * len(costs), count)
 
 
 def test_listed_counts_are_kept():

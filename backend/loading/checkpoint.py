@@ -20,7 +20,7 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models import FAMILIES, fallback, family_of_class
 from ..models.spec import Family
-from ..parallel import split
+from ..parallel import cost, split
 from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
@@ -75,10 +75,9 @@ class Checkpoint:
         return len(self.block_names)
 
     @property
-    def block_costs(self) -> list[float]:
-        """Relative work of every block, from the family."""
-        costs = self.family.block_costs
-        return [costs.get(name.rpartition(".")[0], 1.0) for name in self.block_names]
+    def block_costs(self) -> list[int]:
+        """Work of every block (parallel/cost.py)."""
+        return cost.block_costs(self.empty, self.family, self.config)
 
     def modulation(self, block: str) -> list[str]:
         """The modulation layers (family.modulation) of a block."""

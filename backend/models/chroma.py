@@ -2,7 +2,7 @@
 
 from .calls.chroma import forward_args, prepare, refusal
 from .layouts.chroma import LAYOUT
-from .plans import COMMON, PARALLEL_MLP
+from .plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -15,6 +15,7 @@ FAMILY = Family(
     text_position="first",
     returns=("text", "image"),
     per_token={"image_rotary_emb": ("joint", 0)},
+    text_layers=TEXT_LAYERS,
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: config["in_channels"] // 4,
     frames=False,

@@ -3,6 +3,7 @@
 from .calls import references
 from .calls.flux import forward_args, refusal
 from .layouts.flux import LAYOUT
+from .plans import TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -14,7 +15,7 @@ FAMILY = Family(
     text_position="first",
     returns=("text", "image"),
     per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*"),
+    text_layers=TEXT_LAYERS,
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,

@@ -3,7 +3,7 @@
 from .calls import references
 from .calls.flux2 import forward_args, refusal
 from .layouts.flux2 import LAYOUT
-from .plans import COMMON
+from .plans import COMMON, TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -17,7 +17,7 @@ FAMILY = Family(
     counts_text=True,
     returns=("text", "image"),
     per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=("attn.add_*", "attn.to_add_out", "ff_context*"),
+    text_layers=TEXT_LAYERS,
     tp_plan={
         "*.linear_in": "gated colwise", "*.linear_out": "rowwise", "*.to_qkv_mlp_proj": "packed colwise",
         "single_transformer_blocks.*.to_out": "rowwise behind attention", "single_transformer_blocks.*.norm_?": None, **COMMON},

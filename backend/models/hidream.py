@@ -20,6 +20,7 @@ FAMILY = Family(
     prompt_modules=("caption_projection.*.linear",),
     per_token={"image_rotary_emb": ("joint", 1)},
     text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
+    shares={"block.ff_i.experts.*": lambda config: config["num_activated_experts"] / config["num_routed_experts"]},
     adjust=adjust,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],

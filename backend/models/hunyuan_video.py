@@ -3,7 +3,7 @@
 from .calls import hunyuan_guided
 from .calls.hunyuan_video import forward_args, refusal
 from .layouts.hunyuan_video import LAYOUT
-from .plans import COMMON, PARALLEL_MLP
+from .plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -15,6 +15,7 @@ FAMILY = Family(
     text_position="last",
     text_needs_a_row=True,
     returns=("image", "text"),
+    text_layers=TEXT_LAYERS,
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
     clean_inpaint=True,

@@ -2,7 +2,7 @@
 
 from .calls.hunyuan_video15 import adjust, forward_args, refusal
 from .layouts.hunyuan_video15 import LAYOUT
-from .plans import COMMON
+from .plans import COMMON, TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -15,6 +15,7 @@ FAMILY = Family(
     text_mask="attention_mask",
     text_needs_a_row=True,
     returns=("image", "text"),
+    text_layers=TEXT_LAYERS,
     modulation=("norm1.linear", "norm1_context.linear"),
     per_token={"freqs_cis": ("image", 0)},
     adjust=adjust,

@@ -13,6 +13,7 @@ FAMILY = Family(
     joined=("layers",),
     text_position="first",
     returns=("image",),
+    shares={"adaln_modulation": lambda config: 0},
     per_token={"image_rotary_emb": ("joint", 1)},
     adjust=adjust,
     tp_plan=COMMON,

@@ -16,6 +16,7 @@ FAMILY = Family(
     returns=("image",),
     per_token={"rope": ("image", 1)},
     attention=("image", "cross"),
+    text_layers=("cross_attention.to_key", "cross_attention.to_value"),       # text blocks take the timestep, so they change with it
     modulation=("visual_modulation.out_layer",),
     modulation_input="time_embed",
     adjust=adjust,

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans by the names that diffusers' attention and feed-forward modules share (styles: see parallel/tensor.py)."""
+"""What the names that diffusers' attention and feed-forward modules share tell: tensor-parallel plans (styles: see parallel/tensor.py), layers of text."""
 
 #: Attention and MLP of classes without a _tp_plan of their own; a family takes it as it is, or adds to it.
 COMMON = {
@@ -11,3 +11,5 @@ COMMON = {
 }
 #: Blocks with attention and MLP side by side and one output layer behind both, as Flux's single ones.
 PARALLEL_MLP = {"single_transformer_blocks.*.proj_mlp": "colwise", "single_transformer_blocks.*.proj_out": "rowwise behind attention"}
+#: Layers that diffusers' double blocks have for text alone (Family.text_layers).
+TEXT_LAYERS = ("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*")

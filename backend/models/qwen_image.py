@@ -15,6 +15,7 @@ FAMILY = Family(
     text_mask="encoder_hidden_states_mask",
     text_needs_a_row=True,
     returns=("text", "image"),
+    text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
     modulation=("img_mod.1", "txt_mod.1"),
     per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
     context=references.rows,

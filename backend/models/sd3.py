@@ -2,7 +2,7 @@
 
 from .calls.sd3 import forward_args, refusal
 from .layouts.sd3 import LAYOUT
-from .plans import COMMON
+from .plans import COMMON, TEXT_LAYERS
 from .spec import Family
 
 FAMILY = Family(
@@ -14,6 +14,7 @@ FAMILY = Family(
     text_position="last",
     returns=("text", "image"),
     attention=("joint", "image"),
+    text_layers=TEXT_LAYERS,
     modulation=("norm1.linear", "norm1_context.linear"),
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],

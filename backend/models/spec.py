@@ -94,7 +94,7 @@ class Family:
     prompt_modules: the same of modules of the transformer before its blocks, whose every input is the prompt's.
     text_layers: layers of a block (patterns) that text rows alone pass through.
     float32: parameters (patterns) that stay in float32 whatever the precision of the others.
-    block_costs: block list -> relative work of one of its blocks (1.0 where not named), for balanced pipeline stages.
+    shares: layers of a block (patterns): transformer config -> part of their work that a row costs, where it is not all: a row passes some experts, one row stands for all.
     """
 
     name: str
@@ -144,7 +144,6 @@ class Family:
     tp_plan: Mapping[str, Any] | None = None
     per_feature: tuple[str, ...] = ()
     whole_only: str | None = None
-    block_costs: Mapping[str, float] = field(default_factory=dict)
     modulation: tuple[str, ...] = ()
     modulation_input: str = "temb"
     modulation_shared: bool = False
@@ -154,6 +153,7 @@ class Family:
     precise: tuple[str, ...] = ()
     beside: Beside | None = None
     text_rows: Callable[[dict[str, Tensor]], int] = lambda cond: cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
+    shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
 
     def is_float32(self, name: str) -> bool:

@@ -16,6 +16,7 @@ FAMILY = Family(
     image="x",
     text_position="last",           # rows that pad the image to a multiple of 32 count as text
     returns=("image",),
+    shares={"adaLN_modulation.*": lambda config: 0},
     per_token={"freqs_cis": ("joint", 1)},
     heads=lambda config: config["n_heads"],
     head_size=lambda config: config["dim"] // config["n_heads"],
