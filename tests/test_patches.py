@@ -112,12 +112,17 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     assert relative(ahead, each) < 1e-6
 
 
-def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path):
+def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path, monkeypatch):
     """The weights are at home before and after, on the device only while a request begins; the result is the same."""
     offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
+    moves, move = [], torch.nn.Module.to
+    monkeypatch.setattr(torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where))
     offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
-    moves = []
-    for layer in offloading.models["tiny"].memos.modulations:
-        layer.layer.register_forward_pre_hook(lambda *_: moves.append("used"))
+    memos = offloading.models["tiny"].memos
+    layers, count = [memo.layer for memo in memos.modulations], len(memos.modulations)
+    assert [entry for entry in moves if entry[0] in layers] == [(layer, memos.home) for layer in layers]
+    memos.home = torch.device("cpu", 0)             # the same memory by another name, which tells the moves apart
+    moves.clear()
     assert simulate(offloading, num_pipeline_patch=0).equal(simulate(engine, num_pipeline_patch=1))
-    assert len(moves) == memo.COMPUTED["modulation"]
+    own = [(layer, where) for layer, where in moves if layer in layers]
+    assert own == 2 * [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))] and memo.COMPUTED["modulation"] == 2 * count

@@ -79,7 +79,7 @@ def dearest(costs, blocks) -> float:
     return max(sum(costs[i] for i in stage) for stage in blocks) * len(blocks) / sum(costs)
 
 
-@pytest.mark.parametrize("count, most, by_number", [(2, 1.01, 1.18), (3, 1.05, 1.15), (4, 1.07, 1.17)])
+@pytest.mark.parametrize("count, most, by_number", [(2, 1.03, 1.17), (3, 1.05, 1.15), (4, 1.07, 1.17)])
 def test_blocks_with_a_second_attention_are_dearer(medium, count, most, by_number):
     """Four stages of 24 blocks cannot be closer: none of the 1771 splits is."""
     costs, stages = medium.block_costs, medium.stages(ParallelConfig(pipefusion_degree=count))

@@ -11,9 +11,9 @@ from torch import nn
 
 from .tensor import QUERIES
 
-#: Tokens of a typical request, which describe() assumes too: Flux at 1024 x 1024, a prompt of 512 tokens.
+#: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
 IMAGE_ROWS, TEXT_ROWS = 4096, 512
-#: A layer of queries, keys, values and the MLP at once (Flux.2): its width is not that of the queries.
+#: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
 FUSED_QUERIES = "to_qkv_mlp_proj"
 
 
@@ -30,7 +30,7 @@ def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, 
         return 0
     if family.is_text_layer(layer):
         return text
-    apart = family.text_position is None or blocks in family.image_first or any(family.is_text_layer(name) for name, _ in block.named_modules())
+    apart = family.once or family.text_position is None or blocks in family.image_first or any(family.is_text_layer(name) for name, _ in block.named_modules())
     return image if apart else image + text
 
 
@@ -45,9 +45,10 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
-    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of them than others (SD3.5)."""
+    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of them than others."""
     modules = [module for module in block.modules() if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))]
-    return sum(_width(module, family, config) * _pairs(kind, blocks, family, config, image, text) for module, kind in zip(modules, family.attention))
+    kinds = [kind for kind in family.attention if not (family.once and kind == "text")]
+    return sum(_width(module, family, config) * _pairs(kind, blocks, family, config, image, text) for module, kind in zip(modules, kinds))
 
 
 def _width(module, family, config) -> int:
@@ -59,5 +60,5 @@ def _width(module, family, config) -> int:
 def _pairs(kind, blocks, family, config, image, text) -> int:
     """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the head size in the keys' place."""
     joint = image if blocks in family.image_first else image + text
-    queries, keys = {"joint": (joint, joint), "cross": (image, text), "sum": (image, family.head_size(config))}.get(kind, (image, image))
+    queries, keys = {"joint": (joint, joint), ("image", "joint"): (image, joint), "cross": (image, text), "sum": (image, family.head_size(config))}.get(kind, (image, image))
     return 2 * queries * keys
