@@ -51,10 +51,10 @@ def test_overhead_compares_two_ways_to_the_same_latent(start, model, tmp_path):
     assert (tmp_path / "overhead.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_scaling_measures_every_method_on_two_ranks(model, tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "scaling.py"), *SMALL, "--model", model, "--out", str(tmp_path)]
+def test_scaling_measures_two_ranks(model, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "scaling.py"), *SMALL, "--only", "pipefusion", "--model", model, "--out", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert run.returncode == 0, run.stderr[-3000:]
     rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
-    assert {"cfg", "ulysses", "ring", "tp", "pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
+    assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
     assert all(row["seconds"]["median"] > 0 for row in rows.values())

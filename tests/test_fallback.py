@@ -93,7 +93,7 @@ def test_self_check_command(tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     rows = json.loads((tmp_path / "out.json").read_text())
     cut = [row for row in rows if row["model"] in CUT]
-    assert len(cut) == 8 * len(CUT) and [row["method"] for row in cut if "refused" in row] == ["tensor_parallel_degree 2"] * len(CUT)     # no plan for megatron
+    assert len(cut) == 9 * len(CUT) and [row["method"] for row in cut if "refused" in row] == ["tensor_parallel_degree 2"] * len(CUT)     # no plan for megatron
     assert all(row["error"] < 1e-5 for row in cut if row.get("stale") is False) and all(1e-6 < row["error"] < 0.25 for row in cut if row.get("stale"))
     whole = {row["method"] for row in rows if row["model"] not in CUT and "refused" not in row}
     assert whole == {"cfg_degree 2", "data_parallel_degree 2"}

@@ -40,6 +40,13 @@ CONFIGURATIONS = {
 }
 
 
+def runs(case: str, config: ParallelConfig) -> bool:
+    """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts any number of heads."""
+    if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS:
+        return False
+    return config.split_scheme != "megatron" or config.tensor_parallel_degree * config.ulysses_degree <= HEADS.get(case, 4)
+
+
 def request(case: str, config: ParallelConfig):
     """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows."""
     family, _, mask = case.partition("+")
@@ -95,9 +102,9 @@ def main(folder: str, families: str, out: str):
     engine, rows = Engine(*meshes[0]), []
     for i, family in enumerate(cases):
         for config, groups in meshes:
-            megatron = config.split_scheme == "megatron"
-            if config.tensor_parallel_degree * config.ulysses_degree > HEADS.get(family, 4) if megatron else family not in LATENT_FORMATS:
+            if not runs(family, config):
                 continue
+            megatron = config.split_scheme == "megatron"
             started = time.perf_counter()
             engine.rearrange(config, groups)
             if family not in engine.models:

@@ -42,8 +42,8 @@ STALE_SOLVERS = "stale, every solver"
 MIXED = "mixed prompts"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
-#: A batch of which 2 and 4 replicas have equal parts, so that describe() can be held to what is counted.
-EVEN_BATCH = "batch of 4"
+#: A batch of which 2 replicas have equal parts, so that describe() can be held to what is counted.
+EVEN_BATCH = "batch of 2"
 #: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
 COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 #: With LoRAs of every kind in the weights.
@@ -90,7 +90,7 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
 def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
     """Golden cases to run: all on two ranks of CFG and USP; one or two of them elsewhere, which share the same code."""
     if config.data_parallel_degree > 1:
-        return [UNEVEN_BATCH] + [EVEN_BATCH] * (4 % config.data_parallel_degree == 0)
+        return [UNEVEN_BATCH] + [EVEN_BATCH] * (config.data_parallel_degree == 2)
     if variant == STALE_SOLVERS:
         return [*FLUX_CASES, CFG_PP]
     if world in (3, 8):                                     # what solvers and prompts need is shown on 2 and 4
@@ -107,7 +107,7 @@ def request_of(case: str):
     if case == UNEVEN_BATCH:
         return shortened(batch_request(5), SHORT), None
     if case == EVEN_BATCH:
-        return batch_request(4, "size20x12"), None
+        return batch_request(2, "size20x12"), None
     if case == MIXED:
         return mixed_prompts(), None
     if case == SHORT_NEGATIVE:
