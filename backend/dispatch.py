@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .protocol import decode, encode
+from .frames import decode, encode
 
 #: Bytes of header, table and body.
 SIZES = struct.Struct("!QQQ")

@@ -9,7 +9,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from .protocol import (MAX_HELLO, VERSION, Cancel, Failure, Hello, Ping, Pong, Progress, ProtocolError, Welcome, receive, send)
+from .frames import MAX_HELLO, receive, send
+from .protocol import VERSION, Cancel, Failure, Hello, Ping, Pong, Progress, ProtocolError, Welcome
 
 #: Seconds in which a new connection must show its token.
 HELLO_SECONDS = 5.0

@@ -21,7 +21,7 @@ import common
 import previews
 import report
 import torch
-from parallel_dit.backend import protocol
+from parallel_dit.backend import frames, protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
 
@@ -46,7 +46,7 @@ def echo(path: str):
     with connection:
         try:
             while True:
-                protocol.send(connection, protocol.Result(tensors={"samples": protocol.receive(connection).tensors["noise"]}))
+                frames.send(connection, protocol.Result(tensors={"samples": frames.receive(connection).tensors["noise"]}))
         except ConnectionError:
             return
 
@@ -69,8 +69,8 @@ def round_trips(sock: socket.socket, shape: tuple, count: int) -> list[float]:
     message, found = protocol.Sample("model", "euler", 1.0, 0, tensors={"noise": torch.randn(shape)}), []
     for _ in range(count + 1):
         began = time.perf_counter()
-        protocol.send(sock, message)
-        protocol.receive(sock)
+        frames.send(sock, message)
+        frames.receive(sock)
         found.append(1000 * (time.perf_counter() - began))
     return found[1:]
 

@@ -7,7 +7,7 @@ import selectors
 import socket
 import time
 
-from ..backend import protocol
+from ..backend import frames, protocol
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError, Failure, RefusedError
 
@@ -137,7 +137,7 @@ class BackendClient:
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
         try:
-            return protocol.receive(self._socket) if self._selector.select(POLL_SECONDS) else None
+            return frames.receive(self._socket) if self._selector.select(POLL_SECONDS) else None
         except OSError as error:
             self.close()
             raise BackendError(f"The connection to the backend at {self.address} was lost ({error})") from error
@@ -146,7 +146,7 @@ class BackendClient:
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
         try:
-            protocol.send(self._socket, message)
+            frames.send(self._socket, message)
         except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
             raise RefusedError(f"The request cannot be sent: {error}") from error
         except OSError as error:

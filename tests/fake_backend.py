@@ -3,15 +3,15 @@
 import socket
 import threading
 
-from parallel_dit.backend import protocol
-from parallel_dit.backend.protocol import Failure, Hello, Welcome
+from parallel_dit.backend import frames
+from parallel_dit.backend.protocol import Failure, Hello, ProtocolError, Welcome
 
 TOKEN = "secret"
 WELCOME = Welcome(world_size=1, device="cpu", degrees={}, pids=[])
 
 
 def reply(connection, message):
-    connection.sendall(b"".join(protocol.encode(message)))
+    connection.sendall(b"".join(frames.encode(message)))
 
 
 class FakeBackend:
@@ -43,8 +43,8 @@ class FakeBackend:
         connection, _ = server.accept()
         with connection:
             try:
-                hello = protocol.receive(connection, protocol.MAX_HELLO)
-            except protocol.ProtocolError:
+                hello = frames.receive(connection, frames.MAX_HELLO)
+            except ProtocolError:
                 return
             if hello != Hello(TOKEN):
                 reply(connection, Failure("the token is wrong"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_backend import TOKEN, WELCOME, FakeBackend, reply
 
-from parallel_dit.backend import protocol
+from parallel_dit.backend import frames
 from parallel_dit.backend.config import ConfigError
 from parallel_dit.backend.protocol import (
     BackendError, Cancel, Cancelled, Failure, Load, Loaded, Ping, Pong, Progress, RefusedError, Result, Sample)
@@ -30,7 +30,7 @@ def sample_message(**tensors):
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_request_and_reply(serve, kind):
     def handler(connection):
-        assert protocol.receive(connection) == Load("/m.safetensors", "bf16")
+        assert frames.receive(connection) == Load("/m.safetensors", "bf16")
         reply(connection, Loaded("m", "flux", {"config": {"depth": 2}}))
 
     client = BackendClient(serve(handler, kind), TOKEN)
@@ -40,7 +40,7 @@ def test_request_and_reply(serve, kind):
 
 def test_progress_on_the_way_to_a_reply(serve):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         for step in (1, 2):
             reply(connection, Progress(step, 2))
         reply(connection, Loaded("m", "flux"))
@@ -53,7 +53,7 @@ def test_progress_on_the_way_to_a_reply(serve):
 
 def test_giving_up_in_progress_hangs_up(serve):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         reply(connection, Progress(1, 2))
         connection.recv(1)
 
@@ -74,7 +74,7 @@ def test_wrong_token(serve):
 def test_hung_up_handshake(serve):
     address = serve(lambda connection: None)
     with pytest.raises(BackendError, match="did not let this client in"):
-        BackendClient(address, "x" * (protocol.MAX_HELLO + 1))
+        BackendClient(address, "x" * (frames.MAX_HELLO + 1))
 
 
 @pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])
@@ -90,9 +90,9 @@ def test_nobody_listens(tmp_path):
 
 def test_refusal_keeps_the_connection(serve):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         reply(connection, Failure("no such file"))
-        protocol.receive(connection)
+        frames.receive(connection)
         reply(connection, Pong(["m"]))
 
     client = BackendClient(serve(handler), TOKEN)
@@ -103,7 +103,7 @@ def test_refusal_keeps_the_connection(serve):
 
 def test_fatal_failure_closes(serve):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         reply(connection, Failure("rank 1 ran out of memory", fatal=True, rank=1))
         time.sleep(1)
 
@@ -116,7 +116,7 @@ def test_fatal_failure_closes(serve):
 
 
 def test_dropped_connection(serve):
-    client = BackendClient(serve(lambda connection: protocol.receive(connection)), TOKEN)
+    client = BackendClient(serve(lambda connection: frames.receive(connection)), TOKEN)
     with pytest.raises(BackendError, match="was lost"):
         client.sample(sample_message())
     assert client.closed
@@ -124,7 +124,7 @@ def test_dropped_connection(serve):
 
 def test_sample_reports_progress(serve):
     def handler(connection):
-        request = protocol.receive(connection)
+        request = frames.receive(connection)
         for step in (1, 2):
             reply(connection, Progress(step, 2, {"x0": torch.full((1, 2), float(step))}))
         reply(connection, Result({"seconds": 1.5}, {"samples": request.tensors["noise"] + 1}))
@@ -139,15 +139,15 @@ def test_sample_reports_progress(serve):
 def cancellable(received: list):
     """A server that steps for ever, until Cancel comes; then it answers a Ping."""
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         step = 0
         while not select.select([connection], [], [], 0.02)[0]:
             step += 1
             reply(connection, Progress(step, 1000))
-        received.append(protocol.receive(connection))
+        received.append(frames.receive(connection))
         reply(connection, Progress(step + 1, 1000))  # the step that was running when Cancel came
         reply(connection, Cancelled(step + 1))
-        received.append(protocol.receive(connection))
+        received.append(frames.receive(connection))
         reply(connection, Pong())
     return handler
 
@@ -177,8 +177,8 @@ def test_interrupt_raised_by_the_progress_callback(serve):
 
 def test_cancel_while_nothing_arrives(serve):
     def handler(connection):
-        protocol.receive(connection)
-        assert protocol.receive(connection) == Cancel()
+        frames.receive(connection)
+        assert frames.receive(connection) == Cancel()
         reply(connection, Cancelled(0))
 
     client = BackendClient(serve(handler), TOKEN)
@@ -190,10 +190,10 @@ def test_cancel_while_nothing_arrives(serve):
 
 def test_result_that_crosses_cancel(serve):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         reply(connection, Result({}, {"samples": torch.zeros(1)}))
-        assert protocol.receive(connection) == Cancel()
-        assert protocol.receive(connection) == Ping()
+        assert frames.receive(connection) == Cancel()
+        assert frames.receive(connection) == Ping()
         reply(connection, Pong())
 
     client = BackendClient(serve(handler), TOKEN)
@@ -228,8 +228,8 @@ def test_check_that_raises_closes(serve):
 
 def test_frame_in_pieces(serve):
     def handler(connection):
-        protocol.receive(connection)
-        for byte in b"".join(protocol.encode(Result({"n": 1}, {"samples": torch.arange(3.0)}))):
+        frames.receive(connection)
+        for byte in b"".join(frames.encode(Result({"n": 1}, {"samples": torch.arange(3.0)}))):
             connection.sendall(bytes([byte]))
             time.sleep(0.002)  # longer in all than POLL_SECONDS
 
@@ -238,15 +238,15 @@ def test_frame_in_pieces(serve):
 
 @pytest.mark.parametrize("frame", [
     b"GET / HTTP/1.1\r\n\r\n",
-    protocol.PREFIX.pack(protocol.MAGIC, protocol.MAX_HEADER + 1, 0),
-    protocol.PREFIX.pack(protocol.MAGIC, 2, protocol.MAX_BODY + 1),
-    protocol.PREFIX.pack(protocol.MAGIC, 2, 0) + b"{}",
-    protocol.PREFIX.pack(protocol.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
-    protocol.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
+    frames.PREFIX.pack(frames.MAGIC, frames.MAX_HEADER + 1, 0),
+    frames.PREFIX.pack(frames.MAGIC, 2, frames.MAX_BODY + 1),
+    frames.PREFIX.pack(frames.MAGIC, 2, 0) + b"{}",
+    frames.PREFIX.pack(frames.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
+    frames.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
 ], ids=["http", "long header", "long body", "no type", "unknown type", "another version"])
 def test_frames_of_others_close(serve, frame):
     def handler(connection):
-        protocol.receive(connection)
+        frames.receive(connection)
         connection.sendall(frame)
 
     client = BackendClient(serve(handler), TOKEN)
@@ -257,10 +257,10 @@ def test_frames_of_others_close(serve, frame):
 
 def test_request_over_the_limit_is_refused(serve, monkeypatch):
     def handler(connection):
-        assert protocol.receive(connection, 1 << 20) == Ping()
+        assert frames.receive(connection, 1 << 20) == Ping()
         reply(connection, Pong())
 
-    monkeypatch.setattr(protocol, "MAX_BODY", 1000)
+    monkeypatch.setattr(frames, "MAX_BODY", 1000)
     client = BackendClient(serve(handler), TOKEN)
     with pytest.raises(RefusedError, match="too large"):
         client.sample(sample_message(noise=torch.zeros(1000)))
@@ -270,7 +270,7 @@ def test_request_over_the_limit_is_refused(serve, monkeypatch):
 def test_same_tensor_twice_in_a_request(serve):
     """A graph may link one CONDITIONING to both inputs."""
     def handler(connection):
-        names = sorted(protocol.receive(connection).tensors)
+        names = sorted(frames.receive(connection).tensors)
         reply(connection, Result({"names": names}, {"samples": torch.zeros(1)}))
 
     both = torch.zeros(1, 3)

@@ -8,8 +8,9 @@ import threading
 import pytest
 import safetensors.torch
 import torch
-from backend import protocol, tensors
-from backend.protocol import MAGIC, MESSAGES, PREFIX, ProtocolError, Sample
+from backend import frames, protocol, tensors
+from backend.frames import MAGIC, PREFIX
+from backend.protocol import MESSAGES, ProtocolError, Sample
 
 EXAMPLES = {
     "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Arrange": protocol.Arrange({"cfg_degree": 2}), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]), "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4), "Described": protocol.Described(4096, ["rank 0"]),
@@ -22,13 +23,13 @@ EXAMPLES = {
 }
 
 
-def through_socket(data: bytes, limit: int = protocol.MAX_BODY):
+def through_socket(data: bytes, limit: int = frames.MAX_BODY):
     left, right = socket.socketpair()
     with left, right:
         sender = threading.Thread(target=lambda: (left.sendall(data), left.shutdown(socket.SHUT_WR)))
         sender.start()
         try:
-            return protocol.receive(right, limit)
+            return frames.receive(right, limit)
         finally:
             sender.join()
 
@@ -61,7 +62,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
 @pytest.mark.parametrize("name", MESSAGES)
 def test_round_trip(name):
     sent = EXAMPLES[name]
-    got = through_socket(b"".join(protocol.encode(sent)))
+    got = through_socket(b"".join(frames.encode(sent)))
     tensors = getattr(sent, "tensors", {})
     assert type(got) is type(sent)
     assert {k: v for k, v in vars(got).items() if k != "tensors"} == {k: v for k, v in vars(sent).items() if k != "tensors"}
@@ -79,7 +80,7 @@ NONSENSE = {
     "field of another type": frame(json.dumps({"type": "Hello", "token": 5}).encode()),
     "a list": frame(b"[1]"),
     "body that is no safetensors": frame(b'{"type": "Result"}', b"\x80\x04pickle"),
-    "body for a message without tensors": frame(b'{"type": "Ping"}', b"".join(protocol.encode(EXAMPLES["Result"])[2:])),
+    "body for a message without tensors": frame(b'{"type": "Ping"}', b"".join(frames.encode(EXAMPLES["Result"])[2:])),
     "NaN for a number": frame(json.dumps({**HEADER, "cfg": float("nan")}).encode()),
     "infinity in disguise": frame(json.dumps({**HEADER, "cfg": 0.5}).encode().replace(b"0.5", b"1e999")),
     "a number of 1000 digits": frame(b'{"type": "Cancelled", "step": 1%s}' % (b"0" * 1000)),
@@ -101,7 +102,7 @@ BODIES = {
     "shorter than its table's length": b"\0\0\0",
     "table longer than the body": tensors.LENGTH.pack(100) + b"{}",
     "table longer than anything": tensors.LENGTH.pack(2**64 - 1) + b"{}",
-    "table over the limit": tensors.LENGTH.pack(protocol.MAX_HEADER + 8) + bytes(protocol.MAX_HEADER + 8),
+    "table over the limit": tensors.LENGTH.pack(frames.MAX_HEADER + 8) + bytes(frames.MAX_HEADER + 8),
     "table that is no JSON": body(b"\x80\x04pickle"),
     "table that is no text": body(b"\xff\xfe"),
     "table that is a list": body([1]),
@@ -136,20 +137,20 @@ BODIES = {
 def test_malformed_bodies_are_refused_before_their_data_is_read(data):
     stream = Stream(frame(b'{"type": "Result"}', data))
     with pytest.raises(ProtocolError, match="body of a Result"):
-        protocol.receive(stream)
+        frames.receive(stream)
     payload = data[8 + int.from_bytes(data[:8], "little"):]
     assert len(stream.left) >= len(payload)
 
 
 def test_random_damage_is_refused_or_read_as_a_message():
     """Every byte of the header and of the table has its turn; nothing but our own error may come out."""
-    whole, random_ = b"".join(protocol.encode(EXAMPLES["Sample"])), random.Random(7)
+    whole, random_ = b"".join(frames.encode(EXAMPLES["Sample"])), random.Random(7)
     for turn in range(4000):
         damaged = bytearray(whole)
         for _ in range(random_.choice((1, 1, 2, 8))):
             damaged[random_.randrange(len(damaged)) if turn % 2 else turn % len(damaged)] = random_.randrange(256)
         try:
-            got = protocol.receive(Stream(bytes(damaged[: len(damaged) if turn % 3 else random_.randrange(len(damaged))])))
+            got = frames.receive(Stream(bytes(damaged[: len(damaged) if turn % 3 else random_.randrange(len(damaged))])))
         except ConnectionError:
             continue
         assert type(got) in MESSAGES.values()
@@ -168,7 +169,7 @@ def same(a: dict, b: dict) -> bool:
 
 def test_bodies_are_safetensors_both_ways():
     """The library reads what we write, and we read what it writes."""
-    _, header, *parts = protocol.encode(protocol.Result(tensors=TENSORS))
+    _, header, *parts = frames.encode(protocol.Result(tensors=TENSORS))
     assert same(safetensors.torch.load(b"".join(parts)), TENSORS)
     theirs = safetensors.torch.save({k: v.detach().clone().contiguous() for k, v in TENSORS.items()}, metadata={"format": "pt"})
     assert same(through_socket(frame(header, theirs)).tensors, TENSORS)
@@ -176,44 +177,44 @@ def test_bodies_are_safetensors_both_ways():
 
 def test_nothing_is_copied():
     sent = {"noise": torch.randn(1, 4, 8), "text": torch.randn(2, 3).bfloat16()}
-    parts = protocol.encode(Sample("m", "euler", 1.0, 0, tensors=sent))[3:]
+    parts = frames.encode(Sample("m", "euler", 1.0, 0, tensors=sent))[3:]
     for tensor in sent.values():
         tensor.zero_()
     assert not any(any(part) for part in parts)
-    got = through_socket(b"".join(protocol.encode(EXAMPLES["Sample"])))
+    got = through_socket(b"".join(frames.encode(EXAMPLES["Sample"])))
     assert len({tensor.untyped_storage().data_ptr() for tensor in got.tensors.values()}) == 1
-    assert len(protocol.encode(got)[3:]) == 1            # and travels on as one part
+    assert len(frames.encode(got)[3:]) == 1            # and travels on as one part
 
 
 def test_a_byte_that_is_no_truth_value():
     """Indexing with a bool tensor that holds a 2 would count it wrongly."""
-    got = protocol.receive(Stream(frame(b'{"type": "Result"}', body({"a": entry("BOOL", (3,), (0, 3))}, b"\0\2\1"))))
+    got = frames.receive(Stream(frame(b'{"type": "Result"}', body({"a": entry("BOOL", (3,), (0, 3))}, b"\0\2\1"))))
     assert got.tensors["a"].view(torch.uint8).tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("message", [protocol.Result({"seconds": float("nan")}), protocol.Result(tensors={"a": torch.ones(1, dtype=torch.complex64)})], ids=["NaN", "dtype"])
 def test_what_cannot_be_read_is_not_written(message):
     with pytest.raises(ProtocolError, match="a Result cannot be written"):
-        protocol.encode(message)
+        frames.encode(message)
 
 
 def test_end_of_stream_in_a_frame():
     with pytest.raises(ConnectionError):
-        through_socket(b"".join(protocol.encode(EXAMPLES["Sample"]))[:-3])
+        through_socket(b"".join(frames.encode(EXAMPLES["Sample"]))[:-3])
 
 
 def test_a_length_alone_allocates_nothing():
     """A peer that announces 16 GB and sends nothing costs us one small buffer."""
     with pytest.raises(ConnectionError):
-        through_socket(PREFIX.pack(MAGIC, 16, protocol.MAX_BODY) + bytes(16))
+        through_socket(PREFIX.pack(MAGIC, 16, frames.MAX_BODY) + bytes(16))
 
 
 def test_memory_is_allocated_as_bytes_arrive(monkeypatch):
-    asked, allocate = [], protocol._allocate
-    monkeypatch.setattr(protocol, "MAX_UNSEEN", 1000)
-    monkeypatch.setattr(protocol, "_allocate", lambda size: asked.append(size) or allocate(size))
+    asked, allocate = [], frames._allocate
+    monkeypatch.setattr(frames, "MAX_UNSEEN", 1000)
+    monkeypatch.setattr(frames, "_allocate", lambda size: asked.append(size) or allocate(size))
     noise = torch.randn(1, 1500)
-    whole = b"".join(protocol.encode(Sample("m", "euler", 1.0, 0, tensors={"noise": noise})))
+    whole = b"".join(frames.encode(Sample("m", "euler", 1.0, 0, tensors={"noise": noise})))
     assert through_socket(whole).tensors["noise"].equal(noise) and asked == [1000, 2000, 4000, 6000]
     asked.clear()
     with pytest.raises(ConnectionError):
@@ -227,15 +228,15 @@ def test_no_memory_for_a_frame(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(ProtocolError, match="no memory for a frame of"):
-        protocol.receive(Stream(b"".join(protocol.encode(EXAMPLES["Result"]))))
+        frames.receive(Stream(b"".join(frames.encode(EXAMPLES["Result"]))))
 
 
 def test_a_message_over_the_limit_is_not_sent():
     with pytest.raises(ProtocolError, match="over the limits"):
-        protocol.encode(protocol.Load("p" * (protocol.MAX_HEADER + 1)))
+        frames.encode(protocol.Load("p" * (frames.MAX_HEADER + 1)))
 
 
 def test_one_tensor_under_two_names():
     one = torch.randn(4)
-    got = through_socket(b"".join(protocol.encode(Sample("m", "euler", 1.0, 0, tensors={"a": one, "b": one, "c": one[1:3]}))))
+    got = through_socket(b"".join(frames.encode(Sample("m", "euler", 1.0, 0, tensors={"a": one, "b": one, "c": one[1:3]}))))
     assert got.tensors["b"].equal(one) and got.tensors["c"].equal(one[1:3])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from backend import protocol
+from backend import frames, protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
 from backend.server import MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress
 
@@ -32,8 +32,8 @@ def connect(server) -> socket.socket:
 
 def greeted(server) -> socket.socket:
     client = connect(server)
-    protocol.send(client, Hello(TOKEN))
-    assert isinstance(protocol.receive(client), Welcome)
+    frames.send(client, Hello(TOKEN))
+    assert isinstance(frames.receive(client), Welcome)
     return client
 
 
@@ -46,47 +46,47 @@ def closed(client) -> bool:
 
 def test_wrong_token_is_told_and_closed(server):
     client = connect(server)
-    protocol.send(client, Hello("wrong"))
-    assert "token" in protocol.receive(client).message
+    frames.send(client, Hello("wrong"))
+    assert "token" in frames.receive(client).message
     assert closed(client)
 
 
 @pytest.mark.parametrize("first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__)
 def test_nothing_works_before_the_token(server, first):
     client = connect(server)
-    protocol.send(client, first)
-    assert isinstance(protocol.receive(client), Failure)
+    frames.send(client, first)
+    assert isinstance(frames.receive(client), Failure)
     assert server.next_job(0.05) is None
 
 
 def test_large_frame_before_the_token_is_refused(server):
     client = connect(server)
-    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, 100, 1 << 30))
-    assert "limit" in protocol.receive(client).message
+    client.sendall(frames.PREFIX.pack(frames.MAGIC, 100, 1 << 30))
+    assert "limit" in frames.receive(client).message
 
 
 def test_garbage_closes_one_connection_only(server):
     good, bad = greeted(server), greeted(server)
     bad.sendall(os.urandom(4096))
-    assert isinstance(protocol.receive(bad), Failure)
-    protocol.send(good, Ping())
-    assert protocol.receive(good) == Pong(["m"])
+    assert isinstance(frames.receive(bad), Failure)
+    frames.send(good, Ping())
+    assert frames.receive(good) == Pong(["m"])
 
 
 def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
     clients = [greeted(server), greeted(server)]
     for index, client in enumerate(clients):
-        protocol.send(client, Load(f"/{index}"))
+        frames.send(client, Load(f"/{index}"))
     for _ in clients:
         job = server.next_job(5)
         job.reply(protocol.Loaded(job.message.path, "flux"))
         server.finish(job)
-    assert [protocol.receive(client).model for client in clients] == ["/0", "/1"]
+    assert [frames.receive(client).model for client in clients] == ["/0", "/1"]
 
 
 def test_a_client_that_leaves_cancels_its_request(server):
     client = greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     job = server.next_job(5)
     client.close()
     assert job.cancelled.wait(5)
@@ -94,10 +94,10 @@ def test_a_client_that_leaves_cancels_its_request(server):
 
 def test_cancel_after_the_end_does_not_touch_the_next_request(server):
     client = greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     server.finish(server.next_job(5))
-    protocol.send(client, protocol.Cancel())
-    protocol.send(client, Load("/b"))
+    frames.send(client, protocol.Cancel())
+    frames.send(client, Load("/b"))
     job = server.next_job(5)
     time.sleep(0.1)
     assert not job.cancelled.is_set()
@@ -111,8 +111,8 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     while time.monotonic() < deadline:
         client = connect(server)
         try:
-            protocol.send(client, Hello(TOKEN))
-            assert isinstance(protocol.receive(client), Welcome)
+            frames.send(client, Hello(TOKEN))
+            assert isinstance(frames.receive(client), Welcome)
             return
         except ConnectionError:
             time.sleep(0.05)
@@ -124,14 +124,14 @@ def test_silent_peers_do_not_keep_a_client_out(server):
     began = time.monotonic()
     client = greeted(server)
     assert closed(silent[0]) and time.monotonic() - began < 2
-    protocol.send(client, Ping())
-    assert protocol.receive(client) == Pong(["m"])
+    frames.send(client, Ping())
+    assert frames.receive(client) == Pong(["m"])
 
 
 def test_a_slow_reader_does_not_hold_up_replies(server):
     """Replies wait in the connection's own outbox: the thread that runs the ranks never blocks on a client."""
     client = greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     job = server.next_job(5)
     done = threading.Event()
     threading.Thread(target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()), daemon=True).start()
@@ -142,28 +142,28 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
 def test_a_token_that_is_no_text(server):
     client = connect(server)
     header = b'{"type": "Hello", "token": "\\ud800"}'
-    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, len(header), 0) + header)
-    assert "token" in protocol.receive(client).message
+    client.sendall(frames.PREFIX.pack(frames.MAGIC, len(header), 0) + header)
+    assert "token" in frames.receive(client).message
 
 
 @pytest.mark.parametrize("header", [b"[" * 4000, b'{"type": "Hello", "token": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"])
 def test_a_header_that_breaks_parsers(server, header):
     client = connect(server)
-    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, len(header), 0) + header)
-    assert isinstance(protocol.receive(client), Failure) and closed(client)
+    client.sendall(frames.PREFIX.pack(frames.MAGIC, len(header), 0) + header)
+    assert isinstance(frames.receive(client), Failure) and closed(client)
 
 
 def test_a_body_before_the_token_is_refused(server):
     client = connect(server)
-    client.sendall(protocol.PREFIX.pack(protocol.MAGIC, 18, 16) + b'{"type": "Result"}' + protocol.bodies.LENGTH.pack(1 << 40) + bytes(8))
-    assert "shorter than its table" in protocol.receive(client).message and closed(client)
+    client.sendall(frames.PREFIX.pack(frames.MAGIC, 18, 16) + b'{"type": "Result"}' + frames.bodies.LENGTH.pack(1 << 40) + bytes(8))
+    assert "shorter than its table" in frames.receive(client).message and closed(client)
 
 
 def test_a_slow_greeting_loses_its_place(server, monkeypatch):
     monkeypatch.setattr("backend.server.HELLO_SECONDS", 0.3)
     client, began = connect(server), time.monotonic()
     with pytest.raises(OSError):
-        for byte in b"".join(protocol.encode(Hello(TOKEN))) * 100:
+        for byte in b"".join(frames.encode(Hello(TOKEN))) * 100:
             client.sendall(bytes([byte]))
             time.sleep(0.05)
     assert time.monotonic() - began < 3
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
     """It shuts its sending side and never reads: the write to it would block for ever."""
     monkeypatch.setattr("backend.server.LEAVE_SECONDS", 0.2)
     before, client = server.clients._value, greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     server.next_job(5).reply(protocol.Loaded("m", "x" * 1_000_000))
     client.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + 5
@@ -185,19 +185,19 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
 def test_a_flood_of_requests_is_stopped(server):
     flooding, good = greeted(server), greeted(server)
     for _ in range(MAX_WAITING + 1):
-        protocol.send(flooding, Load("/a"))
-    assert "wait already" in protocol.receive(flooding).message and closed(flooding)
-    protocol.send(good, Ping())
-    assert protocol.receive(good) == Pong(["m"])
+        frames.send(flooding, Load("/a"))
+    assert "wait already" in frames.receive(flooding).message and closed(flooding)
+    frames.send(good, Ping())
+    assert frames.receive(good) == Pong(["m"])
 
 
 def test_a_reply_that_cannot_be_written_is_a_failure(server):
     client = greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     server.next_job(5).reply(protocol.Result({"seconds": float("inf")}))
-    assert "cannot be written" in protocol.receive(client).message
-    protocol.send(client, Ping())
-    assert protocol.receive(client) == Pong(["m"])
+    assert "cannot be written" in frames.receive(client).message
+    frames.send(client, Ping())
+    assert frames.receive(client) == Pong(["m"])
 
 
 def test_accepting_goes_on_after_an_error(server, monkeypatch):
@@ -236,7 +236,7 @@ def test_previews_are_bounded():
 
 def test_previews_are_counted_with_their_cost(server):
     now, client = [0.0], greeted(server)
-    protocol.send(client, Load("/a"))
+    frames.send(client, Load("/a"))
     job, previews = server.next_job(5), Previews(0.2, lambda: now[0])
 
     def make_x0():
@@ -245,6 +245,6 @@ def test_previews_are_counted_with_their_cost(server):
 
     for step in (1, 2):
         progress(job, step, 2, previews, make_x0)
-        assert protocol.receive(client) == protocol.Progress(step, 2, {"x0": torch.ones(1)} if step == 1 else {})
+        assert frames.receive(client) == protocol.Progress(step, 2, {"x0": torch.ones(1)} if step == 1 else {})
         now[0] += 0.1
     assert previews.stats == {"previews": 1, "preview_seconds": pytest.approx(0.05)}
