@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from backend.loading.checkpoint import open_checkpoint
 from backend.protocol import Sample
 from backend.solver_names import PERCENTS
 
@@ -44,6 +45,16 @@ def write_checkpoint(path: Path, family: str = "flux-dev", prefix: str = "", dro
         save_file({prefix + key: value for key, value in state.items() if key not in drop}, part)
         part.rename(path)
     return path
+
+
+def as_folder(file: Path, **entries) -> Path:
+    """The weights of a single file as a diffusers folder beside it, whose configuration has other ``entries``."""
+    checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, **entries}))
+    return folder
 
 
 def to_model_space(latent: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Kandinsky 5 of Kandinsky Lab, image and video (lite, pro): 32 to 60 blocks behind two that refine the prompt at every step; it is read through cross-attention.
 
-Attention is over every row, as in ComfyUI: the sparse one (NABLA) that diffusers' pipeline chooses for some long videos is not used.
+Attention is over every row, as in ComfyUI, also where a folder's configuration asks for the sparse one (NABLA), which has the same weights: files do not tell of it.
 """
 
 from .calls.kandinsky5 import adjust, forward_args, refusal
@@ -27,7 +27,6 @@ FAMILY = Family(
     conditioning=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
     ignored=("attention_mask",),
     required=("c_crossattn", "y"),
-    only={"attention_type": ("regular", "a Kandinsky 5 of sparse attention (NABLA)")},
     widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
     refusal=refusal,
     forward_args=forward_args,
