@@ -13,10 +13,14 @@ from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
 from backend.models.fallback import family
+from backend.parallel.cost import block_costs
+from backend.request import build
 from backend.tokens import TokenGrid
 from diffusers import OvisImagePipeline
 from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+from flops import counted
 from fallback_models import CONFIGS, CUT, configuration, request, write
 from tiny import relative
 
@@ -49,6 +53,18 @@ def test_agrees_with_the_family_files(name):
     for fact in ("block_lists", "joined", "image", "text", "returns", "text_position", "per_token"):
         assert getattr(found, fact) == getattr(told, fact), fact
     assert found.attention == told.attention[: len(found.attention)] and not found.whole_only
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
+    """What stages are balanced by: which rows pass which layer was seen, not told. Modulation's one row, which counts for nothing, is 1 % of so small a request."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load(name, str(write(tmp_path / name, name)), "fp32")
+    model, sample = engine.models[name], request(name, num_pipeline_patch=2)
+    built = build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    work, sequence = counted(model, built)
+    text = sequence.text or sample.tensors["positive.c_crossattn"].shape[1]
+    assert block_costs(open_checkpoint(str(tmp_path / name)).empty, model.family, model.config, sequence.image, text) == pytest.approx(work, rel=0.015)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -7,6 +7,7 @@ they have is found by running two sizes of latent and prompt.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,14 @@ POOL = 1_000_003
 
 @dataclass
 class BlockCall:
-    """One block's arguments by name, its outputs, and the rows of queries and keys of each attention call in it."""
+    """One block's arguments by name, its outputs, the rows of queries and keys of each attention call in it, and those that its layers were given in turn (one: no rows, a vector a sample)."""
 
     list_name: str
     arguments: dict
     outputs: tuple
     attention: list[tuple[int, int]] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
+    layers: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,7 +93,11 @@ def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
     def after(module, args, output):
         calls[-1].outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
-    return [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+    def note(layer, module, args):
+        calls[-1].layers.setdefault(layer, []).append(args[0].shape[1] if args[0].ndim == 3 else 1)
+
+    layers = [module.register_forward_pre_hook(partial(note, layer)) for layer, module in block.named_modules() if isinstance(module, nn.Linear)]
+    return [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after), *layers]
 
 
 def _note_timestep(found: Trace, module: nn.Module, args: tuple):

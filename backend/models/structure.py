@@ -33,7 +33,7 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
     texts = bool(joined) or "text" in streams
     return dict(
         block_lists=tuple(lists), joined=joined, image=streams["image"], text=streams.get("text"), returns=_returns(calls, streams, apart),
-        text_position=_text_position(small, another(), sizes[0]) if texts else None, attention=_attention(calls, sizes), per_token=_per_token(calls, streams, sizes, texts))
+        text_position=_text_position(small, another(), sizes[0]) if texts else None, attention=_attention(calls, sizes), **_layers(calls, sizes), per_token=_per_token(calls, streams, sizes, texts))
 
 
 def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
@@ -87,6 +87,15 @@ def _attention_kind(rows, again, sizes):
     if query == "image" and key == "text":
         return "cross"
     raise Whole(f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and prompt, nor the prompt")
+
+
+def _layers(calls, sizes) -> dict:
+    """Layers of a block that rows of text alone pass, and those that no rows do, wherever there are blocks that have them; the others are counted as the latent's or as all rows'."""
+    kinds: dict[str, set] = {}
+    for call, again in calls:
+        for name, rows in call.layers.items():
+            kinds.setdefault(name, set()).update("none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(rows, again.layers[name]))
+    return dict(text_layers=tuple(name for name, found in kinds.items() if found == {"text"}), shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}})
 
 
 def _per_token(calls, streams, sizes, texts) -> dict:
