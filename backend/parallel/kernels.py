@@ -12,6 +12,8 @@ from torch import Tensor
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces it, the kernels keep the original.
 SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
+#: Numbers.
+ALIGNMENT = 8
 
 _PACKAGES = {"flash-attn": "flash_attn", "sage": "sageattention"}
 
@@ -46,7 +48,7 @@ def attend_lse(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = _lse_kernel(kernel, q, k, v, additive(mask, q), scale)
+    out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else additive(mask, q), scale)
     if mask is None:
         return out, lse.float()
     dead = ~_visible(mask).any(-1).expand(q.shape[:3])
@@ -55,9 +57,10 @@ def attend_lse(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 def _lse_kernel(kernel, q, k, v, mask, scale):
     if not q.is_cuda:
+        mask = None if mask is None else mask.expand(q.shape[0], -1, q.shape[2], -1)         # this one broadcasts over heads alone
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     if mask is not None or q.dtype == torch.float32:
-        mask = None if mask is None else mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, False, scale=scale)[:2]
         return out, lse[..., : q.shape[2]]           # this kernel pads the rows of lse to a multiple of 32
     if kernel == "flash-attn":
@@ -67,13 +70,19 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[:2]
 
 
-def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A boolean mask as 0 / -inf in the dtype of ``like``, with batch and rows expanded for kernels that do not broadcast."""
-    if mask is None:
-        return None
+def additive(mask: Tensor, like: Tensor) -> Tensor:
+    """A boolean mask as 0 / -inf in the dtype of ``like``."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, float("-inf"))
-    return mask.to(like.dtype).expand(like.shape[0], -1, like.shape[2], -1)
+    return mask.to(like.dtype)
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """``bias`` (..., keys), its own or in memory as CUDA's memory-efficient kernel takes it: rows begin at multiples of ALIGNMENT numbers. F.scaled_dot_product_attention sees to that
+    (preprocess_mask in aten's attention.cpp), but its kernel, called for the log-sum-exp, raises an error ("attn_bias is not correctly aligned")."""
+    if bias.stride(-1) == 1 and not any(step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())):
+        return bias
+    return F.pad(bias, (0, ALIGNMENT - bias.shape[-1] % ALIGNMENT))[..., : bias.shape[-1]]
 
 
 def _visible(mask: Tensor) -> Tensor:
