@@ -10,6 +10,7 @@ import torch
 from .config import ParallelConfig
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.report import blocks_text
+from .memo import rows_ahead
 from .mesh import Axis, layout, single
 from .parallel import tensor
 from .parallel.cost import IMAGE_ROWS, TEXT_ROWS, rows_through
@@ -17,11 +18,16 @@ from .parallel.rows import Rows, Sequence, everything, patches
 from .parallel.split import Stages
 from .parallel.usp import head_shards
 
+#: Calls of the model in a request that says nothing of them.
+CALLS = 28
+
 
 @dataclass(frozen=True)
 class RankPlan:
     """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank, host_bytes those of weights
-    that wait in host memory (offload_modulation), ``bytes_per_step`` in a steady step by mechanism."""
+    that wait in host memory (offload_modulation), modulation_bytes the most of modulation that is computed ahead, ``bytes_per_step`` in a steady step by mechanism.
+
+    Samples are taken to have one prompt, whose modulation they share; where it depends on the time alone positive and negative prompts share theirs too, which halves both."""
 
     rank: int
     place: dict[str, int]
@@ -32,6 +38,7 @@ class RankPlan:
     weight_bytes: int
     host_bytes: int
     kv_bytes: int
+    modulation_bytes: int
     bytes_per_step: dict[str, int]
 
     def as_dict(self) -> dict:
@@ -41,19 +48,20 @@ class RankPlan:
     def __str__(self) -> str:
         sent = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.bytes_per_step.items()) or "nothing"
         host = f" (and {self.host_bytes / 1e6:.1f} MB in host memory)" if self.host_bytes else ""
+        ahead = f", modulation {self.modulation_bytes / 1e6:.1f} MB" if self.modulation_bytes else ""
         return (f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, {len(self.patches)} patches, "
-                f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB, sends per step: {sent}")
+                f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB{ahead}, sends per step: {sent}")
 
 
 def describe(config: ParallelConfig, model: str | Checkpoint, image_rows: int = IMAGE_ROWS, text_rows: int = TEXT_ROWS, batch: int = 1, branches: int = 2,
-             dtype: torch.dtype | None = None) -> list[RankPlan]:
+             dtype: torch.dtype | None = None, calls: int = CALLS) -> list[RankPlan]:
     """A RankPlan for every rank of ``config`` with the transformer at ``model``.
 
     image_rows, text_rows: tokens of a request (4096 + 512: Flux at 1024 x 1024); branches: 2 with a negative prompt; dtype: of the weights (the
-    file's by default). Raises ConfigError and UnsupportedError as loading does.
+    file's by default); calls: of the model with each prompt, one a step for most solvers. Raises ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    work = _Workload(config.validate(), checkpoint, image_rows, text_rows, max(1, batch // config.data_parallel_degree), branches // config.cfg_degree, dtype or checkpoint.dtype)
+    work = _Workload(config.validate(), checkpoint, image_rows, text_rows, max(1, batch // config.data_parallel_degree), branches // config.cfg_degree, dtype or checkpoint.dtype, calls)
     ranks = layout(config)
     return [work.plan(rank, dict(zip(config.degrees, (ranks == rank).nonzero()[0].tolist()))) for rank in range(config.world_size)]
 
@@ -69,6 +77,7 @@ class _Workload:
     batch: int
     branches: int
     dtype: torch.dtype
+    calls: int
 
     def plan(self, rank: int, place: dict[str, int]) -> RankPlan:
         config, family = self.config, self.checkpoint.family
@@ -80,7 +89,7 @@ class _Workload:
         return RankPlan(
             rank, place, place["pp"], (blocks.start, blocks.stop), heads,
             [(len(part.local.text), part.local.stream) for part in parts],
-            *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, parts[0].sequence),
+            *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, parts[0].sequence), self._modulation_bytes(place, stages),
             {name: size for name, size in self._sent(place, stages, heads, parts, sp_rank).items() if size})
 
     def _parts(self, sequence: Sequence, sp_rank: int) -> list[Rows]:
@@ -163,8 +172,9 @@ class _Workload:
             if place["pp"] < config.pipefusion_degree - 1:
                 sent["pipeline"] += size * own * width
             sent += self._outputs(place, len(part.local.image), len(part.image))
-        sent["tensor"] = self._reduced(place, stages, parts) * size
-        sent["modulation"] = sum(self._features(name, place) for name in stages.lent(place["pp"])) * size
+        prompts = self.branches * self.dtype.itemsize
+        sent["tensor"] = self._reduced(place, stages, parts) * prompts
+        sent["modulation"] = sum(self._features(name, place) for name in stages.lent(place["pp"])) * prompts
         return sent
 
     @property
@@ -179,6 +189,14 @@ class _Workload:
         rows = len(part.local.image) if self.config.pipefusion_degree > 1 and self.config.patches > 1 else min(line, len(part.local.image))
         others = ranks - 1 if rows == len(part.local.image) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
         return Counter(sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks, surroundings=calls * others * rows * self._width * self.dtype.itemsize)
+
+    def _modulation_bytes(self, place, stages: Stages) -> int:
+        """Of what the memos of this rank's blocks hold at once (memo.py); where weights are sharded, of one model call."""
+        widths = [sum(self._features(layer, place) for i in blocks for layer in self.checkpoint.modulation(self.checkpoint.block_names[i])) for blocks in stages.blocks]
+        most = self.batch * self.branches
+        if not self.config.shard_weights:
+            most = min(self.calls * self.branches, max(self.branches, rows_ahead(max(widths), self.dtype)))
+        return most * widths[place["pp"]] * self.dtype.itemsize
 
     def _features(self, layer: str, place) -> int:
         """Width of a modulation layer's output on this rank."""
@@ -199,7 +217,7 @@ class _Workload:
         return sent
 
     def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
-        """Elements that all-reduce and all-gather of tensor parallelism send for one sample and branch."""
+        """Elements that all-reduce and all-gather of tensor parallelism send for one prompt and its samples."""
         text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
         text = text if self.checkpoint.family.text_position else self.text_rows * len(parts)            # every rank and patch reads the whole prompt
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
@@ -216,8 +234,8 @@ class _Workload:
         return total
 
     def _rows_of(self, block: str, module: str, text: int, image: int) -> int:
-        """Rows of a step through a linear layer; modulation has one."""
+        """Rows of a step, of all samples, through a linear layer; modulation has one."""
         family, inner = self.checkpoint.family, module.removeprefix(block + ".")
         if any(fnmatchcase(inner, pattern) for pattern in family.modulation):
             return 1
-        return rows_through(inner, self.checkpoint.empty.get_submodule(block), block.rpartition(".")[0], family, image, text)
+        return self.batch * rows_through(inner, self.checkpoint.empty.get_submodule(block), block.rpartition(".")[0], family, image, text)

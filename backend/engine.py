@@ -79,7 +79,7 @@ class Engine:
         weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
         weights = FusedWeights(checkpoint, cuts, device)
         home = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
-        memos = remember(transformer, [name for i, name in enumerate(checkpoint.block_names) if i in blocks], family, home, dtype, stages, self.mesh.pp)
+        memos = remember(transformer, [name for i, name in enumerate(checkpoint.block_names) if i in blocks], family, home, dtype, stages, self.mesh)
         memos.go_home()
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
@@ -114,7 +114,7 @@ class Engine:
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
         tensor.regroup(model.transformer, old, self.mesh)
-        model.memos.axis = model.memos.axis and self.mesh.pp
+        model.memos.mesh = self.mesh
         staged = self._is_staged(model.family)
         if model.stage and staged:
             model.stage.join(self.mesh)

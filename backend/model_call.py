@@ -94,7 +94,7 @@ class OneCall(Denoiser):
     def _modulate_ahead(self, plan: list[Evaluation]):
         """There is no next call to compute for; but weights that wait in host memory, or on another stage, run no other way."""
         memos = self.runner.model.memos
-        if memos.axis is not None or memos.home.type != self.x.device.type:
+        if memos.lent or memos.home.type != self.x.device.type:
             super()._modulate_ahead(plan)
 
     def _start_solvers(self):

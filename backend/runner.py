@@ -49,15 +49,15 @@ class Runner:
         self.evaluation = -1
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
-        """Compute the modulation of every model call now, where the family has such layers: ``sigmas`` are the calls' noise levels."""
+        """Compute the modulation of model calls before they begin, where the family has such layers: ``sigmas`` are all calls' noise levels."""
         model, everything = self.model, Span(0, self.request.noise.shape[0])
         if not model.family.modulation or model.sharded:       # sharded weights are whole only inside their block's forward
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
-        for branch in branches:
-            arguments = [model.family.forward_args(model.config, self.request.grid, latent, self._time(sigma.to(latent.device), slice(None)), self.request.arguments(branch, slice(None))) for sigma in sigmas]
-            embeddings = [first_block_argument(model.transformer, model.family, a, model.family.modulation_input) for a in arguments]
-            model.memos.modulate_ahead(branch, embeddings)
+        arguments = lambda branch, sigma: model.family.forward_args(
+            model.config, self.request.grid, latent, self._time(sigma.to(latent.device), slice(None)), self.request.arguments(branch, slice(None)))
+        embedding = lambda branch, sigma: first_block_argument(model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input)
+        model.memos.modulate_ahead({branch: [embedding(branch, sigma) for sigma in sigmas] for branch in branches})
 
     def run(self, x: Tensor, sigma: Tensor, forward: Forward) -> Tensor | None:
         """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows and items of ``forward`` (b, rows, F); None on all but the last stage."""
@@ -88,6 +88,7 @@ class Runner:
     def begin_evaluation(self, ratio: float):
         """A model call at the next noise level starts; ``ratio`` is its step in sigma over the one before (0: unknown)."""
         self.evaluation += 1
+        self.model.memos.begin_call(self.evaluation)
         if self.buffers is not None:
             self.buffers.begin_evaluation(ratio)
 

@@ -4,6 +4,7 @@ import pytest
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine, describe
+from backend.memo import AHEAD
 from tiny import write_checkpoint
 
 #: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one activation.
@@ -62,6 +63,16 @@ def test_offloaded_modulation_is_counted_apart(checkpoint):
     modulation = 4 * (DOUBLE * 2 * 6 + SINGLE * 3) * WIDTH * (WIDTH + 1)
     assert whole.host_bytes == 0 and offloaded.host_bytes == modulation == whole.weight_bytes - offloaded.weight_bytes
     assert "MB in host memory" in str(offloaded)
+
+
+def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
+    """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes them."""
+    row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
+    told = lambda calls=28, **workload: [plan.modulation_bytes for plan in describe(ParallelConfig(**workload.pop("config", {})), checkpoint, IMAGE, TEXT, calls=calls, **workload)]
+    assert told() == told(batch=3) == [2 * 28 * row] and told(6, branches=1) == [6 * row]
+    assert told(100000) == [AHEAD // row * row]
+    assert sum(told(config={"pipefusion_degree": 3})) == 2 * 28 * row and "modulation 2.1 MB" in str(plans(checkpoint)[0])
+    assert told(config={"ulysses_degree": 2, "shard_weights": True}, batch=3) == [2 * 3 * row] * 2
 
 
 def test_explicit_stages_and_stale_buffers(checkpoint):

@@ -21,10 +21,9 @@ from backend.parallel.stage import Forward
 from backend.parallel.tensor import Shard
 from backend.schedule import DiscreteSchedule
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
+from flops import counted
 from safetensors.torch import save_file
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from tiny import error_in_std, is_known_distance, relative, write_checkpoint
+from tiny import as_folder, error_in_std, is_known_distance, relative, write_checkpoint
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,14 +54,10 @@ def test_a_preview_stays_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in FILES_ALONE])
 def test_diffusers_folder_has_the_same_weights(family, tmp_path):
-    single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
-    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
-    folder = tmp_path / "transformer"
-    folder.mkdir()
-    save_file({name: value.contiguous() for name, value in single.empty.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"_class_name": single.family.transformer, **single.config}))
-    again = open_checkpoint(str(folder))
-    again.load(range(again.block_count), torch.float32, torch.device("cpu"))
+    file = write_checkpoint(tmp_path / f"{family}.safetensors", family)
+    single, again = (open_checkpoint(str(path)) for path in (file, as_folder(file)))
+    for checkpoint in (single, again):
+        checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     assert again.family == single.family
     weights = again.empty.state_dict()
     assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
@@ -122,27 +117,13 @@ def test_patches_against_full_buffers_equal_the_whole(cut):
 def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     """What stages are balanced by, computed from shapes, against the multiplications that torch counts in a step: so every family says rightly which rows pass which layer."""
     path, model, built = cut
-    forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
-    count = lambda *_: at.append(counter.get_total_flops())
-    blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]
-    hooks = [hook for block in blocks for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))]
-    with torch.inference_mode(), runner.running(model, built) as calls, sdpa_kernel(SDPBackend.MATH):
-        calls.begin_evaluation(0.0)
-        calls.modulate_ahead([built.sigmas[0]], ("positive",))
-        calls.run(built.start(), built.sigmas[0], forward)         # what the prompt alone decides is not a step's
-        at.clear()
-        with counter:
-            calls.run(built.start(), built.sigmas[0], forward)
-    for hook in hooks:
-        hook.remove()
-    counted = [(end - start) / 2 for start, end in zip(at[::2], at[1::2])]
-    sequence, prompt = forward.rows.sequence, built.conditioning["positive"]
+    (work, sequence), prompt = counted(model, built), built.conditioning["positive"]
     text = sequence.text or sum(prompt[name].shape[1] for name in ("c_crossattn", "encoder_hidden_states_t5") if name in prompt)
     computed = block_costs(open_checkpoint(str(path)).empty, model.family, model.config, sequence.image, text)
-    assert len(counted) == len(computed) == len(blocks)
+    assert len(work) == len(computed)
     # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's curves have adaLN of six features
-    scale = sum(computed) / sum(counted) if model.family.nested else 1.0
-    assert computed == pytest.approx([scale * work for work in counted], rel=0.005)
+    scale = sum(computed) / sum(work) if model.family.nested else 1.0
+    assert computed == pytest.approx([scale * each for each in work], rel=0.005)
 
 
 @pytest.mark.parametrize("family", LATENT_FORMATS)
@@ -228,13 +209,13 @@ def test_the_readme_has_the_table_of_families():
     assert runpy.run_path(str(root / "scripts/families_table.py"))["put_into"](text) == text
 
 
-@pytest.mark.parametrize("family, prompt, modulation", [("minimax-h3", 2, 4), ("lumina2", 3, 6), ("flux3", 5, 0)])
+@pytest.mark.parametrize("family, prompt, modulation", [("minimax-h3", 4, 4), ("lumina2", 6, 6), ("flux3", 10, 0)])
 def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
-    """Refiners of the prompt once a request and branch, modulation once for all steps."""
+    """Refiners of the prompt once a request and branch, modulation once for all steps and branches."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
-    assert memo.COMPUTED == {kind: 2 * count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count}
+    assert memo.COMPUTED == {kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count}
 
 
 @pytest.mark.parametrize("family, layers, before", [("wan21-t2v", 2, 0), ("pixart-sigma", 2, 0), ("ltxv", 2, 0), ("hunyuan-dit", 2, 0), ("sana", 2, 1), ("ltx2", 4, 2)])

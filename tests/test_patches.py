@@ -11,7 +11,7 @@ from backend.engine import Engine
 from backend.parallel.attention import Attention
 from backend.parallel.rows import Sequence, Span, patches
 from backend.parallel.stage import Forward
-from tiny import golden_request, relative, write_checkpoint
+from tiny import batch_request, golden_request, relative, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,39 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_modulation_is_one_gemm_a_layer_and_branch(engine, count):
-    """4 double blocks with two modulations and 8 single ones with one, two guidance branches: 32 GEMMs for all steps and patches."""
+def test_modulation_is_one_gemm_a_layer(engine, count):
+    """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and patches."""
     simulate(engine, num_pipeline_patch=count)
-    assert memo.COMPUTED == {"modulation": 2 * (4 * 2 + 8)}
+    assert memo.COMPUTED == {"modulation": LAYERS}
+
+
+#: Modulation layers, and bytes of a row of all of them in float32.
+LAYERS, ROW = 4 * 2 + 8, 4 * 256 * (4 * 2 * 6 + 8 * 3)
+
+
+@pytest.mark.parametrize("case, calls", [("euler_simple", 6), ("heun_simple", 11)])
+def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
+    """In chunks of 4 rows, of two prompts; Heun calls the model twice a step, and again at the noise level at which it just did, which shares the row."""
+    whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].memos.most_bytes
+    levels = len(golden_request(case)[0].tensors["sigmas"]) - 1
+    assert most == 2 * levels * ROW
+    monkeypatch.setattr(memo, "AHEAD", 4 * ROW + 1)
+    assert simulate(engine, case, num_pipeline_patch=2).equal(whole)
+    assert engine.models["tiny"].memos.most_bytes == 4 * ROW and memo.COMPUTED == {"modulation": LAYERS * -(-levels // 2)}
+
+
+def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
+    """Three samples of one pooled prompt share what one has, of three, or two, each has its own; the latents are those without memory."""
+    sample = batch_request(3)
+    pooled = lambda *factors: sample.tensors | {f"{side}.y": sample.tensors[f"{side}.y"][:1] * torch.tensor(factors)[:, None] for side in ("positive", "negative")}
+    requests = [(pooled(1.0, 1.0, 1.0), 2), (pooled(1.0, 0.5, 2.0), 2 * 3), (pooled(1.0, 0.5, 1.0), 2 * 2)]
+    computed = []
+    for tensors, rows in requests:
+        computed.append(engine.sample(replace(sample, tensors=tensors), Callbacks())[0])
+        assert engine.models["tiny"].memos.most_bytes == rows * (len(tensors["sigmas"]) - 1) * ROW
+    monkeypatch.setattr(runner.Runner, "modulate_ahead", lambda self, *rest: None)
+    for tensors, latent in zip((tensors for tensors, _ in requests), computed):
+        assert relative(engine.sample(replace(sample, tensors=tensors), Callbacks())[0], latent) < 1e-6
 
 
 def test_modulation_ahead_changes_nothing(engine, monkeypatch):
@@ -125,4 +154,4 @@ def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path,
     moves.clear()
     assert simulate(offloading, num_pipeline_patch=0).equal(simulate(engine, num_pipeline_patch=1))
     own = [(layer, where) for layer, where in moves if layer in layers]
-    assert own == 2 * [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))] and memo.COMPUTED["modulation"] == 2 * count
+    assert own == [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))] and memo.COMPUTED["modulation"] == count

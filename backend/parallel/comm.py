@@ -29,6 +29,14 @@ def exchange(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: st
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
 
 
+def agreed(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    """``x`` of the first rank on all ranks of ``axes``, which may be overwritten."""
+    for axis in axes:
+        if axis.size > 1:
+            dist.broadcast(x, axis.ranks[0], group=axis.group)
+    return x
+
+
 def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
     """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants equal sizes and is slower."""
     if axis.size == 1:

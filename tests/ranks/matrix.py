@@ -46,6 +46,8 @@ UNEVEN_BATCH = "batch of 5"
 EVEN_BATCH = "batch of 2"
 #: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
 COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
+#: What is no traffic, among the bytes that are counted.
+KEPT = "modulation ahead"
 #: With LoRAs of every kind in the weights.
 LORA = "LoRA"
 #: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share evenly.
@@ -203,11 +205,11 @@ def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
 
 
 def described(engine: Engine, config: ParallelConfig, checkpoint: str, batch: int) -> list[dict[str, int]]:
-    """What describe() says that every rank sends in the six steps of 60 image and 12 text rows."""
-    plans = describe(config, engine.check_load(checkpoint, "default"), 60, 12, batch)
+    """What describe() says that every rank sends in the six steps of 60 image and 12 text rows, and keeps of modulation."""
+    plans = describe(config, engine.check_load(checkpoint, "default"), 60, 12, batch, calls=STEPS)
     replicas = config.data_parallel_degree          # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
     once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
-    return [dict(Counter({mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) for plan in plans]
+    return [dict(Counter({mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) | {KEPT: plan.modulation_bytes} for plan in plans]
 
 
 def of_all_ranks(value) -> list:
@@ -278,7 +280,7 @@ def main(checkpoint: str, out: str):
                     continue
                 (samples, stats), golden = run(engine, variant, case)
                 counted = case in COUNTED and name not in UNDESCRIBED
-                sent = of_all_ranks(stats["bytes_sent"]) if counted else None
+                sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes}) if counted else None
                 if rank == 0:
                     rows.append({
                         "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
