@@ -11,10 +11,11 @@ from .errors import UnsupportedError
 from .models.arguments import DIMENSIONS, FLOATING, NUMBERS
 from .models.spec import Family
 from .parallel import kernels
+from .prediction import FLOW, PREDICTIONS
 from .protocol import Describe, Sample
 from .prompts import names, side_of
 from .request import request_config
-from .samplers import SOLVER_FUNCTIONS, needs_percent_sigmas
+from .samplers import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .tokens import NestedGrid, TokenGrid
 
@@ -129,6 +130,21 @@ def _check_solver(sample, family):
         raise UnsupportedError(f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; send them as the tensor percent_sigmas.")
     if percents is not None and percents.shape != (len(PERCENTS),):
         raise UnsupportedError(f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of {PERCENTS}.")
+
+
+    _check_schedule(sample, PREDICTIONS[family.prediction])
+
+
+def _check_schedule(sample, prediction):
+    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does, and paints nothing."""
+    sigmas, percents = sample.tensors["sigmas"].float(), sample.tensors.get("percent_sigmas", torch.zeros(0))
+    still = (sigmas.diff() == 0) | (sigmas[:-1] == 0) | (sigmas[1:] >= 1 if prediction is FLOW else torch.tensor(False))
+    if not still.any() or is_finite(sample.sampler, Problem(sigmas, prediction, None, None, dict(zip(PERCENTS, percents.tolist())).__getitem__)):
+        return
+    if prediction is FLOW and sigmas[-1] >= 1:
+        raise UnsupportedError(f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the picture; end it below 1.")
+    at = int(still.nonzero()[0])
+    raise UnsupportedError(f"the sampler {sample.sampler} divides by zero on this schedule, whose step {at + 1} goes from {sigmas[at]:g} to {sigmas[at + 1]:g}; leave one of them out, or choose another sampler.")
 
 
 def _has_negative(sample) -> bool:

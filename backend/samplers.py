@@ -1,6 +1,8 @@
 """The solvers by name, and the list of model calls that one makes. The solvers themselves are in solvers/."""
 
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Generator
 
 import torch
 
@@ -19,6 +21,9 @@ def _function(name: str):
     name = _ALIASES.get(name, name)
     return next(vars(family)[name] for family in _FAMILIES if name in vars(family))
 
+
+#: What no solver makes of numbers below 1 that it does not divide by next to nothing.
+MOST = 1e6
 
 SOLVER_FUNCTIONS = {name: _function(name) for name in SOLVERS}
 
@@ -43,14 +48,32 @@ def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
 
 def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
     """Every model call that ``solver`` will make, in order, known before the first: stages that hold no latent follow this list."""
-    zero = torch.zeros(())
-    stand_in = Problem(problem.sigmas.cpu(), problem.prediction, lambda k: zero, lambda a, b: zero, problem.percent_to_sigma)
-    dry = SOLVER_FUNCTIONS[solver](zero, stand_in)
-    plan, request = [], next(dry, None)
-    while request is not None:
-        plan.append(Evaluation(request[1], request[2]))
-        try:
-            request = dry.send(answer(solver, zero, zero))
-        except StopIteration:
-            request = None
-    return plan
+    return [Evaluation(sigma, step) for _, sigma, step in _dry(solver, problem, (0.0,))]
+
+
+def is_finite(solver: str, problem: Problem) -> bool:
+    """Does ``solver`` get through the schedule, and a flow model's latent back to the scale of pictures, without dividing by zero? What it multiplies by
+    follows from the noise levels alone, so a run over one number tells."""
+    run = _dry(solver, problem, (0.3, 0.7, 0.4))
+    try:
+        while next(run)[0].abs() < MOST:
+            pass
+        return False
+    except StopIteration as end:
+        return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MOST)
+    except (ZeroDivisionError, torch.linalg.LinAlgError):
+        return False
+
+
+def _dry(solver: str, problem: Problem, numbers: tuple[float, ...]) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
+    """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing from no number); returns its answer."""
+    x, *_ = values = [torch.tensor(number) for number in numbers]
+    steps = SOLVER_FUNCTIONS[solver](x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, lambda a, b: x, problem.percent_to_sigma))
+    try:
+        request = next(steps)
+        for denoised in cycle(values):
+            yield request
+            denoised = denoised + 0 * request[0]
+            request = steps.send(answer(solver, denoised, denoised))
+    except StopIteration as end:
+        return end.value

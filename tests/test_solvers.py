@@ -175,3 +175,12 @@ def test_what_a_solver_lacks_is_named():
     assert not refused(sampler="dpmpp_sde", tensors={"sigmas": torch.tensor([0.9, 0.5, 0.0])})
     with pytest.raises(UnsupportedError):
         next(SOLVER_FUNCTIONS["dpmpp_sde"](torch.zeros(()), Problem(torch.tensor([1.0, 0.0]), FLOW, lambda k: None)))
+
+
+@pytest.mark.parametrize("solver, sigmas, says", [
+    ("euler", (1.0, 1.0), "ends at the noise level 1,"), ("euler", (0.3, 1.0), "ends at the noise level 1,"), ("euler", (1.0, 0.5, 0.0, 0.0), "whose step 3 goes from 0 to 0"),
+    ("dpmpp_2m", (1.0, 1.0, 0.5, 0.0), "dpmpp_2m divides by zero on this schedule, whose step 1 goes from 1 to 1"), ("lms", (1.0, 0.5, 0.5, 0.2, 0.0), "step 2 goes from 0.5 to 0.5")])
+def test_schedules_that_paint_nothing_are_refused(solver, sigmas, says):
+    given = lambda *sigmas: {"sigmas": torch.tensor(sigmas)}
+    assert says in refused(sampler=solver, tensors=given(*sigmas))
+    assert not refused(sampler=solver, tensors=given(1.0, 0.5, 0.2)) and not refused(sampler="euler", tensors=given(1.0, 1.0, 0.5, 0.0))

@@ -83,12 +83,14 @@ def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x = data + sigma · noise)."""
-    up = torch.minimum(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)
+    up = torch.fmin(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)         # not a number where the schedule rises: ``target`` then
     return (target**2 - up**2) ** 0.5, up
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level ``target``."""
+    if target == 0:                                         # also from 0
+        return target, torch.ones_like(target), target
     if not problem.flow:
         down, up = ancestral_split(sigma, target)
         return down, torch.ones_like(up), up
