@@ -233,6 +233,17 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(family, layer
     assert engine.sample(sample, Callbacks())[0].equal(samples)
 
 
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_half_precision_is_near(family, tmp_path):
+    """What files are in, and GPUs compute in: one step in bf16. Flux's tiny weights are the sharpest."""
+    path, sample, latents = write_checkpoint(tmp_path / f"{family}.safetensors", family), golden(f"{family}__euler_simple")[0], []
+    for precision in ("fp32", "bf16"):
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.load("tiny", str(path), precision)
+        latents.append(engine.sample(replace(sample, tensors=sample.tensors | {"sigmas": sample.tensors["sigmas"][:2]}), Callbacks())[0])
+    assert relative(latents[1], latents[0]) < (0.12 if family in ("flux-dev", "hunyuan-video") else 0.03)
+
+
 @pytest.mark.parametrize("family, kept", [("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")), ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),
                                           ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear"))])
 def test_parts_stay_in_float32(family, kept, tmp_path):

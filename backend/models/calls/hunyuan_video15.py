@@ -17,7 +17,8 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
 
 
 def adjust(transformer, config):
-    """The cheaper mask for every block."""
+    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their layer."""
+    transformer.time_embed.timestep_embedder.register_forward_pre_hook(lambda layer, args: args[0].to(layer.linear_1.weight.dtype))
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
 
