@@ -15,10 +15,11 @@ from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
-from backend.models.calls import qwen_image21, references
+from backend.models.calls import ltx2, qwen_image21, references
 from backend.parallel.stage import model_output
 from backend.request import build
 from backend.tokens import TokenGrid
+from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
 from families import golden, to_vae_units
 from safetensors.torch import save_file
@@ -239,6 +240,23 @@ def test_what_no_step_changes_runs_once(causal, tmp_path):
     engine.sample(sample, Callbacks())
     both = [12 + 32 + 36 + 80, 7 + 32 + 80]
     assert rows == both + ([80] * 10 if causal else both * 5)
+
+
+@pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
+def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
+    """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there once; the latent is that of every row with its own."""
+    engine, sample, given = Engine(ParallelConfig(), mesh.single()), request(name), []
+    engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
+    transformer, names = engine.models["tiny"].transformer, ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
+    transformer.transformer_blocks[0].register_forward_pre_hook(lambda block, args, kwargs: given.append([kwargs[name] for name in names]), with_kwargs=True)
+    latent = engine.sample(sample, Callbacks())[0]
+    levels, rows = transformer.transformer_blocks[0].levels, [tensor.shape[1] for tensor in given[0]]
+    grid = engine.models["tiny"].family.grid(engine.models["tiny"].config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
+    assert rows == [part.tokens for part in grid.parts] * 2 and [len(embed.modulation) for embed in levels] == [2, 3, 2, 3]
+    kept = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)
+    monkeypatch.setattr(ltx2.Levels, "forward", LTX2AdaLayerNormSingle.forward)
+    assert relative(engine.sample(sample, Callbacks())[0], latent) < 1e-6
+    assert kept < 0.1 * sum(tensor.nbytes for tensor in given[-1])
 
 
 def test_samples_with_references_at_other_places_are_no_batch():

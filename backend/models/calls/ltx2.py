@@ -5,7 +5,7 @@ from functools import wraps
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import PixArtAlphaTextProjection
-from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2VideoTransformerBlock, apply_interleaved_rotary_emb, apply_split_rotary_emb
+from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle, LTX2AudioVideoAttnProcessor, LTX2VideoTransformerBlock, apply_interleaved_rotary_emb, apply_split_rotary_emb
 from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
 from torch import nn
 
@@ -34,18 +34,39 @@ class Attention(LTX2AudioVideoAttnProcessor):
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
+class Levels(LTX2AdaLayerNormSingle):
+    """The modulation of each noise level once, where rows have levels of their own: a mask has a few, and video of 1280 x 704 pixels and 121 frames 14080 rows, of
+    9 x 4096 numbers each. Blocks are given which level a row has."""
+
+    def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
+        if timestep.numel() == batch_size:
+            return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
+        levels, rows = timestep.unique(return_inverse=True)
+        self.modulation, embedding = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        return rows[:, None], embedding[rows]
+
+    def of(self, rows):
+        """What get_mod_params takes for a block's ``rows`` of what forward gave, (B, rows, features)."""
+        return rows if rows.is_floating_point() else (self.modulation, rows[..., 0])
+
+
 class Block(LTX2VideoTransformerBlock):
     """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both hear what was before."""
 
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(self, hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, *args, **kwargs):
+        temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
+            levels.of(rows) for levels, rows in zip(self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)))
         self.times = temb_ca_scale_shift, temb_ca_gate
         return super().forward(
             hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, *args, **kwargs)
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
-        """As diffusers', for any number of rows."""
+        """As diffusers', for any number of rows, and for a few levels of many."""
+        if isinstance(temb, tuple):
+            levels, rows = temb
+            return tuple(values[rows] for values in (scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))).unbind(dim=1))
         return (scale_shift_table[None, None].to(temb.device) + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))).unbind(dim=2)
 
     def listen(self, attention, args, kwargs):
@@ -103,10 +124,13 @@ def highest(times, batch):
 
 
 def adjust(transformer, config):
-    """ComfyUI's order of hearing and its gates, attention for any number of rows, and the connectors."""
+    """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise level once, and the connectors."""
     hear_the_loudest(transformer, config)
+    levels = (transformer.time_embed, transformer.audio_time_embed, transformer.av_cross_attn_video_scale_shift, transformer.av_cross_attn_audio_scale_shift)
+    for embed in levels:
+        embed.__class__ = Levels
     for block in transformer.transformer_blocks:
-        block.__class__ = Block
+        block.__class__, block.levels = Block, levels
         block.watch()
         block.perturbed_attn = False
         for name in ("attn1", "attn2", "audio_to_video_attn", "audio_attn1", "audio_attn2", "video_to_audio_attn"):
