@@ -10,7 +10,8 @@ from dataclasses import astuple, replace
 import torch
 from torch import Tensor
 
-from .checks import check_family, check_model, check_numbers, check_sample, check_workload, refusing
+from .check_tensors import check_numbers
+from .checks import check_family, check_model, check_sample, check_workload, refusing
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe

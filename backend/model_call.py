@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .checks import check_arguments, check_kernel, check_latent, check_rows
+from .check_tensors import check_arguments, check_latent
+from .checks import check_kernel, check_rows
 from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser, Part
 from .errors import UnsupportedError
