@@ -1,6 +1,8 @@
 """One real ComfyUI for all tests of this folder, or a reason why there is none."""
 
+import functools
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,29 +11,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 import variants
-from comfy_server import PACK, CannotStart, ComfyServer
+from comfy_server import ComfyServer
 from families import LATENT_FORMATS
+from servers import comfy_over
 
 
 @pytest.fixture(scope="session")
 def start_comfy(tmp_path_factory):
     """start_comfy() -> a new ComfyServer with the pack as ``parallel-dit`` and a tiny Flux as ``tiny-flux.safetensors``."""
-    servers = []
     checkpoint = tiny.write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-flux.safetensors")
 
     def start() -> ComfyServer:
         folder = tmp_path_factory.mktemp("comfy")
         (folder / "models/diffusion_models").mkdir(parents=True)
         (folder / "models/diffusion_models/tiny-flux.safetensors").symlink_to(checkpoint)
-        try:
-            servers.append(ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"}))
-        except CannotStart as reason:
-            pytest.skip(str(reason))
-        return servers[-1]
+        return servers.enter_context(comfy_over(folder))
 
-    yield start
-    for server in servers:
-        server.stop()
+    with ExitStack() as servers:
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +47,21 @@ def family_comfy(tmp_path_factory):
         tiny.write_checkpoint(models / f"{family}.safetensors", family)
     for variant in variants.VARIANTS:
         variants.write(models / f"{variant}.safetensors", variant)
-    try:
-        server = ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"})
-    except CannotStart as reason:
-        pytest.skip(str(reason))
-    yield server
-    server.stop()
+    with comfy_over(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Name of a golden family -> its Pair."""
+    from pairs import Pair                              # here, since it imports ComfyUI
+    from parallel_dit.nodes import backends
+
+    folder = tmp_path_factory.mktemp("models")
+    yield functools.cache(lambda name: Pair(name, folder))
+    backends.close_all()
+
+
+@pytest.fixture
+def flux(pairs):
+    return pairs("flux-dev")

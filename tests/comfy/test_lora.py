@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from comfy_server import PACK, CannotStart, ComfyServer
 from loras import lora, write_mixed
 from safetensors.torch import save_file
+from servers import comfy_over
 from tiny import GOLDEN, facts, write_checkpoint
 
 #: Diffusers' own names that ComfyUI knows: family -> module -> shape of its weight.
@@ -37,12 +36,8 @@ def comfy(tmp_path_factory):
     write_mixed(loras / "mixed.safetensors", facts("flux-dev")["shapes"])
     save_file(lora(OURS["flux-dev"], "peft", seed=9)[0] | {"lora_te1_text.alpha": torch.tensor(1.0)}, loras / "in-part.safetensors")
     save_file(lora({"double_blocks.0.img_attn.qkv": (9216, 3072)}, "kohya")[0], loras / "large.safetensors")
-    try:
-        server = ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"})
-    except CannotStart as reason:
-        pytest.skip(str(reason))
-    yield server
-    server.stop()
+    with comfy_over(folder) as server:
+        yield server
 
 
 def graph(comfy, family: str, loras: list[tuple[str, float]], seed: int = 5) -> dict:
