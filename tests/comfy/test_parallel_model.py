@@ -1,6 +1,5 @@
 """The MODEL of ParallelModel against ComfyUI's own model of the same tiny checkpoint, in ComfyUI's own samplers and guiders."""
 
-import functools
 import os
 import signal
 import threading
@@ -10,97 +9,24 @@ import pytest
 import torch
 from comfy_modules import comfy_modules
 from families import LATENT_FORMATS
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.protocol import BackendError, Ping, RefusedError
+from pairs import CONFIG, Pair, ksampler
+from parallel_dit.backend.protocol import BackendError, Ping
 from parallel_dit.nodes import backends
-from safetensors.torch import load_file
-from tiny import GOLDEN, facts, weights_module, write_checkpoint
-from versions import skip_without, skip_without_class
+from tiny import facts
 
 with comfy_modules():
-    import comfy.hooks
-    import comfy.model_detection
     import comfy.model_management
-    import comfy.model_patcher
     import comfy.model_sampling
-    import comfy.sample
     import comfy.samplers
-    import comfy.sd
-    import comfy.supported_models
-    from comfy.nested_tensor import NestedTensor
     from comfy.patcher_extension import WrappersMP
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
     from comfy_extras.nodes_easycache import EasyCacheNode
-    from parallel_dit.nodes import handle, kept
+    from parallel_dit.nodes import kept
     from parallel_dit.nodes.families import OURS
     from parallel_dit.nodes.parallel_model import remote_model
 
-CONFIG = ParallelConfig(cfg_degree=2, device="cpu")
-CPU = torch.device("cpu")
 #: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt, HunyuanDiT), and those of several latents.
 OTHERS = ["wan21-t2v", "pixart-sigma", "sd3", "hunyuan-dit", "ltx2", "minimax-h3"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    yield tmp_path_factory.mktemp("models")
-    backends.close_all()
-
-
-class Pair:
-    """A family's tiny checkpoint as ComfyUI's own MODEL and as ours, and a golden case's inputs."""
-
-    def __init__(self, name: str, folder):
-        wanted = facts(name)
-        skip_without_class(wanted["comfy_class"])
-        skip_without(["LTX-2 with its connectors, nor 2.3"] if name.startswith("ltx2") else [])
-        state = weights_module().state_dict(wanted["shapes"])
-        # ComfyUI detects what it can, and takes some widths for those of the released sizes
-        config = getattr(comfy.supported_models, wanted["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]})
-        config.unet_config.update(wanted["unet_config"])         # some classes put the released widths over what they are given
-        config.set_inference_dtype(torch.float32, None)
-        native = config.get_model(state)
-        native.load_model_weights(state, "")
-        self.native = comfy.model_patcher.ModelPatcher(native, CPU, CPU)
-        self.dit = handle.load(CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), "default")
-        self.ours = remote_model(self.dit)
-        stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
-        self.positive, self.negative = (_conditioning(stored, branch) for branch in ("positive", "negative"))
-        self.noise = stored["noise"] if "noise" in stored else NestedTensor([stored["noise.0"], stored["noise.1"]])
-        self.latent = self.noise * 0.0
-
-    def error(self, run) -> float:
-        """Largest difference of run(MODEL)'s latents, in standard deviations."""
-        with torch.inference_mode():
-            wanted, found = _parts(run(self.native)), _parts(run(self.ours))
-        assert all(torch.isfinite(want).all() for want in wanted)
-        return max(((a - b).abs().max() / b.std()).item() for a, b in zip(found, wanted, strict=True))
-
-
-def _parts(latent) -> list:
-    return latent.unbind() if latent.is_nested else [latent]
-
-
-def _conditioning(stored, branch):
-    values = {key.split(".")[1]: value.item() if value.ndim == 0 else value for key, value in stored.items() if key.startswith(branch + ".")}
-    return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
-
-
-@pytest.fixture(scope="module")
-def pairs(folder):
-    return functools.cache(lambda name: Pair(name, folder))
-
-
-@pytest.fixture
-def flux(pairs):
-    return pairs("flux-dev")
-
-
-def ksampler(pair: Pair, sampler="euler", scheduler="simple", steps=4, cfg=3.0, **changes):
-    """MODEL -> what KSampler's node would return for it."""
-    inputs = {"noise": pair.noise, "positive": pair.positive, "negative": pair.negative, "latent_image": pair.latent, "disable_pbar": True, "seed": 7, **changes}
-    return lambda model: comfy.sample.sample(model, steps=steps, cfg=cfg, sampler_name=sampler, scheduler=scheduler, **inputs)
 
 
 @pytest.mark.parametrize("sampler, scheduler", [
@@ -196,73 +122,6 @@ def test_patched_model_sampling_and_easy_cache(flux):
 
     assert flux.error(lambda model: guided(basic(flux), flux)(patched(model))) <= 1e-4
     assert flux.error(guided(basic(flux), flux)) <= 1e-4        # and the MODEL that was cloned is as it was
-
-
-REFUSED = {
-    "LoRA": (lambda m: comfy.sd.load_lora_for_models(m, None, {"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0), "a LoRA"),
-    "merge": (lambda m: m.get_key_patches("diffusion_model."), "a merge"),
-    "save": (lambda m: m.state_dict_for_saving(), "saves the model"),
-    "compile": (lambda m: set_torch_compile_wrapper(m.clone(), "inductor"), "torch.compile"),
-    "compute type": (lambda m: m.clone().set_model_compute_dtype(torch.float16), "weight_dtype"),
-    "part": (lambda m: m.clone().add_object_patch("diffusion_model.img_in", None), "diffusion_model.img_in"),
-}
-
-
-@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
-def test_what_would_change_weights_is_refused_at_once(flux, change, says):
-    with pytest.raises(RefusedError, match=says) as error:
-        change(flux.ours)
-    assert "\n" not in str(error.value)
-
-
-def with_patch(model, name, value):
-    model = model.clone()
-    model.model_options["transformer_options"][name] = value
-    return model
-
-
-class Control:
-    """Stands for a ControlNet in a CONDITIONING."""
-    def get_control(self, *args):
-        return {"input": [torch.ones(1)]}
-
-    get_models = pre_run = cleanup = get_extra_hooks = lambda self, *args: []
-    inference_memory_requirements = lambda self, *args: 0
-    extra_hooks = previous_controlnet = None
-    multigpu_clones = {}
-
-
-STEPS_REFUSED = {
-    "attention patch": (lambda m: with_patch(m, "patches", {"attn1_patch": [print]}), None, "'patches': attn1_patch"),
-    "replaced block": (lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}), None, "'patches_replace': dit"),
-    "attention": (lambda m: with_patch(m, "optimized_attention_override", print), None, "another attention function"),
-    "ControlNet": (lambda m: m, {"control": Control()}, "ControlNet"),
-    "style model's mask": (lambda m: m, {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)}, "'attention_mask'"),
-    "NaN": (lambda m: m, {"pooled_output": torch.full((1, 32), float("nan"))}, "cond.y holds NaN"),
-    "other encoder": (lambda m: m, {"pooled_output": torch.zeros(1, 31)}, "encoded for another model"),
-}
-
-
-@pytest.mark.parametrize("change, conditioning, says", STEPS_REFUSED.values(), ids=STEPS_REFUSED)
-def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioning, says):
-    pids = backends.backend_for(CONFIG).welcome.pids
-    positive = [[flux.positive[0][0], {**flux.positive[0][1], **(conditioning or {})}]]
-    with pytest.raises(RefusedError, match=says) as error:
-        ksampler(flux, positive=positive)(change(flux.ours))
-    assert "\n" not in str(error.value)
-    assert backends.backend_for(CONFIG).welcome.pids == pids
-
-
-def test_hooks_on_weights_are_refused(flux):
-    hooks = comfy.hooks.create_hook_lora({"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0)
-    with pytest.raises(RefusedError, match="LoRA hook"):
-        ksampler(flux, positive=[[flux.positive[0][0], {**flux.positive[0][1], "hooks": hooks}]])(flux.ours)
-
-
-def test_a_node_that_reads_the_transformer_is_told_why_it_cannot(flux):
-    assert not hasattr(flux.ours.model.diffusion_model, "double_blocks")
-    with pytest.raises(AttributeError, match="Parallel Model, .* diffusion_model.double_blocks"):
-        flux.ours.model.diffusion_model.double_blocks
 
 
 def test_loading_is_free_and_prompts_are_called_together(flux):

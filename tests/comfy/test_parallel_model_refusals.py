@@ -1,0 +1,79 @@
+"""What would change the weights behind ParallelModel's MODEL, or cannot reach the ranks: refused by name, and the ranks stay."""
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+from pairs import CONFIG, ksampler
+from parallel_dit.backend.protocol import RefusedError
+from parallel_dit.nodes import backends
+
+with comfy_modules():
+    import comfy.hooks
+    import comfy.sd
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+REFUSED = {
+    "LoRA": (lambda m: comfy.sd.load_lora_for_models(m, None, {"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0), "a LoRA"),
+    "merge": (lambda m: m.get_key_patches("diffusion_model."), "a merge"),
+    "save": (lambda m: m.state_dict_for_saving(), "saves the model"),
+    "compile": (lambda m: set_torch_compile_wrapper(m.clone(), "inductor"), "torch.compile"),
+    "compute type": (lambda m: m.clone().set_model_compute_dtype(torch.float16), "weight_dtype"),
+    "part": (lambda m: m.clone().add_object_patch("diffusion_model.img_in", None), "diffusion_model.img_in"),
+}
+
+
+@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
+def test_what_would_change_weights_is_refused_at_once(flux, change, says):
+    with pytest.raises(RefusedError, match=says) as error:
+        change(flux.ours)
+    assert "\n" not in str(error.value)
+
+
+def with_patch(model, name, value):
+    model = model.clone()
+    model.model_options["transformer_options"][name] = value
+    return model
+
+
+class Control:
+    """Stands for a ControlNet in a CONDITIONING."""
+    def get_control(self, *args):
+        return {"input": [torch.ones(1)]}
+
+    get_models = pre_run = cleanup = get_extra_hooks = lambda self, *args: []
+    inference_memory_requirements = lambda self, *args: 0
+    extra_hooks = previous_controlnet = None
+    multigpu_clones = {}
+
+
+STEPS_REFUSED = {
+    "attention patch": (lambda m: with_patch(m, "patches", {"attn1_patch": [print]}), None, "'patches': attn1_patch"),
+    "replaced block": (lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}), None, "'patches_replace': dit"),
+    "attention": (lambda m: with_patch(m, "optimized_attention_override", print), None, "another attention function"),
+    "ControlNet": (lambda m: m, {"control": Control()}, "ControlNet"),
+    "style model's mask": (lambda m: m, {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)}, "'attention_mask'"),
+    "NaN": (lambda m: m, {"pooled_output": torch.full((1, 32), float("nan"))}, "cond.y holds NaN"),
+    "other encoder": (lambda m: m, {"pooled_output": torch.zeros(1, 31)}, "encoded for another model"),
+}
+
+
+@pytest.mark.parametrize("change, conditioning, says", STEPS_REFUSED.values(), ids=STEPS_REFUSED)
+def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioning, says):
+    pids = backends.backend_for(CONFIG).welcome.pids
+    positive = [[flux.positive[0][0], {**flux.positive[0][1], **(conditioning or {})}]]
+    with pytest.raises(RefusedError, match=says) as error:
+        ksampler(flux, positive=positive)(change(flux.ours))
+    assert "\n" not in str(error.value)
+    assert backends.backend_for(CONFIG).welcome.pids == pids
+
+
+def test_hooks_on_weights_are_refused(flux):
+    hooks = comfy.hooks.create_hook_lora({"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0)
+    with pytest.raises(RefusedError, match="LoRA hook"):
+        ksampler(flux, positive=[[flux.positive[0][0], {**flux.positive[0][1], "hooks": hooks}]])(flux.ours)
+
+
+def test_a_node_that_reads_the_transformer_is_told_why_it_cannot(flux):
+    assert not hasattr(flux.ours.model.diffusion_model, "double_blocks")
+    with pytest.raises(AttributeError, match="Parallel Model, .* diffusion_model.double_blocks"):
+        flux.ours.model.diffusion_model.double_blocks
