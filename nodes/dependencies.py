@@ -20,7 +20,7 @@ def require_dependencies(requirements: Path = REQUIREMENTS):
     lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
     unmet = [line for line in filter(None, lines) if not _is_met(line)]
     if unmet:
-        raise MissingDependencyError(f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: {_pip(unmet)}")
+        raise MissingDependencyError(f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: {pip(unmet)}")
 
 
 def _is_met(requirement: str) -> bool:
@@ -35,5 +35,6 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.match(r"[\d.]+", version)[0].strip(".").split(".")]
 
 
-def _pip(unmet: list[str]) -> str:
+def pip(unmet: list[str]) -> str:
+    """The command that installs packages for this interpreter."""
     return f'"{sys.executable}" -m pip install ' + " ".join(f'"{line}"' for line in unmet)

@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension
 
 from .demo import ParallelDemoLoader
 from .load import LoadParallelDiT
+from .load_parts import LoadDiffusersCLIPVAE
 from .lora import ParallelLoRA
 from .parallel_config import ParallelConfigNode
 from .parallel_model import ParallelModel
@@ -20,4 +21,4 @@ class ParallelDiTExtension(ComfyExtension):
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
-        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelModel, ParallelDemoLoader]
+        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelModel, LoadDiffusersCLIPVAE, ParallelDemoLoader]

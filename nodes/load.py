@@ -12,6 +12,7 @@ from ..backend.solver_names import NEEDS_NEGATIVE
 from . import handle
 from .dependencies import require_dependencies
 from .parallel_config import ParallelConfigType
+from .pipelines import INDEXES
 from .plan import plan
 from .progress import node_text
 
@@ -29,9 +30,15 @@ def model_paths() -> dict[str, str]:
             names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
             for name in folder_paths.filter_files_extensions(names, [".gguf"]):
                 paths.setdefault(name, os.path.join(root, name))
+    return paths | {name: folder for name, folder in diffusers_folders().items() if name not in paths}
+
+
+def diffusers_folders() -> dict[str, str]:
+    """Name -> path of the folders of diffusers: pipelines, and transformers alone."""
+    paths = {}
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, below, files in os.walk(root, followlinks=True):
-            if "model_index.json" in files or "config.json" in files:
+            if not {*INDEXES, "config.json"}.isdisjoint(files):
                 below.clear()  # the parts of a pipeline are no models of their own
                 paths.setdefault(os.path.relpath(folder, root), folder)
     return paths

@@ -20,6 +20,8 @@ _SAMPLER_NAME = io.Combo.Input("sampler_name", options=list(SOLVERS), default="e
 _POSITIVE = io.Conditioning.Input("positive", tooltip="What the picture should show.")
 _NEGATIVE = io.Conditioning.Input("negative", tooltip="What it should not show; unused where cfg is 1.0.")
 _LATENT = io.Latent.Input("latent_image", tooltip="The latent to denoise: an empty one, or a picture's for image to image.")
+#: Scale of a model's latents -> ComfyUI's node that makes empty ones.
+_EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
 _OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")
 
 
@@ -175,3 +177,6 @@ def _check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
     wanted = latent_format.latent_channels
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
         raise RefusedError(f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, {wanted}, height, width]; encode the picture with the VAE of this model.")
+    scale = getattr(latent_format, "spacial_downscale_ratio", 8)
+    if scale in _EMPTY and samples.shape[1] in (4, 16) and samples.shape[1] != wanted and "downscale_ratio_spacial" not in latent:
+        raise RefusedError(f"latent_image is an empty latent at 1/8 of the picture's size, but this transformer's are at 1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}.")

@@ -9,7 +9,7 @@ import pytest
 from parallel_dit.nodes.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 
 ROOT = Path(__file__).resolve().parents[1]
-WITHOUT_COMFY = ["backends", "client", "dependencies", "kept", "launcher", "verdict"]
+WITHOUT_COMFY = ["backends", "client", "dependencies", "kept", "launcher", "pipelines", "verdict"]
 
 
 @pytest.mark.parametrize("name", WITHOUT_COMFY)

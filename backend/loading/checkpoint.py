@@ -181,7 +181,8 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    inner = folder / "transformer" if (folder / "model_index.json").is_file() else folder
+    is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
+    inner = folder / "transformer" if is_pipeline else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder.")
     config = json.loads((inner / "config.json").read_text())

@@ -9,7 +9,7 @@ from backend.config import ParallelConfig
 from comfy_server import PACK
 from versions import skip_without_nodes
 
-NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelLoRA", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelModel", "ParallelDemoLoader"]
+NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelLoRA", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelModel", "LoadDiffusersCLIPVAE", "ParallelDemoLoader"]
 WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 
 

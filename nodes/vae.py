@@ -1,0 +1,103 @@
+"""A VAE of ComfyUI's around one of diffusers: its batches, tiles, cropping and memory management are ComfyUI's own."""
+
+import math
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.taesd.taesd
+import comfy.utils
+import torch
+import torch.nn.functional as F
+
+
+class Autoencoder(torch.nn.Module):
+    """A VAE of diffusers, called as ComfyUI calls one: pictures (B, 3, [T,] H, W) in [-1, 1] <-> latents (B, C, [T,] H, W) in VAE units."""
+
+    def __init__(self, vae: torch.nn.Module):
+        super().__init__()
+        self.vae = vae
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The mean of the latent's distribution, where the VAE has one."""
+        found = self.vae.encode(pixels)
+        return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+
+    def decode(self, latent: torch.Tensor, **options) -> torch.Tensor:
+        return self.vae.decode(latent).sample
+
+
+class PackedAutoencoder(Autoencoder):
+    """FLUX.2's: ComfyUI's latents are the model's, 2 x 2 cells in one and normalized by the VAE's running statistics."""
+
+    def encode(self, pixels):
+        return (F.pixel_unshuffle(super().encode(pixels), 2) - self._mean()) / self._deviation()
+
+    def decode(self, latent, **options):
+        return super().decode(F.pixel_shuffle(latent * self._deviation() + self._mean(), 2))
+
+    def _mean(self):
+        return self.vae.bn.running_mean.view(1, -1, 1, 1)
+
+    def _deviation(self):
+        return torch.sqrt(self.vae.bn.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps)
+
+
+class PictureAutoencoder(Autoencoder):
+    """A video VAE of which a model of pictures takes the first frame: latents (B, C, H, W)."""
+
+    def encode(self, pixels):
+        return super().encode(pixels[:, :, None])[:, :, 0]
+
+    def decode(self, latent, **options):
+        return super().decode(latent[:, :, None])[:, :, 0]
+
+
+#: Class of diffusers -> how it is called, where not as Autoencoder calls it.
+AUTOENCODERS = {"AutoencoderKLFlux2": PackedAutoencoder, "AutoencoderKLQwenImage21": PictureAutoencoder}
+
+
+class DiffusersVAE(comfy.sd.VAE):
+    """ComfyUI's VAE object, with a VAE of diffusers in it."""
+
+    def __init__(self, vae: torch.nn.Module):
+        """``vae``: an autoencoder of diffusers, in the precision in which it computes."""
+        super().__init__(sd=comfy.taesd.taesd.TAESD().state_dict())     # a small one, for whatever else this version's object holds
+        self.first_stage_model = AUTOENCODERS.get(type(vae).__name__, Autoencoder)(vae)
+        self.vae_dtype, self.size = vae.dtype, None
+        self.disable_offload = True                                      # diffusers' modules run where all of their weights are
+        self.patcher = comfy.model_patcher.ModelPatcher(self.first_stage_model, load_device=self.device, offload_device=comfy.model_management.vae_offload_device())
+        self._measure(vae)
+        self.model_size()
+
+    def decode_tiled_(self, samples, tile_x=None, tile_y=None, overlap=None):
+        """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls back to where memory does not suffice."""
+        side = 512 // self.upscale_ratio
+        decode = lambda part: self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
+        return self.process_output(comfy.utils.tiled_scale(
+            samples, decode, tile_x or side, tile_y or side, side // 4 if overlap is None else overlap, upscale_amount=self.upscale_ratio, out_channels=self.output_channels, output_device=self.output_device))
+
+    def _measure(self, vae):
+        """Channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames) without values."""
+        with torch.device("meta"):
+            model = type(self.first_stage_model)(type(vae).from_config(vae.config))
+        config, packed = vae.config, 4 if isinstance(model, PackedAutoencoder) else 1
+        self.latent_channels = (config.get("latent_channels") or config["z_dim"]) * packed
+        is_video = not isinstance(model, PictureAutoencoder) and any(isinstance(module, torch.nn.Conv3d) for module in vae.modules())
+        decoded = lambda *frames: model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
+        shape = decoded(*[2] * is_video)
+        space = shape[-1] // 2
+        self.latent_dim, self.output_channels, self.pad_channel_value = 3 if is_video else 2, shape[1], 1.0
+        self.upscale_ratio = self.downscale_ratio = space
+        pixels = space * space
+        if is_video:
+            time = decoded(3)[2] - shape[2]
+            behind = 2 * time - shape[2]                                 # frames that the first latent frame lacks
+            self.upscale_ratio = (lambda frames: max(0, frames * time - behind), space, space)
+            self.downscale_ratio = (lambda frames: max(0, (frames + behind) // time), space, space)
+            self.upscale_index_formula = self.downscale_index_formula = (time, space, space)
+            pixels *= time
+        # bytes a pixel: ComfyUI's own for the VAEs of Stable Diffusion
+        size = comfy.model_management.dtype_size
+        self.memory_used_encode = lambda shape, dtype: 1767 * math.prod(shape[2:]) * size(dtype)
+        self.memory_used_decode = lambda shape, dtype: 2178 * math.prod(shape[2:]) * pixels * size(dtype)

@@ -1,0 +1,257 @@
+"""CLIP and VAE out of diffusers folders: what the pipelines themselves would give the transformer and paint, and what is refused."""
+
+import ast
+import inspect
+import json
+import shutil
+import sys
+import textwrap
+
+import diffusers
+import numpy as np
+import pipeline_folders
+import pytest
+import torch
+from comfy_modules import comfy_modules
+from graphs import Graph
+from PIL import Image
+from safetensors.torch import save_file
+
+with comfy_modules():
+    from parallel_dit.backend.protocol import RefusedError
+    from parallel_dit.nodes import pipelines
+    from parallel_dit.nodes.text_encoder import diffusers_clips
+    from parallel_dit.nodes.vae import DiffusersVAE
+
+PROMPT, NEGATIVE = "a red fox in snow", "blurry"
+NAMES = [*pipeline_folders.PIPELINES, "Flux3ModularPipeline"]
+#: Pipeline -> channels, pixels to a latent's side, channels of a picture.
+LATENTS = {
+    "SanaPipeline": (32, 32, 3), "AuraFlowPipeline": (4, 8, 3), "CogView4Pipeline": (4, 8, 3), "SkyReelsV2Pipeline": (16, 8, 3), "QwenImage21Pipeline": (64, 16, 4), "Flux3ModularPipeline": (128, 16, 3)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """folder(name): a tiny pipeline's folder, made once."""
+    root = tmp_path_factory.mktemp("pipelines")
+    return lambda name: root / name if (root / name).exists() else pipeline_folders.write(root / name, name)
+
+
+@pytest.fixture(autouse=True)
+def quiet_cleaning(monkeypatch):
+    """SkyReels-V2's pipeline cleans prompts with a package that need not be here."""
+    from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2 as module
+    monkeypatch.setattr(module, "ftfy", type("ftfy", (), {"fix_text": staticmethod(lambda text: text)}), raising=False)
+
+
+def whole(folder, name: str):
+    """diffusers' own pipeline, with its transformer."""
+    if name != "Flux3ModularPipeline":
+        return diffusers.DiffusionPipeline.from_pretrained(folder)
+    blocks = diffusers.Flux3AutoBlocks()
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipeline = blocks.init_pipeline()
+    pipeline.update_components(**{spec.name: spec.load(pretrained_model_name_or_path=str(folder), subfolder=spec.name) for spec in blocks.expected_components if spec.default_creation_method == "from_pretrained"})
+    return pipeline
+
+
+def seen_by_the_transformer(pipeline, **inputs) -> list[tuple]:
+    """(text, mask or None) of every sample that the pipeline gives its transformer in one step."""
+    calls = []
+    pipeline.transformer.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    steps = {"sample_sigmas": [1.0]} if isinstance(pipeline, diffusers.QwenImage21Pipeline) else {"num_inference_steps": 1}
+    pipeline(prompt=PROMPT, negative_prompt=NEGATIVE, **steps, **inputs)
+    return [(text, mask) for call in calls for text, mask in zip(call["encoder_hidden_states"], call["encoder_attention_mask"] if call.get("encoder_attention_mask") is not None else [None] * 9)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "QwenImage21Pipeline"])
+def test_prompts_are_encoded_as_the_pipeline_encodes_them(folder, name):
+    size = {"height": 64, "width": 64} | ({"num_frames": 5} if name.startswith("Sky") else {}) | ({"use_resolution_binning": False} if name.startswith("Sana") else {})
+    seen = seen_by_the_transformer(whole(folder(name), name), **size)
+    clips = diffusers_clips(pipelines.open_text(folder(name)), "cpu")
+    assert len(seen) == 2
+    for clip, text in zip(clips, (PROMPT, NEGATIVE)):
+        (states, values), = clip.encode_from_tokens_scheduled(clip.tokenize(text))
+        mask = values.get("attention_mask")
+        assert any(torch.equal(states[0], theirs) and (their_mask is None) == (mask is None) and (mask is None or torch.equal(mask[0], their_mask)) for theirs, their_mask in seen), text
+    assert values.keys() <= {"attention_mask"} and clip.encode(text).shape == states.shape
+
+
+def test_sana_instructs_the_prompt_alone(folder):
+    """Its instruction stands before the prompt, and not before the negative one."""
+    clip, negative = diffusers_clips(pipelines.open_text(folder("SanaPipeline")), "cpu")
+    assert clip.encode(PROMPT).shape == negative.encode(PROMPT).shape == (1, 300, pipeline_folders.WIDTH)
+    assert not torch.allclose(clip.encode(PROMPT), negative.encode(PROMPT), atol=1e-3)
+
+
+def test_qwen_image21_leaves_out_the_system_prompt(folder):
+    encoder = whole(folder("QwenImage21Pipeline"), "QwenImage21Pipeline")
+    with torch.inference_mode():
+        want, _, _ = encoder.encode_prompt(PROMPT)
+    for clip in diffusers_clips(pipelines.open_text(folder("QwenImage21Pipeline")), "cpu"):
+        (states, values), = clip.encode_from_tokens_scheduled(clip.tokenize(PROMPT))
+        assert torch.equal(states, want) and not values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vae(folder, name):
+    """ComfyUI's VAE around diffusers': pictures as diffusers decodes them, sizes as ComfyUI's nodes ask for them, tiles that meet."""
+    channels, scale, colours = LATENTS[name]
+    model = pipelines.open_vae(folder(name), torch.float32)
+    vae, is_video = DiffusersVAE(model), name.startswith("Sky")
+    assert (vae.latent_channels, vae.spacial_compression_decode(), vae.spacial_compression_encode(), vae.temporal_compression_decode()) == (channels, scale, scale, 4 if is_video else None)
+    latent = torch.randn(2 - is_video, channels, *[3] * is_video, 4, 6, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        found = vae.decode(latent)
+        assert found.shape == (len(latent), *[9] * is_video, 4 * scale, 6 * scale, colours) and 0.0 <= found.min() < found.max() <= 1.0
+        theirs = latent
+        if name == "Flux3ModularPipeline":
+            theirs = torch.nn.functional.pixel_shuffle(latent * torch.sqrt(model.bn.running_var + 1e-4).view(1, -1, 1, 1) + model.bn.running_mean.view(1, -1, 1, 1), 2)
+        elif name == "QwenImage21Pipeline":
+            theirs = latent[:, :, None]
+        want = model.decode(theirs).sample
+        want = want[:, :, 0] if name == "QwenImage21Pipeline" else want
+        torch.testing.assert_close(found, (want / 2 + 0.5).clamp(0, 1).movedim(1, -1), atol=1e-5, rtol=0)
+        tiled = vae.decode_tiled(latent, tile_x=4, tile_y=4, overlap=1)
+        assert tiled.shape == found.shape and (tiled - found).abs().mean() < 0.2
+        pixels = found[0] if is_video else found[..., :3]
+        encoded, pieces = vae.encode(pixels), vae.encode_tiled(pixels, tile_x=4 * scale, tile_y=4 * scale, overlap=scale)
+        assert encoded.shape == pieces.shape == latent.shape
+        cropped = vae.encode(pixels[:, :-3, :-1])                # not a multiple of the scale
+        assert cropped.shape == (*latent.shape[:-2], 3, 5)
+
+
+def test_flux3_latents_are_the_models(folder):
+    """FLUX.3's references are encoded by its own block as by this VAE."""
+    from diffusers.modular_pipelines.flux3.encoders import Flux3VaeEncoderStep
+    block = Flux3VaeEncoderStep().init_pipeline()
+    block.update_components(vae=pipelines.open_vae(folder("Flux3ModularPipeline"), torch.float32))
+    picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+    want, = block(condition_images=[picture.movedim(-1, 1) * 2 - 1], output="image_cond_latents")
+    with torch.inference_mode():
+        torch.testing.assert_close(DiffusersVAE(block.vae).encode(picture), want, atol=1e-5, rtol=1e-5)
+
+
+def returned(name: str) -> list[str]:
+    """What the source of a pipeline's encode_prompt says that it returns."""
+    function = ast.parse(textwrap.dedent(inspect.getsource(getattr(diffusers, name).encode_prompt)))
+    value = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)][-1]
+    return [ast.unparse(each) for each in value.elts]
+
+
+@pytest.mark.parametrize("name", pipelines.RETURNS)
+def test_returns_are_told_in_diffusers_order(name):
+    assert all(ours in (None, theirs) for ours, theirs in zip(pipelines.RETURNS[name], returned(name), strict=True))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda path: shutil.rmtree(path / "text_encoder"), "has no text_encoder, with which prompts are encoded; download the whole folder"),
+    (lambda path: shutil.rmtree(path / "tokenizer"), "has no tokenizer, with which prompts are encoded"),
+    (lambda path: shutil.rmtree(path / "vae"), "has no vae, with which latents are decoded"),
+    (lambda path: (path / "model_index.json").unlink(), "has no model_index.json, so it is no pipeline with text encoders"),
+    (lambda path: change_index(path, _class_name="WanPipeline"), "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, .*CLIPLoader"),
+    (lambda path: change_index(path, text_encoder=None, tokenizer=None), "names no text encoder in its model_index.json"),
+    (lambda path: change_index(path, text_encoder=["my_encoder", "Encoder"]), r"brings code of its own for its text_encoder \(my_encoder\), which is not run"),
+    (lambda path: (path / "text_encoder/model.safetensors").unlink(), "the text encoders of the folder SanaPipeline cannot be read .*model.safetensors"),
+    (lambda path: (path / "tokenizer/tokenizer.json").unlink(), "the text encoders of the folder SanaPipeline cannot be read"),
+    (lambda path: (path / "vae/config.json").write_text("{}"), "the vae of the folder SanaPipeline cannot be read"),
+], ids=lambda value: "" if callable(value) else value[:24])
+def test_folders_that_lack_something(folder, tmp_path, change, words):
+    path = shutil.copytree(folder("SanaPipeline"), tmp_path / "SanaPipeline")
+    change(path)
+    with pytest.raises(RefusedError, match=words) as refused:
+        pipelines.open_text(path)
+        pipelines.open_vae(path, torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+def change_index(path, **values):
+    index = json.loads((path / "model_index.json").read_text())
+    index = {key: value for key, value in {**index, **values}.items() if value is not None}
+    (path / "model_index.json").write_text(json.dumps(index))
+
+
+def test_a_package_that_is_not_there(folder, monkeypatch):
+    from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2 as module
+    monkeypatch.delattr(module, "ftfy")
+    clip, _ = diffusers_clips(pipelines.open_text(folder("SkyReelsV2Pipeline")), "cpu")
+    with pytest.raises(RefusedError, match='cleans prompts with the package ftfy, .*-m pip install "ftfy"'):
+        clip.encode(PROMPT)
+
+
+def test_what_the_clip_is_not(folder):
+    """Nodes that want more than text are told so."""
+    clip, _ = diffusers_clips(pipelines.open_text(folder("SanaPipeline")), "cpu")
+    with pytest.raises(RefusedError, match="SanaPipeline encodes a text alone here, and is given images too"):
+        clip.tokenize(PROMPT, images=[torch.zeros(1, 8, 8, 3)])
+    with pytest.raises(AttributeError, match="has no 'clone'; leave out the node"):
+        clip.clone()
+    assert not hasattr(clip, "cond_stage_model")
+
+
+def test_text_encoders_that_do_not_fit(folder, monkeypatch):
+    import comfy.model_management as management
+    clip, _ = diffusers_clips(pipelines.open_text(folder("SanaPipeline")), "default")
+
+    def full(*arguments, **options):
+        raise management.OOM_EXCEPTION
+
+    monkeypatch.setattr(management, "load_models_gpu", full)
+    with pytest.raises(RefusedError, match=r"do not fit on cpu; choose device cpu in Load CLIP and VAE"):
+        clip.encode(PROMPT)
+
+
+def test_nothing_imports_diffusers_at_start():
+    import subprocess
+    from comfy_modules import ROOT
+    program = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(pipeline_folders.__file__.rsplit('/', 2)[0] + '/scripts')!r}]
+from comfy.cli_args import args
+args.cpu = True
+import pack
+before = {{name.split(".")[0] for name in sys.modules}}
+import parallel_dit.nodes.load_parts
+assert "diffusers" not in {{name.split(".")[0] for name in sys.modules}} - before
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+#: Steps of the two graphs below; diffusers' scheduler shifts these as ComfyUI's schedule is shifted.
+SIGMAS = [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("name, channels, cfg", [("SanaPipeline", 32, 4.5), ("Flux3ModularPipeline", 128, 3.5)], ids=["sana", "flux3"])
+def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name, channels, cfg):
+    """From text to picture, on two ranks, with stock nodes around: the latent to 1e-4 of its standard deviation, the picture to a step of 8 bits."""
+    scale, (width, height) = (32, (128, 96)) if channels == 32 else (16, (64, 48))
+    noise = torch.randn(1, channels, height // scale, width // scale, generator=torch.manual_seed(11))
+    pipeline = whole(folder(name), name)
+    if channels == 32:
+        inputs = {"guidance_scale": cfg, "use_resolution_binning": False, "output_type": "latent"}
+        latent = pipeline(PROMPT, NEGATIVE, latents=noise, sigmas=SIGMAS, num_inference_steps=4, height=height, width=width, **inputs).images
+        picture = pipeline.vae.decode(latent / 0.41407).sample
+        latent = latent / 0.41407
+    else:
+        state = pipeline(prompt=PROMPT, negative_prompt=NEGATIVE, latents=noise, sigmas=SIGMAS, num_inference_steps=4, height=height, width=width, output_type="pt")
+        latent, picture = state.get("latents"), state.get("images") * 2 - 1
+    save_file({"samples": latent.detach().contiguous()}, tmp_path / "latent.safetensors")
+    target = comfy.folder / "models/diffusers" / f"tiny-{name}"
+    shutil.copytree(folder(name), target, dirs_exist_ok=True)
+    g = Graph()
+    parts = g.add("LoadDiffusersCLIPVAE", model_name=target.name, device="default")
+    positive, negative = g.one("CLIPTextEncode", clip=[parts, 0], text=PROMPT), g.one("CLIPTextEncode", clip=[parts, 2], text=NEGATIVE)
+    dit = g.one("LoadParallelDiT", config=g.one("ParallelConfig", device="cpu", cfg_degree=2), model_name=target.name)
+    empty = g.one("EmptyHunyuanImageLatent" if channels == 32 else "EmptyFlux2LatentImage", width=width, height=height, batch_size=1)
+    samples = g.one("ParallelSampler", dit=dit, positive=positive, negative=negative, latent_image=empty, seed=11, steps=4, cfg=cfg, sampler_name="euler", scheduler="simple", denoise=1.0)
+    distance = g.add("TestGoldenError", samples=samples, file=str(tmp_path / "latent.safetensors"))
+    saved = g.add("SaveImage", images=g.one("VAEDecode", samples=samples, vae=[parts, 1]), filename_prefix="tiny")
+    run = comfy.run(g.nodes)
+    assert run.status == "success", run.message or run.node_errors
+    told = json.loads(run.outputs[distance]["text"][0])
+    assert told["shape"] == list(latent.shape) and told["error"] < 1e-4
+    image = run.outputs[saved]["images"][0]
+    (tmp_path / "picture.png").write_bytes(comfy.fetch(f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}"))
+    painted = torch.from_numpy(np.asarray(Image.open(tmp_path / "picture.png"))).float()
+    want = (picture[0].detach() / 2 + 0.5).clamp(0, 1).movedim(0, -1) * 255
+    assert want.std() > 1 and (painted - want).abs().max() < 1.1
