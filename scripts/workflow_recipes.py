@@ -34,7 +34,7 @@ def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simp
     return {"steps": steps, "cfg": cfg, "sampler_name": sampler, "scheduler": scheduler, "denoise": 1.0, "shift": shift}
 
 
-#: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them; latent; solve.
+#: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them (none: the model's folder does); latent; solve.
 #: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one), first_frame (a video's; its size and compression), sigmas (a scheduler
 #: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
@@ -114,6 +114,12 @@ RECIPES = {
         "title": "MiniMax-H3 with sound", "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
         "vae": "minimax_h3_video_vae_fp16.safetensors", "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}), "encode": "MiniMaxH3ImageToVideo",
         "latent": ("", {"width": 864, "height": 480, "length": 124}), "fps": 24.0, "solve": solve(20, 1.0, "res_multistep"), "note": "A picture at first_frame or last_frame makes it an image to video."},
+    "sana_txt2img": {
+        "title": "SANA 1.5", "model": "SANA1.5_1.6B_1024px_diffusers", "latent": picture(kind="EmptyHunyuanImageLatent"), "negative": "", "solve": solve(20, 4.5, "dpmpp_2m", shift=3.0),
+        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the negative one: each has its CLIP."},
+    "flux3_txt2img": {
+        "title": "FLUX.3", "model": "flux-3-image-klein-base", "latent": picture(kind="EmptyFlux2LatentImage"), "negative": "", "solve": solve(50, 3.5),
+        "note": "The prompt is encoded as it stands, without FLUX.3's prompt upsampler: write long captions."},
     "ideogram4_txt2img": {
         "title": "Ideogram 4", "model": "ideogram4_fp8_scaled.safetensors", "clip": clip("qwen3vl_8b_fp8_scaled.safetensors", type="ideogram4"), "vae": "flux2-vae.safetensors",
         "latent": picture(kind="EmptyFlux2LatentImage"), "sigmas": ("Ideogram4Scheduler", {"steps": 20, "width": 1024, "height": 1024, "mu": 0.0, "std": 1.75}), "solve": solve(20, 7.0),
@@ -128,7 +134,9 @@ def note_of(recipe: dict) -> str:
     holds = ("VAEs and the prompt's projection" if "sound" in recipe else "VAE") if "clip" in recipe else "VAE and text encoders"
     more = [recipe["beside"][0]] if "beside" in recipe else []
     files = [", ".join(f"- `models/diffusion_models/{name}`" if not i else f"`{name}`" for i, name in enumerate([model, *more])) if model.endswith(".safetensors") else f"- `models/diffusers/{model}`: the folder that is published for diffusers"]
-    if checkpoint == model:
+    if not checkpoint and "clip" not in recipe:
+        files[0] += ", with text encoders and VAE"
+    elif checkpoint == model:
         files[0] += f"; the same file, or a link to it, in `models/checkpoints` for its {holds}"
     elif checkpoint:
         files.append(f"- `models/checkpoints/{checkpoint}`, for its {holds}")
@@ -154,11 +162,12 @@ def graph_of(name: str) -> tuple[str, str, dict]:
 
     is_video, settings = "fps" in recipe, recipe["solve"]
     checkpoint = add("CheckpointLoaderSimple", ckpt_name=recipe["checkpoint"]) if "checkpoint" in recipe else None
-    clip_ = [add(recipe["clip"][0], **recipe["clip"][1]), 0] if "clip" in recipe else [checkpoint, 1]
+    folder = None if "clip" in recipe or checkpoint else add("LoadDiffusersCLIPVAE", model_name=recipe["model"], device="default")
+    clip_ = [folder, 0] if folder else [add(recipe["clip"][0], **recipe["clip"][1]), 0] if "clip" in recipe else [checkpoint, 1]
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
     config = add("ParallelConfig", **({"ulysses_degree": 2} if settings["cfg"] == 1.0 or "beside" in recipe else {"cfg_degree": 2}))
-    vae = [add("VAELoader", vae_name=recipe["vae"]), 0] if "vae" in recipe else [checkpoint, 2]
+    vae = [folder, 1] if folder else [add("VAELoader", vae_name=recipe["vae"]), 0] if "vae" in recipe else [checkpoint, 2]
     audio_vae = [add(recipe["sound"][0], **recipe["sound"][1]), 0] if "sound" in recipe else None
     picture_ = None
     if "image" in recipe:
@@ -171,7 +180,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     load = lambda name: [add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"), 0]
     dit = load(recipe["model"])
 
-    def prompt(text: str, title: str) -> list:
+    def prompt(text: str, title: str, clip_: list = clip_) -> list:
         encode = recipe.get("encode", "CLIPTextEncode")
         inputs = {"CLIPTextEncode": {"text": text}, "CLIPTextEncodeLumina2": {"system_prompt": "superior", "user_prompt": text},
                   "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": picture_}}[encode]
@@ -192,7 +201,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         latent, size = None, {"width": [measured, 0], "height": [measured, 1]}
     if "guidance" in recipe:
         positive = [add("FluxGuidance", conditioning=positive, guidance=recipe["guidance"]), 0]
-    negative = prompt(recipe["negative"], "Negative") if "negative" in recipe else [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
+    negative = prompt(recipe["negative"], "Negative", [folder, 2] if folder else clip_) if "negative" in recipe else [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
     if "rate" in recipe:
         both = add("LTXVConditioning", positive=positive, negative=negative, frame_rate=recipe["rate"])
         positive, negative = [both, 0], [both, 1]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 
+import pipeline_folders
 import pytest
 from comfy_server import PACK
 from PIL import Image
@@ -22,6 +23,8 @@ TINY = {
     "krea2": "krea2", "flux2": "flux2-dev", "lumina2": "lumina2", "hidream": "hidream", "kandinsky5": "kandinsky5", "hunyuan_video_": "hunyuan-video", "hunyuan_video15": "hunyuan-video15",
     "cogvideox": "cogvideox", "ltxv": "ltxv", "ltx2_": "ltx2", "ltx25": "ltx23", "minimax_h3": "minimax-h3", "ideogram4": "ideogram4",
 }
+#: Start of a workflow's name whose encoders are a folder's -> the tiny pipeline that stands in for it, encoders and all.
+FOLDERS = {"sana": "SanaPipeline", "flux3": "Flux3ModularPipeline"}
 LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader")
 #: Family whose video has sound -> its latent: channels, and frequencies where it has them.
 SOUND = {**dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}), "minimax-h3": {"channels": 32}}
@@ -48,7 +51,7 @@ def nodes_of(graph: dict, kind: str) -> list[dict]:
 
 
 def family_of(name: str) -> str:
-    return next((family for start, family in TINY.items() if name.startswith(start)), "wan" if name.startswith("wan") else "flux")
+    return next((family for start, family in {**TINY, **FOLDERS}.items() if name.startswith(start)), "wan" if name.startswith("wan") else "flux")
 
 
 def stand_ins(family: str, scale: int) -> dict:
@@ -78,7 +81,7 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
             node["class_type"], node["inputs"] = "TestAudioVae", SOUND[family]
         elif node["class_type"] in replaced:
             node["class_type"], node["inputs"] = replaced[node["class_type"]]
-        if not inputs.get("model_name", ".safetensors").endswith(".safetensors"):  # a folder of diffusers
+        if not inputs.get("model_name", ".safetensors").endswith(".safetensors") and family not in FOLDERS.values():  # a folder of diffusers
             inputs["model_name"] += ".safetensors"
     return graph
 
@@ -99,7 +102,9 @@ def files(comfy):
     made = []
 
     def make(graph, family):
-        for node in nodes_of(graph, "LoadParallelDiT"):
+        for node in nodes_of(graph, "LoadDiffusersCLIPVAE"):
+            pipeline_folders.write(comfy.folder / "models/diffusers" / node["inputs"]["model_name"], family)
+        for node in nodes_of(graph, "LoadParallelDiT") if family not in FOLDERS.values() else []:
             made.append(comfy.folder / "models/diffusion_models" / node["inputs"]["model_name"])
             write_tiny(made[-1], family)
         for node in nodes_of(graph, "LoadImage"):

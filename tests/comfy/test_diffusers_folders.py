@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 
 with comfy_modules():
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes import pipelines
+    import comfy.latent_formats
+    from parallel_dit.nodes import pipelines, sampler
+    from parallel_dit.nodes.sana import SanaLatent
     from parallel_dit.nodes.text_encoder import diffusers_clips
     from parallel_dit.nodes.vae import DiffusersVAE
 
@@ -215,6 +217,19 @@ import parallel_dit.nodes.load_parts
 assert "diffusers" not in {{name.split(".")[0] for name in sys.modules}} - before
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("format, channels, told, node", [
+    (SanaLatent, 4, {}, "EmptyHunyuanImageLatent"), (SanaLatent, 16, {}, "EmptyHunyuanImageLatent"), (SanaLatent, 64, {}, None), (SanaLatent, 32, {}, None),
+    (SanaLatent, 4, {"downscale_ratio_spacial": 8}, None), (comfy.latent_formats.Flux, 4, {}, None)])
+def test_empty_latents_of_another_size(format, channels, told, node):
+    """An empty latent at 1/8 of the size is refused where this ComfyUI does not scale it: for SANA it would be a picture of four times the sides."""
+    latent = {"samples": torch.zeros(1, channels, 16, 16), **told}
+    if node is None:
+        sampler._check_latent(latent, format(), ())
+    else:
+        with pytest.raises(RefusedError, match=f"at 1/8 .* are at 1/32, .* make it with {node}"):
+            sampler._check_latent(latent, format(), ())
 
 
 #: Steps of the two graphs below; diffusers' scheduler shifts these as ComfyUI's schedule is shifted.
