@@ -47,10 +47,10 @@ class TextPipeline:
 
 def pipeline_class(folder: Path) -> str:
     """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here tells how it encodes prompts."""
-    index = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
+    index = _index(folder)
     if index is None:
         raise RefusedError(f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a VAE; download the whole folder that is published for diffusers, not its transformer alone.")
-    name = json.loads(index.read_text()).get("_class_name")
+    name = index.get("_class_name")
     if name not in (*RETURNS, *OF_BLOCKS):
         raise RefusedError(f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, VAELoader) where it has that model's encoders.")
     return name
@@ -72,8 +72,7 @@ def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _open_pipeline(folder: Path, name: str) -> TextPipeline:
-    index = json.loads((folder / INDEXES[0]).read_text())
-    parts = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
+    parts = {part: value for part, value in _index(folder).items() if isinstance(value, list) and len(value) == 2}
     used = [part for part, (library, _) in parts.items() if part.startswith(_TEXT_PARTS) and library]
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
@@ -120,6 +119,12 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
 
 def _modules(parts: dict) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}).eval().requires_grad_(False)
+
+
+def _index(folder: Path) -> dict | None:
+    """What a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
+    found = next((name for name in INDEXES if (folder / name).is_file()), None)
+    return found and _read(folder, found, lambda: json.loads((folder / found).read_text()))
 
 
 def _require(folder: Path, parts: list[str], purpose: str):

@@ -40,6 +40,10 @@ def _qwen3_vl(layers: int):
     return encoder, processor
 
 
+def _t5(cls=transformers.T5EncoderModel, config=transformers.T5Config):
+    return cls(config(vocab_size=300, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2))
+
+
 def _sana() -> diffusers.DiffusionPipeline:
     transformer = diffusers.SanaTransformer2DModel(
         in_channels=32, out_channels=32, num_attention_heads=2, attention_head_dim=8, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=WIDTH, sample_size=4, patch_size=1)
@@ -50,7 +54,7 @@ def _sana() -> diffusers.DiffusionPipeline:
 def _aura_flow():
     transformer = diffusers.AuraFlowTransformer2DModel(
         sample_size=16, patch_size=2, in_channels=4, num_mmdit_layers=2, num_single_dit_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=WIDTH, caption_projection_dim=64, out_channels=4, pos_embed_max_size=256)
-    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(vocab_size=300, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2))
+    encoder = _t5(transformers.UMT5EncoderModel, transformers.UMT5Config)
     return diffusers.AuraFlowPipeline(tokenizer(begin=False), encoder, diffusers.AutoencoderKL(**_KL, scaling_factor=0.13025), transformer, diffusers.FlowMatchEulerDiscreteScheduler(shift=1.73))
 
 
@@ -61,10 +65,37 @@ def _cogview4():
     return diffusers.CogView4Pipeline(tokenizer(), encoder, diffusers.AutoencoderKL(**_KL, use_quant_conv=False, use_post_quant_conv=False), transformer, scheduler)
 
 
+def _cogview3_plus():
+    transformer = diffusers.CogView3PlusTransformer2DModel(
+        patch_size=2, in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, text_embed_dim=WIDTH, out_channels=4, time_embed_dim=16, condition_dim=8, pos_embed_max_size=16, sample_size=8)
+    return diffusers.CogView3PlusPipeline(tokenizer(begin=False), _t5(), diffusers.AutoencoderKL(**_KL), transformer, diffusers.CogVideoXDDIMScheduler())
+
+
+def _mochi():
+    transformer = diffusers.MochiTransformer3DModel(num_attention_heads=2, attention_head_dim=16, num_layers=2, pooled_projection_dim=16, text_embed_dim=WIDTH, time_embed_dim=16)
+    vae = diffusers.AutoencoderKLMochi(encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4, layers_per_block=(1,) * 5, add_attention_block=(False,) * 5)
+    return diffusers.MochiPipeline(diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True), vae, _t5(), tokenizer(begin=False), transformer)
+
+
+def _ovis_image():
+    transformer = diffusers.OvisImageTransformer2DModel(in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6))
+    words = tokenizer(begin=False)
+    words.chat_template = "{% for m in messages %}<bos>{{ m.content }}<eos>{% endfor %}"
+    encoder = transformers.Qwen3Model(transformers.Qwen3Config(**_DECODER))
+    return diffusers.OvisImagePipeline(diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), diffusers.AutoencoderKL(**_KL, scaling_factor=0.3611, shift_factor=0.1159), encoder, words, transformer)
+
+
+def _sana_video():
+    transformer = diffusers.SanaVideoTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=WIDTH, sample_size=8, rope_max_seq_len=32)
+    encoder = transformers.Gemma2Model(transformers.Gemma2Config(**_DECODER))
+    return diffusers.SanaVideoPipeline(tokenizer(), encoder, diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1), transformer, diffusers.FlowMatchEulerDiscreteScheduler(shift=8.0))
+
+
 def _skyreels_v2():
     transformer = diffusers.SkyReelsV2Transformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=12, in_channels=16, out_channels=16, text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32)
-    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(vocab_size=300, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2))
+    encoder = _t5(transformers.UMT5EncoderModel, transformers.UMT5Config)
     return diffusers.SkyReelsV2Pipeline(tokenizer(begin=False), encoder, transformer, diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1), diffusers.FlowMatchEulerDiscreteScheduler(shift=8.0))
 
 
@@ -87,7 +118,9 @@ def _flux3(folder: Path):
     (folder / "modular_model_index.json").write_text(json.dumps({"_class_name": "Flux3ModularPipeline", "_blocks_class_name": "Flux3AutoBlocks"}))
 
 
-PIPELINES = {"SanaPipeline": _sana, "AuraFlowPipeline": _aura_flow, "CogView4Pipeline": _cogview4, "SkyReelsV2Pipeline": _skyreels_v2, "QwenImage21Pipeline": _qwen_image21}
+PIPELINES = {
+    "SanaPipeline": _sana, "AuraFlowPipeline": _aura_flow, "CogView4Pipeline": _cogview4, "SkyReelsV2Pipeline": _skyreels_v2, "QwenImage21Pipeline": _qwen_image21,
+    "CogView3PlusPipeline": _cogview3_plus, "MochiPipeline": _mochi, "OvisImagePipeline": _ovis_image, "SanaVideoPipeline": _sana_video}
 
 
 def write(folder: Path, name: str) -> Path:
