@@ -87,7 +87,7 @@ class DiffusersVAE(comfy.sd.VAE):
         decoded = lambda *frames: model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
         shape = decoded(*[2] * is_video)
         space = shape[-1] // 2
-        self.latent_dim, self.output_channels, self.pad_channel_value = 3 if is_video else 2, shape[1], 1.0
+        self.latent_dim, self.output_channels, self.pad_channel_value = 3 if is_video else 2, shape[1], 1.0 if shape[1] == 4 else None   # opaque
         self.upscale_ratio = self.downscale_ratio = space
         pixels = space * space
         if is_video:
