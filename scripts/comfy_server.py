@@ -57,7 +57,7 @@ class ComfyServer:
         command = [
             os.environ.get("COMFYUI_PYTHON", sys.executable), str(checkout / "main.py"), "--cpu", "--listen", "127.0.0.1", "--port", str(self.port),
             "--base-directory", str(folder), "--database-url", f"sqlite:///{folder}/comfyui.db", "--disable-auto-launch", "--disable-api-nodes",
-            "--preview-method", "latent2rgb"]
+            "--preview-method", "latent2rgb", "--use-pytorch-cross-attention"]        # as on a GPU; the attention that it takes on a CPU adds masks of truth values as numbers
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

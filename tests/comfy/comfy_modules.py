@@ -13,7 +13,7 @@ ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
 
 @contextmanager
 def comfy_modules():
-    """``with comfy_modules(): import comfy...``; ComfyUI runs on the CPU where there is no GPU."""
+    """``with comfy_modules(): import comfy...``; ComfyUI runs on the CPU where there is no GPU, with the attention of a GPU."""
     if not (ROOT / "comfy").is_dir():
         pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
     try:
@@ -21,6 +21,7 @@ def comfy_modules():
         from comfy.cli_args import args
 
         args.cpu = args.cpu or not torch.cuda.is_available()
+        args.use_pytorch_cross_attention = True         # as in comfy_server.py
         yield
     except ImportError as error:
         pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)
