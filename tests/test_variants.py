@@ -44,7 +44,6 @@ from variants import METHOD, VARIANTS, request, write
     ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
     ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 rows of the prompt"),
     ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
-    ("qwen-image21-edit", {"ref_latents.0": torch.zeros(1, 64, 5, 5)}, "multiples of 32 pixels"),
     ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding behind"),
     ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
     ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
@@ -219,6 +218,27 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
         torch.cat([pack(picture) for picture in (*pictures, latent)], dim=1), torch.stack(rows)[None], time, [[(1, *picture.shape[-2:]) for picture in (*pictures, latent)]],
         torch.tensor([slots + [True] * (grid.tokens // 4)])).sample[:, -grid.tokens:]
     assert len(pictures) == {"positive": 2, "negative": 1}[branch] and relative(found, want) < 1e-6
+
+
+@torch.inference_mode()
+def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
+    """Sizes that diffusers' forward has no slots for: its own blocks, one after the other, on the sequence."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "odd.safetensors", "qwen-image21-odd")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample, family, config, ours = request("qwen-image21-odd"), checkpoint.family, checkpoint.config, checkpoint.empty
+    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
+    plain.load_state_dict(ours.state_dict())
+    latent, text, picture = sample.tensors["noise"], sample.tensors["positive.c_crossattn"], sample.tensors["positive.ref_latents.0"]
+    cond, grid = {"c_crossattn": text, "ref_latents.0": picture, "image_slots": torch.tensor([[4]])}, TokenGrid((64, 7, 9), (1, 1, 1))
+    found = family.output(model_output(ours, family, family.forward_args(config, grid, latent, torch.tensor(0.7), cond)), grid)
+
+    text, pixels = plain.txt_in(text), [plain.img_in(one.flatten(2).transpose(1, 2)) for one in (picture, latent)]
+    rows, rotary = torch.cat([text[:, :4], pixels[0], text[:, 4:], pixels[1]], dim=1), ours.pos_embed.table(qwen_image21.positions(grid, cond, None))
+    made, temb = torch.arange(rows.shape[1]) >= 12 + 15, plain.time_text_embed(torch.tensor([0.7, 0.0]), rows)
+    for block in plain.transformer_blocks:
+        rows = block(rows, plain.modulation(temb), rotary, None, made, segments=[(0, 4, True), (4, 19, False), (19, 27, True)])
+    want = plain.proj_out(plain.norm_out(rows, temb, made))[:, 27:]
+    assert found.shape == (1, 63, 64) and relative(found, want) < 1e-6
 
 
 def test_what_references_decide_is_computed_once(tmp_path):

@@ -84,6 +84,7 @@ VARIANTS = {
     "qwen-image-edit": Variant("qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}),
     "qwen-image-edit-2511": Variant("qwen-image", {"__index_timestep_zero__": (0,)}, "QwenImage", {"default_ref_method": "index_timestep_zero"}, arguments=VIDEO_REFERENCES),
     "qwen-image21-edit": Variant("qwen-image21", arguments=SPLICED | {"image_slots": torch.tensor([[3, 3]])}, negative={"c_crossattn": randn(1, 7, 64), "ref_latents.1": None, "image_slots": torch.tensor([[5]])}),
+    "qwen-image21-odd": Variant("qwen-image21", latent=(1, 64, 7, 9), arguments={"ref_latents.0": randn(1, 64, 5, 3), "image_slots": torch.tensor([[4]])}, negative={"c_crossattn": randn(1, 7, 64)}),
     "krea2-edit": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index"]),
     "wan21-i2v": Variant("wan21-t2v", WAN_36 | IMAGE_EMBEDDER, "WAN21_I2V", {"model_type": "i2v", "in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 25, 1280)}),
     "wan21-flf2v": Variant(

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_qwenimage21 import apply_rotary_emb_qwen
+from diffusers.models.transformers import transformer_qwenimage21 as theirs
 
 from ... import mixing
 from . import references
@@ -15,11 +15,22 @@ SLOT = 4
 
 
 class Places(list):
-    """An entry of the argument img_shapes with what JointRotary needs: ``positions`` (rows, 3) of the whole sequence."""
+    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (rows, 3) of the whole sequence, tokens of a ``slot``."""
 
-    def __init__(self, shapes, positions):
+    def __init__(self, shapes, positions, slot):
         super().__init__(shapes)
-        self.positions = positions
+        self.positions, self.slot = positions, slot
+
+
+class Slotted(theirs.QwenImage21Transformer2DModel):
+    """diffusers' model with slots of as many tokens as its arguments say: pictures whose tokens four does not divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
+
+    def forward(self, *args, img_shapes, **kwargs):
+        own, theirs._IMG_TOKENS_PER_SLOT = theirs._IMG_TOKENS_PER_SLOT, img_shapes[0].slot
+        try:
+            return super().forward(*args, img_shapes=img_shapes, **kwargs)
+        finally:
+            theirs._IMG_TOKENS_PER_SLOT = own
 
 
 class JointRotary(Rotary):
@@ -35,7 +46,7 @@ class BlockCausal:
 
     def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
         heads = lambda layer: layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
-        turned = lambda norm, layer: apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(1, 2)
+        turned = lambda norm, layer: theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(1, 2)
         query, key, value = turned(attn.norm_q, attn.to_q), turned(attn.norm_k, attn.to_k), heads(attn.to_v).transpose(1, 2)
         whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
         rows, seen = mixing.text_rows(whole), None
@@ -55,7 +66,8 @@ def before(segments, device):
 
 
 def adjust(transformer, config):
-    """Attention in two calls, and positions as in ComfyUI."""
+    """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
+    transformer.__class__ = Slotted
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(BlockCausal())
@@ -90,16 +102,19 @@ def forward_args(config, grid, latent, sigma, cond):
     """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself."""
     batch, device, text, mask = latent.shape[0], latent.device, cond["c_crossattn"], cond.get("attention_mask")
     rows, visible, marks = [], [], []
+    slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
     for lo, hi, one in pieces(grid, cond):
-        slots = one.tokens // SLOT
+        slots = one.tokens // slot
         rows += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
         visible += [] if mask is None else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
         marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
     shapes = [one.counts for *_, one in pieces(grid, cond)]
+    made = grid.tokens // slot - grid.tokens // SLOT                # of the latent's own slots diffusers adds those of 2 x 2
+    rows[-1], visible[-1:] = rows[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
     return dict(
-        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1), encoder_hidden_states=torch.cat(rows[:-1], dim=1).expand(batch, -1, -1),
-        encoder_hidden_states_mask=torch.cat(visible[:-1], dim=1).expand(batch, -1) if visible else None, timestep=sigma.expand(batch), img_mask=torch.cat(marks).to(device)[None],
-        img_shapes=[Places(shapes, positions(grid, cond, device))] * batch)
+        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1), encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
+        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None, timestep=sigma.expand(batch), img_mask=torch.cat(marks).to(device)[None],
+        img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch)
 
 
 def refusal(config, grid, cond):
@@ -110,9 +125,6 @@ def refusal(config, grid, cond):
         return wrong
     if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
         return "the references are placed by another method than index_timestep_zero, the only one that this model has; remove Edit Model Reference Method."
-    sizes = [list(one.counts[1:]) for one in (*found, grid) if one.tokens % SLOT]
-    if sizes:
-        return f"a latent of {sizes[0]} is no whole number of 2 x 2 slots, in which Qwen-Image 2.1 counts pictures; make its sides multiples of 32 pixels."
     if "image_slots" in cond and (cond["image_slots"] != cond["image_slots"][:1]).any():
         return "image_slots differs from sample to sample, but the references of a batch stand at the same places; sample the prompts one after the other."
     slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
