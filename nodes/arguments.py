@@ -60,5 +60,7 @@ def ltxv(arguments: dict) -> dict:
 
 
 def qwen_image21(arguments: dict) -> dict:
-    """The places of the references as a tensor, the same for every sample."""
-    return arguments | ({"image_slots": torch.tensor([arguments["image_slots"]], dtype=torch.long)} if "image_slots" in arguments else {})
+    """The places of the references as a tensor, the same for every sample. As ComfyUI's own transformer does, places of pictures that are not there are left out and every row of the prompt is seen."""
+    found, slots = {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")}, arguments.get("image_slots", ())
+    slots = slots[: len(arguments.get("ref_latents", ()))]
+    return found | ({"image_slots": torch.tensor([slots], dtype=torch.long)} if slots else {})

@@ -41,7 +41,7 @@ REFUSED_OPTIONS = {
     "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
-HARMLESS_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "prefetch_dynamic_vbars", "easycache", "lazycache", "context_window"}
+HARMLESS_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "prefetch_dynamic_vbars", "easycache", "lazycache", "context_window", "qwen_image21_cache"}
 
 
 class ParallelModel(io.ComfyNode):
@@ -153,6 +153,8 @@ class RemoteTransformer(ElsewhereModule):
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
                 raise RefusedError(f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own loader.")
+            if name == "qwen_image21_cache" and value.get("dtype", "default") != "default":
+                raise RefusedError(f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 Cache), but the ranks of Parallel Model keep them as they are; set dtype to default or remove that node.")
             if name not in HARMLESS_OPTIONS and name not in REFUSED_OPTIONS:
                 self._say_once(f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do not see it.")
 

@@ -114,6 +114,13 @@ def test_references_reach_models_that_comfyui_does_not_have(edits):
             arguments(reference_latents_method="offset")
 
 
+def test_what_qwen_image21_does_not_read_is_left_out():
+    """As its transformer in ComfyUI leaves it: places of pictures that are not there, and which rows of the prompt are padding."""
+    translate, prompt, pictures = NODE_FAMILIES["qwen-image-2.1"].translate, torch.zeros(1, 3, 64), [torch.zeros(1, 64, 2, 2)]
+    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "attention_mask": torch.tensor([[1, 1, 0]])}).keys() == {"c_crossattn"}
+    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "ref_latents": pictures})["image_slots"].tolist() == [[1]]
+
+
 def test_what_minimaxs_encoder_tells_of_a_prompt():
     """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds beside what is known is refused."""
     translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)

@@ -50,6 +50,7 @@ STEPS_REFUSED = {
     "attention patch": (lambda m: with_patch(m, "patches", {"attn1_patch": [print]}), None, "'patches': attn1_patch"),
     "replaced block": (lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}), None, "'patches_replace': dit"),
     "attention": (lambda m: with_patch(m, "optimized_attention_override", print), None, "another attention function"),
+    "rounded keys": (lambda m: with_patch(m, "qwen_image21_cache", {"device": "auto", "dtype": "int8"}), None, "as int8 .Qwen Image 2.1 Cache."),
     "ControlNet": (lambda m: m, {"control": Control()}, "ControlNet"),
     "style model's mask": (lambda m: m, {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)}, "'attention_mask'"),
     "NaN": (lambda m: m, {"pooled_output": torch.full((1, 32), float("nan"))}, "cond.y holds NaN"),
@@ -65,6 +66,12 @@ def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioni
         ksampler(flux, positive=positive)(change(flux.ours))
     assert "\n" not in str(error.value)
     assert backends.backend_for(CONFIG).welcome.pids == pids
+
+
+def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
+    """Qwen Image 2.1 Cache, which by itself changes no number."""
+    assert flux.error(lambda model: ksampler(flux, steps=1)(with_patch(model, "qwen_image21_cache", {"device": "cpu", "dtype": "default"}))) <= 1e-4
+    assert "stays here" not in caplog.text
 
 
 def test_hooks_on_weights_are_refused(flux):

@@ -6,6 +6,7 @@ import pytest
 from graphs import SAMPLER, Graph
 from tiny import GOLDEN
 from variants import VARIANTS, described
+from versions import skip_without, skip_without_nodes
 
 
 def references(video: bool, method: str = "", negative: bool = False, batch: int = 1, channels: int = 16):
@@ -34,6 +35,16 @@ def control(g, positive, negative):
 def pictured_video(g, positive, negative):
     positive, negative, _ = g.three("InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image())
     return positive, negative, g.latent(1, 16, 3, 15, 18, empty=True)
+
+
+def encoded(*pictures, shape=None):
+    """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the first one's size unless its ``shape`` is told."""
+    def build(g, positive, negative):
+        clip = g.one("TestPicturedText", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
+        images = {f"images.image_{i}": g.image(width, height, seed=i) for i, (width, height) in enumerate(pictures, 1)}
+        positive, negative, latent = g.three("TextEncodeQwenImage21", clip=clip, vae=g.vae(64, 16, 0), prompt="a winter evening", negative_prompt="", resolution=128, **images)
+        return positive, negative, latent if shape is None else g.latent(*shape, empty=True)
+    return build
 
 
 def plain(*shape):
@@ -132,6 +143,11 @@ GRAPHS = {
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
     "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
+    "qwen 2.1": ("qwen-image21-edit", encoded(shape=(2, 64, 8, 10))),
+    "qwen 2.1, odd sides": ("qwen-image21-edit", encoded(shape=(1, 64, 15, 9))),
+    "qwen 2.1, a picture": ("qwen-image21-edit", encoded((128, 96))),
+    "qwen 2.1, two pictures": ("qwen-image21-edit", encoded((128, 96), (96, 160), shape=(2, 64, 7, 9))),
+    "qwen 2.1, other references": ("qwen-image21-edit", references(False, channels=64, negative=True)),
     "krea 2, reference": ("krea2-edit", references(True, "index")),
     "wan 2.1 i2v": ("wan21-i2v", first_frame("WanImageToVideo", 1280, batch=2)),
     "wan 2.1 flf2v": ("wan21-flf2v", first_and_last_frame),
@@ -174,6 +190,9 @@ def test_same_latent_as_ksampler(family_comfy, name):
     dit = g.one("LoadParallelDiT", config=config, model_name=file.name)
     ours = g.one("ParallelSampler", dit=dit, **inputs), g.one("KSampler", model=g.one("ParallelModel", dit=dit), **inputs)
     results = [g.add("TestLatentDistance", samples=samples, reference=theirs) for samples in ours]
+    known = family_comfy.get("/object_info")
+    skip_without_nodes(g.nodes, known)
+    skip_without({"QwenImage21"} if "qwen-image21" in variant and "TextEncodeQwenImage21" not in known else ())
     run = family_comfy.run(g.nodes)
     assert run.status == "success", run.message or run.node_errors
     for result in results:

@@ -5,15 +5,17 @@ import re
 import pytest
 from comfy_modules import ROOT
 
-#: The version that has all that the tests use.
+#: The version that has all that the tests use, and what came later.
 COMPLETE = (0, 33)
+LATER = dict.fromkeys(("QwenImage21", "TextEncodeQwenImage21", "QwenImage21Cache"), (0, 37))
 
 
 def skip_without(missing):
-    """Skip the test where ``missing``, names of what it needs, is not empty and this ComfyUI is an older one."""
+    """Skip the test where this ComfyUI is older than what brought one of ``missing``, names of what the test needs."""
     version = re.search(r'"([\d.]+)"', (ROOT / "comfyui_version.py").read_text())[1]
-    if missing and tuple(map(int, version.split("."))) < COMPLETE:
-        pytest.skip(f"ComfyUI {version} has no {', '.join(sorted(missing))}")
+    young = sorted(name for name in missing if tuple(map(int, version.split("."))) < LATER.get(name, COMPLETE))
+    if young:
+        pytest.skip(f"ComfyUI {version} has no {', '.join(young)}")
 
 
 def skip_without_nodes(prompt: dict, known: dict):

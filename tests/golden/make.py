@@ -120,7 +120,7 @@ class DiffusersQwenImage21(torch.nn.Module):
 CASES = {
     "qwen-image21": Case(
         "QwenImage21",
-        {"image_model": "qwen_image21", "in_channels": 64, "out_channels": 64, "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "context_in_dim": 64, "mlp_ratio": 3},
+        {"image_model": "qwen_image21", "in_channels": 64, "out_channels": 64, "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "context_in_dim": 64, "mlp_ratio": 3, "axes_dims_rope": [4, 14, 14]},
         (1, 64, 8, 10), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersQwenImage21, converted=convert_qwen_image21_transformer_checkpoint_to_diffusers, stacked=("gate_layer", "proj.", "gate_up")),
     "flux3": Case("Flux3", {"image_model": "flux3"}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersFlux3, renamed=flux3_file, converted=convert_flux3_transformer_checkpoint_to_diffusers),
     "ltx2": Case(

@@ -115,6 +115,18 @@ class TestGoldenText(TestText):
         return [[drawn(prompt), {key: drawn(value) for key, value in kept.items() if key not in ("guidance", "frame_rate")}]]
 
 
+class TestPicturedText(TestGoldenText):
+    """As TestGoldenText with texts of several lengths, and with the places of pictures that Qwen-Image 2.1's encoder tells of a prompt."""
+
+    def tokenize(self, text, images=(), keep_vision=False, **options):
+        self.slots = [] if keep_vision else [2 * i + 1 for i in range(len(images))]
+        return text
+
+    def encode_from_tokens_scheduled(self, text, **options):
+        (prompt, kept), = super().encode_from_tokens_scheduled(text)
+        return [[prompt[:, : 5 + len(text) % 8], kept | ({"image_slots": self.slots} if self.slots else {})]]
+
+
 class TestCheckpoint:
     """In place of a checkpoint's loader: TestGoldenText and TestVae."""
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
@@ -211,4 +223,4 @@ class TestLatentError:
         return {"ui": {"text": [json.dumps(((a - b) / b.std()).abs().max().item())]}}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestGoldenText, TestCheckpoint, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestGoldenText, TestPicturedText, TestCheckpoint, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES
