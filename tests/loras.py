@@ -14,6 +14,7 @@ SPELLINGS = {
     "peft": ("transformer.", ".", {"up": ".lora_B.weight", "down": ".lora_A.weight"}),
     "peft default": ("base_model.model.", ".", {"up": ".lora_B.default.weight", "down": ".lora_A.default.weight"}),
     "diffusers": ("transformer.", ".", {"up": ".lora.up.weight", "down": ".lora.down.weight", "alpha": ".alpha"}),
+    "lycoris": ("lycoris_", "_", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
     "onetrainer": ("lora_transformer_", "_", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
 }
 

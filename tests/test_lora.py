@@ -20,7 +20,7 @@ STRENGTH = 0.7
 #: Family -> a spelling of the single file's names, a spelling of diffusers' names.
 FAMILIES = {
     "flux-dev": ("kohya", "peft"), "sd3": ("bare", "onetrainer"), "krea2": ("comfyui", "diffusers"), "hunyuan-dit": ("kohya", "peft default"),
-    "hunyuan-video": ("comfyui", "peft"), "wan21-t2v": ("kohya", "peft"), "qwen-image": ("bare", "peft"), "z-image-turbo": ("comfyui", "bare"),
+    "hunyuan-video": ("comfyui", "peft"), "wan21-t2v": ("kohya", "peft"), "qwen-image": ("bare", "peft"), "qwen-image21": ("kohya", "lycoris"), "z-image-turbo": ("comfyui", "bare"),
     "pixart-sigma": ("kohya", "peft default"), "cogvideox": ("bare", "peft"), "ltxv": ("comfyui", "peft"),
 }
 
@@ -39,7 +39,7 @@ def flux(folder):
 
 
 def parameters(engine) -> dict[str, torch.Tensor]:
-    return {name.replace(".layer.", "."): p.detach().clone() for name, p in engine.models["m"].transformer.named_parameters()}
+    return {name.replace(".layer.", ".").replace(".block.", "."): p.detach().clone() for name, p in engine.models["m"].transformer.named_parameters()}
 
 
 def fuse(engine, *loras):
