@@ -14,7 +14,7 @@ from .memo import rows_ahead
 from .mesh import Axis, layout, single
 from .parallel import tensor
 from .parallel.cost import IMAGE_ROWS, TEXT_ROWS, rows_through
-from .parallel.rows import Rows, Sequence, everything, patches
+from .parallel.rows import Rows, Sequence, Span, everything, patches
 from .parallel.split import Stages
 from .parallel.usp import head_shards
 
@@ -89,11 +89,11 @@ class _Workload:
         return RankPlan(
             rank, place, place["pp"], (blocks.start, blocks.stop), heads,
             [(len(part.local.text), part.local.stream) for part in parts],
-            *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, parts[0].sequence), self._modulation_bytes(place, stages),
+            *self._weight_bytes(place, stages), self._kv_bytes(len(blocks), heads, place, parts), self._modulation_bytes(place, stages),
             {name: size for name, size in self._sent(place, stages, heads, parts, sp_rank).items() if size})
 
     def _parts(self, sequence: Sequence, sp_rank: int) -> list[Rows]:
-        if self.config.pipefusion_degree == 1 or self.config.patches == 1:
+        if not self._buffered:
             return [everything(sequence, sp_rank, self.config.sp_degree)]
         return patches(sequence, self.config.patches, sp_rank, self.config.sp_degree)
 
@@ -145,9 +145,17 @@ class _Workload:
         family, transformer = self.checkpoint.family, self.checkpoint.empty
         return tensor.shards(transformer, family, self.config.split_scheme, mesh)
 
-    def _kv_bytes(self, blocks: int, heads: int, sequence: Sequence) -> int:
-        if self.config.pipefusion_degree == 1 or self.config.patches == 1:
-            return 0
+    @property
+    def _buffered(self) -> bool:
+        """Are stale keys and values read?"""
+        return self.config.pipefusion_degree > 1 and self.config.patches > 1
+
+    def _kv_bytes(self, blocks: int, heads: int, place, parts: list[Rows]) -> int:
+        """Buffers of stale keys and values; without them what is kept of text that no step changes, of the rows of a Ulysses group."""
+        sequence, u = parts[0].sequence, self.config.ulysses_degree
+        if not self._buffered:
+            kept = sum(parts[0].lengths("text")[place["ring"] * u: (place["ring"] + 1) * u]) if self.checkpoint.family.once else 0
+            return 2 * self.batch * heads * kept * self._head_size * self.dtype.itemsize * blocks * self.branches
         kept = 2 if self.config.stale_kv == "extrapolate" else 1
         if "sum" in self.checkpoint.family.attention:
             return kept * self.batch * blocks * self.branches * (self.config.patches * self._sum_bytes + sequence.image * self._width * self.dtype.itemsize)
@@ -160,14 +168,14 @@ class _Workload:
         u, r, width = config.ulysses_degree, config.ring_degree, self._width
         head = size * self._head_size
         mixes = "sum" in self.checkpoint.family.attention
-        for part in parts:
+        for whole in parts:
+            part = replace(whole, text=Span(0, 0)) if self.checkpoint.family.once else whole                # in a steady step
             sent += self._mixed(len(blocks), part) if mixes else Counter()
             lengths, own = part.lengths("joint"), len(part.local)
-            ring = [sum(lengths[i * u: (i + 1) * u]) for i in range(r)]
-            gathered = ring[place["ring"]]
+            groups = lambda rows: [sum(rows[i * u: (i + 1) * u]) for i in range(r)]
+            gathered, travelling = groups(lengths)[place["ring"]], groups(whole.lengths("joint"))
             sent["ulysses"] += 0 if mixes else len(blocks) * head * (3 * (self._all_heads - heads) * own + heads * (gathered - own))
-            buffered = config.pipefusion_degree > 1 and config.patches > 1
-            passed = gathered * (r - 1) if buffered else sum(ring[(place["ring"] - hop) % r] for hop in range(r - 1))
+            passed = gathered * (r - 1) if self._buffered else sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
             sent["ring"] += 0 if mixes else len(blocks) * head * 2 * heads * passed
             if place["pp"] < config.pipefusion_degree - 1:
                 sent["pipeline"] += size * own * width
@@ -186,7 +194,7 @@ class _Workload:
         """What the modules of parallel/mixing.py send for one part; a picture is taken to be square."""
         ranks, calls = part.sp_size, blocks * self.batch * self.branches
         line = math.isqrt(self.image_rows) + 1
-        rows = len(part.local.image) if self.config.pipefusion_degree > 1 and self.config.patches > 1 else min(line, len(part.local.image))
+        rows = len(part.local.image) if self._buffered else min(line, len(part.local.image))
         others = ranks - 1 if rows == len(part.local.image) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
         return Counter(sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks, surroundings=calls * others * rows * self._width * self.dtype.itemsize)
 

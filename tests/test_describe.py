@@ -3,8 +3,10 @@
 import pytest
 from backend import mesh
 from backend.config import ParallelConfig
+from backend.denoise import Callbacks
 from backend.engine import Engine, describe
 from backend.memo import AHEAD
+from families import golden
 from tiny import write_checkpoint
 
 #: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one activation.
@@ -81,6 +83,24 @@ def test_explicit_stages_and_stale_buffers(checkpoint):
     assert [plan.blocks for plan in reuse] == [(0, 3), (3, 12)]
     assert [plan.kv_bytes for plan in reuse] == [2 * A * 3, 2 * A * 9]
     assert [plan.kv_bytes for plan in extrapolate] == [2 * plan.kv_bytes for plan in reuse]
+
+
+def test_keys_and_values_that_are_kept_are_counted(tmp_path):
+    """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and in a steady step no row of text is sent."""
+    path = str(write_checkpoint(tmp_path / "qwen.safetensors", "qwen-image21"))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", path, "default")
+    attention, found = engine.models["tiny"].stage.attention, []
+    engine.sample(golden("qwen-image21__euler_simple")[0], Callbacks(lambda step, x0: found.append(sum(pair.numel() * pair.element_size() for pair in attention._kept.values()))))
+    kept = found[-1]
+    told = lambda text=12, **fields: describe(ParallelConfig(**fields), engine.check_load(path, "default"), 80, text)[0]
+    assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
+    for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):
+        assert told(**{degree: 2}).kv_bytes == kept / 2
+    assert told(pipefusion_degree=2, num_pipeline_patch=1).kv_bytes == kept / 2
+    assert told(pipefusion_degree=2).kv_bytes == 2 * 2 * 2 * 92 * 128 * 4           # the buffers of stale ones have them too
+    for degree in ("ulysses_degree", "pipefusion_degree", "tensor_parallel_degree"):
+        assert told(**{degree: 2}, num_pipeline_patch=1).bytes_per_step == told(text=0, **{degree: 2}, num_pipeline_patch=1).bytes_per_step
 
 
 def test_sharded_weights_divide_over_the_ranks_that_hold_the_same(checkpoint):
