@@ -31,12 +31,17 @@ def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
     return [(name, options)] if isinstance(kind, list) or set(kind.split(",")) <= WIDGETS else []
 
 
-def inputs_of(info: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
-    """(inputs that are linked as (name, type), widgets as (name, options)) of a node, in its own order."""
+def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
+    """(inputs that are linked as (name, type), widgets as (name, options)) of a node, in its own order; of inputs that grow in number those that are ``given`` and one more."""
     linked, widgets = [], []
     for part in ("required", "optional"):
         for name in info["input_order"].get(part, []):
             kind, options = (*info["input"][part][name], {})[:2]
+            if kind == "COMFY_AUTOGROW_V3":
+                one, = options["template"]["input"]["required"].values()
+                names = [f"{name}.{inner}" for inner in options["template"]["names"]]
+                linked += [(name, one[0]) for name in names[: 1 + sum(name in given for name in names)]]
+                continue
             found = widgets_of(name, kind, options)
             widgets += found
             if not found and not options.get("hidden"):
@@ -67,7 +72,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     links, heights = [], [0, 0, 0, 0]
     for key, node in graph.items():
         kind = node["class_type"]
-        linked, widgets = inputs_of(info[kind])
+        linked, widgets = inputs_of(info[kind], node["inputs"])
         fed = [(name, info[kind]["input"]["required"][name][0]) for name, _ in widgets if isinstance(node["inputs"].get(name), list)]
         outputs = [{"name": name, "type": type_, "links": []} for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)]
         column = column_of(kind, info[kind]["output"])
@@ -124,7 +129,7 @@ def picture(page: dict, info: dict, size=(768, 512)) -> Image.Image:
         (x, y), (width, height) = node["pos"], node["size"]
         is_note = node["type"] == "MarkdownNote"
         draw.rounded_rectangle((*at(x, y - TITLE), *at(x + width, y + height)), 8 * scale, fill="#65552c" if is_note else "#353535", outline="#111111")
-        widgets = [] if is_note else inputs_of(info[node["type"]])[1]
+        widgets = [] if is_note else inputs_of(info[node["type"]], {})[1]
         names = [name for name, _ in values_of(widgets, dict.fromkeys(name for name, _ in widgets))]
         draw.text(at(x + 14, y - TITLE + 5), node.get("title") or info[node["type"]]["display_name"] or node["type"], fill="#dddddd", font=font)
         lines = wrap_note(node["widgets_values"][0]) if is_note else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]

@@ -35,7 +35,7 @@ def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simp
 
 
 #: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them (none: the model's folder does); latent; solve.
-#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one), first_frame (a video's; its size and compression), sigmas (a scheduler
+#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one, or None), first_frame (a video's; its size and compression), sigmas (a scheduler
 #: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
     "sd35_txt2img": {
@@ -57,6 +57,13 @@ RECIPES = {
         "title": "Qwen-Image-Edit", "model": "qwen_image_edit_fp8_e4m3fn.safetensors", "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
         "vae": "qwen_image_vae.safetensors", "image": ("ImageScaleToTotalPixels", {"upscale_method": "lanczos", "megapixels": 1.5, "resolution_steps": 1}), "encode": "TextEncodeQwenImageEdit",
         "negative": "", "solve": solve(20, 2.5, shift=3.0), "note": "ComfyUI's template also patches the model with CFGNorm; `Parallel Model` takes it."},
+    "qwen_image21_txt2img": {
+        "title": "Qwen-Image 2.1", "model": "qwen_image_2.1_int8_convrot.safetensors", "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"), "vae": "qwen_image_2.1_vae_bf16.safetensors",
+        "latent": picture(kind="EmptyLatentImage"), "encode": "TextEncodeQwenImage21", "solve": solve(25, 1.0), "note": "ComfyUI 0.37 or later."},
+    "qwen_image21_edit": {
+        "title": "Qwen-Image 2.1, from a picture", "model": "qwen_image_2.1_int8_convrot.safetensors", "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
+        "vae": "qwen_image_2.1_vae_bf16.safetensors", "image": None, "encode": "TextEncodeQwenImage21", "solve": solve(25, 1.0),
+        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them <image1>, <image2> and so on."},
     "flux_kontext_edit": {
         "title": "Flux.1 Kontext", "model": "flux1-dev-kontext_fp8_scaled.safetensors", "clip": clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn_scaled.safetensors", type="flux"), "vae": "ae.safetensors",
         "image": ("FluxKontextImageScale", {}), "guidance": 2.5, "solve": solve(20, 1.0)},
@@ -171,8 +178,8 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     audio_vae = [add(recipe["sound"][0], **recipe["sound"][1]), 0] if "sound" in recipe else None
     picture_ = None
     if "image" in recipe:
-        kind, more = recipe["image"]
-        picture_ = [add(kind, image=[add("LoadImage", image="example.png"), 0], **more), 0]
+        picture_ = [add("LoadImage", image="example.png"), 0]
+        picture_ = [add(recipe["image"][0], image=picture_, **recipe["image"][1]), 0] if recipe["image"] else picture_
     if "first_frame" in recipe:
         size, compression = recipe["first_frame"]
         scaled = [add("ImageScale", image=[add("LoadImage", image="example.png"), 0], upscale_method="lanczos", crop="center", **size), 0]
@@ -191,6 +198,10 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     if recipe.get("encode") == "MiniMaxH3ImageToVideo":
         made = add("MiniMaxH3ImageToVideo", "Positive", clip=clip_, vae=vae, prompt=text, **recipe["latent"][1])
         plain, latent = [made, 0], [made, 1]
+    elif recipe.get("encode") == "TextEncodeQwenImage21":
+        seen = {"vae": vae, "images.image_1": picture_} if is_edit else {}
+        made = add("TextEncodeQwenImage21", "Prompts", clip=clip_, prompt=text, negative_prompt="", resolution=1024, **seen)
+        plain, latent = [made, 0], [made, 2] if is_edit else None
     else:
         plain, latent = prompt(text, "Positive"), [add("VAEEncode", pixels=picture_, vae=vae), 0] if is_edit else None
     positive, size = plain, {}

@@ -19,7 +19,7 @@ STAND_INS = {"flux": {"DualCLIPLoader": TEXT, "VAELoader": ("TestVae", {"video":
              "wan": {"CLIPLoader": VIDEO_TEXT, "VAELoader": ("TestVae", {"video": True}), "CLIPVisionLoader": ("TestVision", {})}}
 #: Start of a workflow's name -> the golden family whose tiny checkpoint and prompt stand in for the released ones.
 TINY = {
-    "sd35": "sd3", "pixart_sigma": "pixart-sigma", "hunyuan_dit": "hunyuan-dit", "chroma": "chroma", "qwen_image": "qwen-image", "flux_kontext": "flux-dev", "z_image": "z-image-turbo",
+    "sd35": "sd3", "pixart_sigma": "pixart-sigma", "hunyuan_dit": "hunyuan-dit", "chroma": "chroma", "qwen_image21": "qwen-image21", "qwen_image_": "qwen-image", "flux_kontext": "flux-dev", "z_image": "z-image-turbo",
     "krea2": "krea2", "flux2": "flux2-dev", "lumina2": "lumina2", "hidream": "hidream", "kandinsky5": "kandinsky5", "hunyuan_video_": "hunyuan-video", "hunyuan_video15": "hunyuan-video15",
     "cogvideox": "cogvideox", "ltxv": "ltxv", "ltx2_": "ltx2", "ltx25": "ltx23", "minimax_h3": "minimax-h3", "ideogram4": "ideogram4",
 }
@@ -29,11 +29,11 @@ LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoa
 #: Family whose video has sound -> its latent: channels, and frequencies where it has them.
 SOUND = {**dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}), "minimax-h3": {"channels": 32}}
 #: Input -> value that keeps a run short; a step of the graph is scaled with them.
-SMALL = {"width": 128, "height": 128, "length": 9, "frames_number": 9, "steps": 4, "device": "cpu"}
+SMALL = {"width": 128, "height": 128, "resolution": 128, "length": 9, "frames_number": 9, "steps": 4, "device": "cpu"}
 #: Noise levels that are written out, for as many steps.
 SIGMAS = "1.0, 0.9, 0.7, 0.4, 0.0"
-#: Family whose latents have 128 channels -> pixels to one of them.
-SCALES = {"flux2-dev": 16, "ltx2": 32, "ltx23": 32}
+#: Family whose latents are smaller -> pixels to one of them, and their channels.
+SCALES, CHANNELS = {"flux2-dev": 16, "ltx2": 32, "ltx23": 32, "qwen-image21": 16}, {"flux2-dev": 128, "ltx2": 128, "ltx23": 128, "qwen-image21": 64}
 #: Widths that a node takes at least.
 LEAST = {"Ideogram4Scheduler": 256}
 WAN_IMAGE = {"patch_embedding.weight": (512, 36, 1, 2, 2), **{f"img_emb.proj.{layer}.{leaf}": shape for layer, leaf, shape in (
@@ -59,8 +59,8 @@ def stand_ins(family: str, scale: int) -> dict:
     if family in STAND_INS:
         return STAND_INS[family]
     golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
-    picture = {"video": family in ("qwen-image", "ltx2", "ltx23"), "scale": scale, "channels": 128 if family in SCALES else 16}
-    return {loader: ("TestGoldenText", golden) for loader in LOADERS} | {
+    picture = {"video": family in ("qwen-image", "ltx2", "ltx23"), "scale": scale, "channels": CHANNELS.get(family, 16)}
+    return {loader: ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden) for loader in LOADERS} | {
         "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture), "VAELoader": ("TestVae", picture), "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {}))}
 
 
