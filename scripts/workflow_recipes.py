@@ -212,7 +212,12 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         latent, size = None, {"width": [measured, 0], "height": [measured, 1]}
     if "guidance" in recipe:
         positive = [add("FluxGuidance", conditioning=positive, guidance=recipe["guidance"]), 0]
-    negative = prompt(recipe["negative"], "Negative", [folder, 2] if folder else clip_) if "negative" in recipe else [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
+    if recipe.get("encode") == "TextEncodeQwenImage21":
+        negative = [made, 1]
+    elif "negative" in recipe:
+        negative = prompt(recipe["negative"], "Negative", [folder, 2] if folder else clip_)
+    else:
+        negative = [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
     if "rate" in recipe:
         both = add("LTXVConditioning", positive=positive, negative=negative, frame_rate=recipe["rate"])
         positive, negative = [both, 0], [both, 1]
