@@ -1,6 +1,6 @@
 """Chroma of Lodestone Rock: Flux.1 with one small network that makes every modulation; no pooled prompt, guidance by a negative prompt."""
 
-from .calls.chroma import forward_args, prepare, refusal
+from .calls.chroma import adjust, forward_args, prepare, refusal
 from .layouts.chroma import LAYOUT
 from .plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .spec import Family
@@ -23,6 +23,7 @@ FAMILY = Family(
     ignored=("y",),
     required=("c_crossattn",),
     widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+    adjust=adjust,
     prepare=prepare,
     refusal=refusal,
     forward_args=forward_args,

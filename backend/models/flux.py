@@ -1,7 +1,7 @@
 """Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38 single-stream blocks in the released size."""
 
 from .calls import references
-from .calls.flux import forward_args, refusal
+from .calls.flux import adjust, forward_args, refusal
 from .layouts.flux import LAYOUT
 from .plans import TEXT_LAYERS
 from .spec import Family
@@ -17,6 +17,7 @@ FAMILY = Family(
     per_token={"image_rotary_emb": ("joint", 0)},
     text_layers=TEXT_LAYERS,
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
+    adjust=adjust,
     patch=lambda config: (1, 2, 2),
     latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
     frames=False,

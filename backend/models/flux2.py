@@ -1,7 +1,7 @@
 """Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that share their modulation; no pooled prompt, latents of 128 channels."""
 
 from .calls import references
-from .calls.flux2 import forward_args, refusal
+from .calls.flux2 import adjust, forward_args, refusal
 from .layouts.flux2 import LAYOUT
 from .plans import COMMON, TEXT_LAYERS
 from .spec import Family
@@ -21,6 +21,7 @@ FAMILY = Family(
     tp_plan={
         "*.linear_in": "gated colwise", "*.linear_out": "rowwise", "*.to_qkv_mlp_proj": "packed colwise",
         "single_transformer_blocks.*.to_out": "rowwise behind attention", "single_transformer_blocks.*.norm_?": None, **COMMON},
+    adjust=adjust,
     patch=lambda config: (1, 1, 1),
     latent_channels=lambda config: config["in_channels"],
     frames=False,

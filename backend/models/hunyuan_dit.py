@@ -4,7 +4,7 @@ A skip crosses every stage boundary between its two blocks. It travels with the 
 through every stage twice, which doubles the pipeline's latency and its bubbles, where the skips cost bytes alone.
 """
 
-from .calls.hunyuan_dit import forward_args, refusal, schedule
+from .calls.hunyuan_dit import adjust, forward_args, refusal, schedule
 from .layouts.hunyuan_dit import LAYOUT
 from .plans import COMMON
 from .spec import Family
@@ -22,6 +22,7 @@ FAMILY = Family(
     prompt_only=("attn2.to_k", "attn2.to_v"),
     skip="skip",
     skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
+    adjust=adjust,
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
     frames=False,

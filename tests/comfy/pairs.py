@@ -18,12 +18,13 @@ with comfy_modules():
 
 CONFIG = ParallelConfig(cfg_degree=2, device="cpu")
 CPU = torch.device("cpu")
+WEIGHT_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class Pair:
-    """A family's tiny checkpoint as ComfyUI's own MODEL and as ours, and a golden case's inputs."""
+    """A family's tiny checkpoint as ComfyUI's own MODEL and as ours, in one precision, and a golden case's inputs."""
 
-    def __init__(self, name: str, folder):
+    def __init__(self, name: str, folder, dtype: torch.dtype = torch.float32):
         wanted = facts(name)
         skip_without_class(wanted["comfy_class"])
         skip_without(["LTX-2 with its connectors, nor 2.3"] if name.startswith("ltx2") else [])
@@ -31,11 +32,11 @@ class Pair:
         # ComfyUI detects what it can, and takes some widths for those of the released sizes
         config = getattr(comfy.supported_models, wanted["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]})
         config.unet_config.update(wanted["unet_config"])         # some classes put the released widths over what they are given
-        config.set_inference_dtype(torch.float32, None)
+        config.set_inference_dtype(dtype, None)
         native = config.get_model(state)
         native.load_model_weights(state, "")
         self.native = comfy.model_patcher.ModelPatcher(native, CPU, CPU)
-        self.dit = handle.load(CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), "default")
+        self.dit = handle.load(CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), WEIGHT_DTYPES[dtype])
         self.ours = remote_model(self.dit)
         stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
         self.positive, self.negative = (_conditioning(stored, branch) for branch in ("positive", "negative"))
@@ -45,12 +46,13 @@ class Pair:
     def error(self, run) -> float:
         """Largest difference of run(MODEL)'s latents, in standard deviations."""
         with torch.inference_mode():
-            wanted, found = _parts(run(self.native)), _parts(run(self.ours))
+            wanted, found = parts(run(self.native)), parts(run(self.ours))
         assert all(torch.isfinite(want).all() for want in wanted)
         return max(((a - b).abs().max() / b.std()).item() for a, b in zip(found, wanted, strict=True))
 
 
-def _parts(latent) -> list:
+def parts(latent) -> list[torch.Tensor]:
+    """The latents of a sample, one or several."""
     return latent.unbind() if latent.is_nested else [latent]
 
 

@@ -4,9 +4,15 @@ import torch
 from diffusers.models.embeddings import get_timestep_embedding
 
 from . import flux
+from .precise import keep_timestep
 
 #: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any size.
 MODULATIONS = 344
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    keep_timestep(transformer, transformer.time_text_embed, transformer.distilled_guidance_layer.in_proj, 1000.0)
 
 
 def prepare(transformer, grid):

@@ -1,8 +1,15 @@
-"""Flux.1: the arguments of its forward and what it refuses."""
+"""Flux.1: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 import torch
 
 from . import references
+from .precise import keep_timestep
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    embed = transformer.time_text_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
 
 
 def forward_args(config, grid, latent, sigma, cond):

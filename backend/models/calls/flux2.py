@@ -1,11 +1,18 @@
-"""Flux.2: the arguments of its forward and what it refuses."""
+"""Flux.2: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 import torch
 
 from . import references
+from .precise import keep_timestep
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
 NUMBERS = 10
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    embed = transformer.time_guidance_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
 
 
 def forward_args(config, grid, latent, sigma, cond):

@@ -1,4 +1,4 @@
-"""HunyuanDiT: the arguments of its forward and what it refuses."""
+"""HunyuanDiT: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
 
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
@@ -15,6 +15,12 @@ def schedule(config):
     return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
 
 
+def adjust(transformer, config):
+    """Timesteps are not rounded: diffusers rounds what it makes of them to their type."""
+    embed = transformer.time_extra_emb
+    embed.register_forward_pre_hook(lambda embed, args, kwargs: (args, kwargs | {"hidden_dtype": embed.timestep_embedder.linear_1.weight.dtype}), with_kwargs=True)
+
+
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of positions over the picture, fitted into the base square."""
     rows, columns = grid.counts[1:]
@@ -29,7 +35,7 @@ def forward_args(config, grid, latent, timestep, cond):
     batch, device = latent.shape[0], latent.device
     mask = lambda name, length: cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
     return dict(
-        hidden_states=grid.pad(latent), timestep=timestep.expand(batch).to(latent.dtype),
+        hidden_states=grid.pad(latent), timestep=timestep.expand(batch),
         encoder_hidden_states=cond["c_crossattn"], text_embedding_mask=mask("text_embedding_mask", TEXT),
         encoder_hidden_states_t5=cond["encoder_hidden_states_t5"], text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,

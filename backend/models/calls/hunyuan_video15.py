@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
 from . import references
+from .precise import round_input
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
@@ -18,7 +19,7 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
 
 def adjust(transformer, config):
     """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their layer."""
-    transformer.time_embed.timestep_embedder.register_forward_pre_hook(lambda layer, args: args[0].to(layer.linear_1.weight.dtype))
+    round_input(transformer.time_embed.timestep_embedder.linear_1)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
 

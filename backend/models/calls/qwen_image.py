@@ -3,6 +3,7 @@
 import torch
 
 from . import references
+from .precise import keep_timestep
 
 
 class Places(list):
@@ -31,7 +32,8 @@ class Rotary(torch.nn.Module):
 
 
 def adjust(transformer, config):
-    """Positions as in ComfyUI."""
+    """Positions as in ComfyUI, and timesteps that are not rounded."""
+    keep_timestep(transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1)
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
 
 

@@ -8,6 +8,7 @@ from diffusers.models.transformers import transformer_qwenimage21 as theirs
 
 from ... import mixing
 from . import references
+from .precise import keep_timestep
 from .qwen_image import Rotary
 
 #: diffusers' model is told of pictures in slots of so many tokens, 2 x 2 of them.
@@ -66,8 +67,9 @@ def before(segments, device):
 
 
 def adjust(transformer, config):
-    """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
+    """Attention in two calls, positions as in ComfyUI, pictures of any size, and timesteps that are not rounded."""
     transformer.__class__ = Slotted
+    keep_timestep(transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1)
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(BlockCausal())
