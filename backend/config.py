@@ -36,7 +36,7 @@ class ParallelConfig:
     ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py); ``attn_layer_num_for_pp`` lists the blocks of
     each stage ("12,15,15,15"; empty: balanced); ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights``
     shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN weights in host memory, since
-    all steps' modulation is computed at the start of a request (memo.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
+    modulation is computed for many steps at once (memo.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
     (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first ones.
     ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
     """

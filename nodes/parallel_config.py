@@ -42,7 +42,7 @@ class ParallelConfigNode(io.ComfyNode):
                 io.String.Input("attn_layer_num_for_pp", default="", optional=True, tooltip="Blocks of each PipeFusion stage, like 12,15,15,15. Empty = balanced."),
                 io.Combo.Input("split_scheme", options=list(SPLIT_SCHEMES), default="megatron", optional=True, tooltip="How tensor_parallel_degree cuts matrices: by column then row (megatron), all by row, all by column, or both ways (2d)."),
                 io.Boolean.Input("shard_weights", default=False, optional=True, tooltip="Spread the weights over ulysses, ring and data-parallel ranks, which gather each block as it is needed. Same result; for models that do not fit on one GPU."),
-                io.Boolean.Input("offload_modulation", default=False, optional=True, tooltip="Keep the modulation (adaLN) weights, up to a third of the model, in host memory: they are used once, at the start of a request. Same result. Not for Parallel Model, where every step is a request and moves them to the GPU."),
+                io.Boolean.Input("offload_modulation", default=False, optional=True, tooltip="Keep the modulation (adaLN) weights, up to a third of the model, in host memory: they are used for many steps at once, most often once a request. Same result. Not for Parallel Model, where every step is a request and moves them to the GPU."),
             ],
             outputs=[ParallelConfigType.Output(display_name="config", tooltip="For LoadParallelDiT.")],
         )

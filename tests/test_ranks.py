@@ -102,7 +102,7 @@ def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
 
 
 def test_ways_to_hold_weights_meet(rows):
-    """Scaled fp8, LoRAs, sharding, stages and offloaded modulation, which the tests above hold to the single process."""
+    """Scaled fp8, LoRAs, sharding, stages and offloaded modulation in chunks, which the tests above hold to the single process."""
     met = {(row["config"], row["restored"]) for row in rows if row.get("file") == "fp8"}
     assert met == ({("ulysses_degree 2 = 2 ranks", True), ("pipefusion_degree 2 = 2 ranks", True)} if rows[0]["config"].endswith("= 2 ranks") else set())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from backend import mesh
+from backend import memo, mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine, describe
@@ -163,7 +163,8 @@ def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference)
 
 
 def together(checkpoint: str, rank: int) -> list[dict]:
-    """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the modulation in host memory."""
+    """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the modulation in host memory, which are asked for it at every step."""
+    memo.AHEAD = 1
     path, rows = str(Path(checkpoint).with_name("fp8.safetensors")), []
     reference = SingleProcess(path) if rank == 0 else None
     for config in (ParallelConfig(ulysses_degree=2, shard_weights=True), ParallelConfig(pipefusion_degree=2, offload_modulation=True)):
