@@ -8,7 +8,6 @@ from diffusers.models.transformers import transformer_qwenimage21 as theirs
 
 from ... import mixing
 from . import references
-from .precise import keep_timestep
 from .qwen_image import Rotary
 
 #: diffusers' model is told of pictures in slots of so many tokens, 2 x 2 of them.
@@ -67,9 +66,8 @@ def before(segments, device):
 
 
 def adjust(transformer, config):
-    """Attention in two calls, positions as in ComfyUI, pictures of any size, and timesteps that are not rounded."""
+    """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
     transformer.__class__ = Slotted
-    keep_timestep(transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1)
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(BlockCausal())
@@ -101,7 +99,7 @@ def text_rows(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself."""
+    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself, and ComfyUI rounds it here as its pipeline does."""
     batch, device, text, mask = latent.shape[0], latent.device, cond["c_crossattn"], cond.get("attention_mask")
     rows, visible, marks = [], [], []
     slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
@@ -115,7 +113,7 @@ def forward_args(config, grid, latent, sigma, cond):
     rows[-1], visible[-1:] = rows[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
     return dict(
         hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1), encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
-        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None, timestep=sigma.expand(batch), img_mask=torch.cat(marks).to(device)[None],
+        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None, timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000, img_mask=torch.cat(marks).to(device)[None],
         img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch)
 
 
