@@ -68,6 +68,17 @@ def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_is_near(name, tmp_path):
+    """Nothing but rounding is between bf16 and float32: the timestep reaches its sines unrounded, and its layers in their own type."""
+    latents, folder = [], str(write(tmp_path / name, name))
+    for precision in ("fp32", "bf16"):
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.load(name, folder, precision)
+        latents.append(engine.sample(request(name), Callbacks())[0])
+    assert relative(latents[1], latents[0]) < 0.02
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_one_process_equals_the_plain_loop(name, tmp_path):
     """Euler with guidance, by hand, over the transformer itself: timesteps of 0 to 1000, velocity."""
     engine = Engine(ParallelConfig(), mesh.single())
