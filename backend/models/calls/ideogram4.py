@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ideogram4 import IMAGE_POSITION_OFFSET, LLM_TOKEN_INDICATOR, OUTPUT_IMAGE_INDICATOR, Ideogram4AttnProcessor
 
+from .precise import round_input
+
 #: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
 CELLS = 4
 
@@ -32,7 +34,7 @@ class Prompt:
 def adjust(transformer, config):
     """Less work where the released code does more than is needed; and sines of the timestep, made in float32, in the dtype of their layer."""
     Prompt(transformer)
-    transformer.t_embedding.mlp_in.register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
+    round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
         layer.attention.set_processor(Whole())
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
 from . import references
+from .precise import round_input
 
 #: Rows of the position tables of an axis and of text.
 MOST, MOST_TEXT = 128, 1024
@@ -31,7 +32,7 @@ def adjust(transformer, config):
     for block in transformer.visual_transformer_blocks:
         block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
-    transformer.time_embeddings.in_layer.register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
+    round_input(transformer.time_embeddings.in_layer)
 
 
 def stretch(config, grid):
