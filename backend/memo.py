@@ -188,7 +188,7 @@ class Memos:
         seconds = {_second(branch): [each.second for each in calls] for branch, calls in embeddings.items() if hasattr(calls[0], "second")}
         each = {(branch, call): embedding for branch, calls in (embeddings | seconds).items() for call, embedding in enumerate(calls)}
         every = torch.cat(list(each.values()))
-        _, same = torch.unique(every, dim=0, return_inverse=True)
+        _, same = torch.unique(every.float(), dim=0, return_inverse=True)       # CUDA's has no bf16
         same = comm.agreed(same, (self.mesh.tp, self.mesh.pp)).tolist()         # shapes below depend on it
         first: dict[int, int] = {}
         for row, name in enumerate(same):
