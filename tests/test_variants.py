@@ -17,6 +17,7 @@ from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.calls import ltx2, qwen_image21, references
 from backend.parallel.stage import model_output
+from backend.protocol import Sample
 from backend.request import build
 from backend.tokens import TokenGrid
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
@@ -98,7 +99,8 @@ def test_frame_rates_are_not_rounded(tmp_path):
 
 
 @pytest.mark.parametrize("family, entry, name", [
-    ("qwen-image", {"use_additional_t_cond": True}, "Qwen-Image-Layered"), ("qwen-image", {"use_layer3d_rope": True}, "Qwen-Image-Layered"), ("hunyuan-video-1.5", {"use_meanflow": True}, "MeanFlow"),
+    ("qwen-image", {"use_additional_t_cond": True}, "Qwen-Image-Layered"), ("qwen-image", {"use_layer3d_rope": True}, "Qwen-Image-Layered"), ("qwen-image", {"guidance_embeds": True}, "guidance-distilled Qwen-Image"),
+    ("z-image", {"all_patch_size": [4]}, "Z-Image of other patches"), ("z-image", {"all_f_patch_size": [2]}, "Z-Image of other patches"), ("hunyuan-video-1.5", {"use_meanflow": True}, "MeanFlow"),
     ("z-image", {"siglip_feat_dim": 1152}, "Z-Image Omni"), ("sana", {"guidance_embeds": True}, "SANA-Sprint"),
 ])
 def test_folders_of_other_variants_are_refused_by_name(family, entry, name, tmp_path):
@@ -116,6 +118,19 @@ def test_sparse_attention_is_dense_from_files_and_folders(tmp_path):
     engine.load("tiny", str(as_folder(file, attention_type="nabla")), "default")
     sample, latent = golden("kandinsky5__euler_simple")
     assert error_in_std(to_vae_units("kandinsky5", engine.sample(sample, Callbacks())[0], sample.latent_shapes), latent) < 1e-4
+
+
+@pytest.mark.parametrize("shape, says", [((1, 12, 64), "has 12 rows, .* position table is for 226; pad the prompt to 226 tokens"), ((1, 226, 32), "c_crossattn has width 32 but this model wants 64"), ((1, 226, 64), None)])
+def test_prompts_that_cogvideox_2b_has_no_positions_for_are_refused(shape, says, tmp_path):
+    """Positions of sines, text's among them, where later models rotate the image's: 2b comes as a folder."""
+    plain = diffusers.CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=64, num_layers=2, text_embed_dim=64, time_embed_dim=64, sample_height=8, sample_width=8, sample_frames=9)
+    plain.save_pretrained(tmp_path)
+    checkpoint, tensors = open_checkpoint(str(tmp_path)), {"noise": torch.zeros(1, 16, 3, 8, 8), "latent": torch.zeros(1, 16, 3, 8, 8), "sigmas": torch.tensor([1.0, 0.5, 0.0])}
+    check = lambda: check_sample(Sample("m", "euler", 1.0, 0, tensors=tensors | {"positive.c_crossattn": torch.zeros(shape)}), ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+    if says is None:
+        return check()
+    with pytest.raises(UnsupportedError, match=says):
+        check()
 
 
 def test_a_family_is_itself_where_nothing_differs(tmp_path):

@@ -111,6 +111,13 @@ def minimax_guides(g, positive, negative):
     return g.one("MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=2), audio=audio, frame_idx=4, **guide), negative, latent
 
 
+def minimax_frames(g, positive, negative):
+    """A first and a last frame of other sizes, as the model's own node hands them over."""
+    clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
+    node = g.add("MiniMaxH3ImageToVideo", clip=clip, vae=g.vae(24, 16, 4), prompt="a lantern is lit", width=160, height=128, length=22, first_frame=g.image(96, 128, seed=1), last_frame=g.image(200, 128, seed=2))
+    return [node, 0], negative, [node, 1]
+
+
 def minimax_references(g, positive, negative):
     """Pictures, a video with its sound and sound alone, as the model's own node hands them over."""
     clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
@@ -163,6 +170,7 @@ GRAPHS = {
     "ltx2 i2v": ("ltx2-i2v", ltx2_image),
     "ltx2.5 guides": ("ltx25-i2v", ltx2_guides),
     "minimax-h3 guides": ("minimax-h3-guides", minimax_guides),
+    "minimax-h3 first and last frame": ("minimax-h3-guides", minimax_frames),
     "minimax-h3 references": ("minimax-h3-guides", minimax_references),
     "cogvideox i2v": ("cogvideox-i2v", pictured_video),
     "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
