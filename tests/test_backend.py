@@ -1,55 +1,24 @@
-"""A real backend of two ranks behind the nodes' own client: requests, refusals, cancel, a killed rank, a killed parent."""
+"""A real backend of two ranks behind the nodes' own client: requests, refusals, models, LoRAs."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from backend import config, mesh
 from backend.describe import describe
 from backend.dispatch import FIRST
+from backend.engine import Engine
+from backend.errors import UnsupportedError
 from families import model_call
+from live_backend import CONFIG, backend, checkpoint, folder, request_for, with_tensors  # noqa: F401
+from loras import write_mixed
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
-from loras import write_mixed
 from safetensors.torch import save_file
 from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkpoint
-
-CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(folder):
-    return str(write_checkpoint(folder / "flux-tiny.safetensors"))
-
-
-@pytest.fixture
-def backend(checkpoint):
-    """The live backend: the same one for every test that leaves it alive, which is what these tests are about."""
-    return backends.backend_for(CONFIG)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_at_the_end():
-    yield
-    backends.close_all()
-
-
-def request_for(backend, checkpoint, case="euler_simple", **changes):
-    sample, golden = golden_request(case, backend.load(checkpoint).model)
-    fields = {**vars(sample), "num_pipeline_patch": 1, **changes}
-    return protocol.Sample(**fields), golden
 
 
 def test_golden_latent_through_the_socket(backend, checkpoint):
@@ -103,7 +72,7 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
     assert all(rank["file_bytes"] == size and rank["weight_bytes"] == rank["bytes_read"] <= 0.55 * size and rank["peak_bytes"] > rank["weight_bytes"] for rank in ranks)
     assert "read" in ranks[1]["text"] and "\n" not in ranks[1]["text"]
     assert backend.load(str(copy), on_progress=again.append).info["ranks"] == ranks and not again
-    changed = replace_config(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=3, stale_kv="extrapolate", attention="sdpa")
+    changed = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=3, stale_kv="extrapolate", attention="sdpa", device="cpu")
     assert backends.backend_for(changed) is backend
     backend.unload(str(copy), "default")
 
@@ -132,10 +101,6 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
 
 def nan(x):
     return torch.where(torch.arange(x.numel()).reshape(x.shape) == 3, float("nan"), x)
-
-
-def with_tensors(request, **tensors):
-    return replace(request, tensors={**request.tensors, **tensors})
 
 
 REFUSED = {
@@ -231,135 +196,6 @@ def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
 
 
 def test_more_stages_than_blocks_is_refused_at_load():
-    from backend import mesh
-    from backend.engine import Engine
-    from backend.errors import UnsupportedError
-
-    engine = Engine(replace_config(pipefusion_degree=16), mesh.single())
+    engine = Engine(config.ParallelConfig(pipefusion_degree=16, device="cpu"), mesh.single())
     with pytest.raises(UnsupportedError, match="has 6 blocks"):
         engine.check_load(str(Path(__file__).parents[1] / "demo" / "shapes-flux"), "default")
-
-
-def replace_config(**degrees):
-    from backend.config import ParallelConfig as Config
-
-    return Config(device="cpu", **degrees)
-
-
-@pytest.mark.parametrize("patches", [1, 4])
-def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patches):
-    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
-    long = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
-    seen = []
-    assert backend.sample(long, lambda p: seen.append(p.step), lambda: len(seen) >= 3) is None
-    assert max(seen) < 30
-    assert backend.client.request(protocol.Ping()).models == [request.model]
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
-
-
-def steps_after_cancel(backend, request) -> int:
-    """Steps that are done between the sight of the third and the end of a request that is cancelled then."""
-    client, sent = backend.client, False
-    client.send(request)
-    while not isinstance(reply := client._next(), protocol.Cancelled):
-        assert not isinstance(reply, (protocol.Failure, protocol.Result)), reply
-        if isinstance(reply, protocol.Progress) and reply.step == 3 and not sent:
-            client.send(protocol.Cancel())
-            sent = True
-    return reply.step - 3
-
-
-@pytest.mark.parametrize("degrees, patches", [({"pipefusion_degree": 2}, 1), ({"pipefusion_degree": 2}, 4), ({"ulysses_degree": 2}, 1), ({"cfg_degree": 2}, 1)], ids=str)
-def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees, patches):
-    """Steps of some tenths of a second, so that the client's reaction is short beside them."""
-    backend = backends.backend_for(ParallelConfig(device="cpu", **degrees))
-    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
-    large = {key: torch.randn(1, 16, 64, 64) for key in ("noise", "latent")}
-    long = replace(request, tensors={**request.tensors, **large, "sigmas": torch.linspace(1, 0, 60)})
-    assert steps_after_cancel(backend, long) <= 1
-    assert backend.client.request(protocol.Ping()).models == [request.model]
-    began = time.monotonic()
-    result = backend.sample(replace(request, num_pipeline_patch=1))
-    assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4 and time.monotonic() - began < 5
-
-
-def test_degrees_change_on_the_same_ranks(checkpoint):
-    """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads its stage. No process starts again."""
-    def changed(**degrees):
-        backend, seen = backends.backend_for(ParallelConfig(device="cpu", **degrees)), []
-        left = backend.client.request(protocol.Ping()).models
-        loaded = backend.load(checkpoint, on_progress=seen.append)
-        request, golden = request_for(backend, checkpoint)
-        assert backend.client.request(protocol.Ping()).models == [request.model] == [loaded.model]
-        assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
-        assert backend.welcome.degrees == ParallelConfig(**degrees).degrees
-        return backend, left, [rank["bytes_read"] for rank in loaded.info["ranks"]], bool(seen)
-
-    backend, *_ = changed(ulysses_degree=2)
-    pids = backend.welcome.pids
-    for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
-        same, left, read, progress = changed(**degrees)
-        assert same is backend and left and read == [0, 0] and not progress
-    for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
-        same, left, read, progress = changed(**degrees)
-        assert same is backend and not left and progress and all(0 < size < 0.75 * Path(checkpoint).stat().st_size for size in read)
-    assert backend.welcome.pids == pids
-
-
-@pytest.mark.parametrize("config, words", [({"ulysses_degree": 3}, "= 3 ranks, but this backend has 2"), ({"degree": 2}, "not one of this version"), ({"cfg_degree": 3}, "two branches")])
-def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
-    with pytest.raises(protocol.RefusedError, match=words):
-        backend.client.request(protocol.Arrange(config))
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, rank):
-    request, _ = request_for(backend, checkpoint)
-    request = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
-    killed = []
-
-    def kill_once(progress):
-        if not killed:
-            os.kill(backend.welcome.pids[rank], signal.SIGKILL)
-            killed.append(time.monotonic())
-
-    with pytest.raises(protocol.BackendError, match=f"rank {rank} was killed by SIGKILL"):
-        backend.sample(request, kill_once)
-    assert time.monotonic() - killed[0] < 10
-    fresh = backends.backend_for(CONFIG)
-    request, golden = request_for(fresh, checkpoint)
-    assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
-
-
-PARENT = """
-import sys; sys.path.insert(0, {tests!r})
-import conftest, os, time
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.nodes import backends
-backend = backends.backend_for(ParallelConfig(ulysses_degree=2, device="cpu"))
-print(*backend.welcome.pids, backend.process._agent.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_no_process_outlives_a_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(tests=str(Path(__file__).parent))], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 3 and all(map(alive, pids))
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))

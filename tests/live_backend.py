@@ -1,0 +1,43 @@
+"""A live backend of two ranks and requests for it: the same one for every test that leaves it alive."""
+
+from dataclasses import replace
+
+import pytest
+from parallel_dit.backend import protocol
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.nodes import backends
+from tiny import golden_request, write_checkpoint
+
+CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return str(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+@pytest.fixture
+def backend(checkpoint):
+    return backends.backend_for(CONFIG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_at_the_end():
+    """Of the last module alone: to start a backend costs seconds."""
+    yield
+    backends.close_all()
+
+
+def request_for(backend, checkpoint, case="euler_simple", **changes) -> tuple[protocol.Sample, object]:
+    """A golden case's request for the model that ``backend`` has loaded, with ``changes`` of its fields, and the golden latent."""
+    sample, golden = golden_request(case, backend.load(checkpoint).model)
+    return protocol.Sample(**{**vars(sample), "num_pipeline_patch": 1, **changes}), golden
+
+
+def with_tensors(request, **tensors):
+    return replace(request, tensors={**request.tensors, **tensors})
