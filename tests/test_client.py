@@ -185,7 +185,7 @@ def test_cancel_while_nothing_arrives(serve):
     asked = []
     began = time.monotonic()
     assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_result_that_crosses_cancel(serve):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backend import frames, protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
-from backend.server import MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress
+from backend.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress
 
 TOKEN = "correct horse"
 
@@ -123,7 +123,7 @@ def test_silent_peers_do_not_keep_a_client_out(server):
     silent = [connect(server) for _ in range(MAX_CLIENTS)]
     began = time.monotonic()
     client = greeted(server)
-    assert closed(silent[0]) and time.monotonic() - began < 2
+    assert closed(silent[0]) and time.monotonic() - began < HELLO_SECONDS
     frames.send(client, Ping())
     assert frames.receive(client) == Pong(["m"])
 
@@ -166,7 +166,7 @@ def test_a_slow_greeting_loses_its_place(server, monkeypatch):
         for byte in b"".join(frames.encode(Hello(TOKEN))) * 100:
             client.sendall(bytes([byte]))
             time.sleep(0.05)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkeypatch):
