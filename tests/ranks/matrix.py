@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from backend import memo, mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine, describe
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora import lora_stack
 from backend.parallel import sharding
 from families import golden, model_call
@@ -26,9 +27,8 @@ from torch.distributed.tensor import DTensor
 
 gc.freeze()                                 # what is imported stays: no collection looks through it again
 AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
-STEPS = 6
-#: Steps of the cases that are no golden ones.
-SHORT = 4
+#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that every step shows as well as another.
+STEPS, STALE_STEPS, FEW = 6, 4, 2
 
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
@@ -38,8 +38,8 @@ SHORT_NEGATIVE = "negative of 1 row"
 CFG_PP = "euler_cfg_pp"
 #: Every solver, and a mask, with stale keys and values.
 STALE_SOLVERS = "stale, every solver"
-#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early.
-MIXED = "mixed prompts"
+#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also under a solver that calls the model twice a step.
+MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
 #: A batch of which 2 replicas have equal parts, so that describe() can be held to what is counted.
@@ -89,37 +89,41 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
     return found + [(STALE_SOLVERS, config)] * (config.world_size == 2)
 
 
-def cases(world: int, config: ParallelConfig, variant: str) -> list[str]:
-    """Golden cases to run: all on two ranks of CFG and USP; one or two of them elsewhere, which share the same code."""
+@dataclass(frozen=True)
+class Case:
+    """A golden case, or one of those above, over all of its steps or over fewer and longer ones."""
+
+    name: str
+    steps: int | None = None
+
+
+def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
+    """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one golden case, and few steps of what is special there."""
+    few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
     if config.data_parallel_degree > 1:
-        return [UNEVEN_BATCH] + [EVEN_BATCH] * (config.data_parallel_degree == 2)
+        return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
     if variant == STALE_SOLVERS:
-        return [*FLUX_CASES, CFG_PP]
-    if world in (3, 8):                                     # what solvers and prompts need is shown on 2 and 4
-        return ["size20x12"] if world == 8 or variant != "exact" else ["size20x12", "euler_ancestral_simple"]
-    if world == 2 and variant == "exact" and (config.cfg_degree == 2 or config.sp_degree == 2) and not config.shard_weights:
-        return [*FLUX_CASES, CFG_PP, SHORT_NEGATIVE, MIXED] if config.ulysses_degree == 2 else [CFG_PP, SHORT_NEGATIVE, MIXED] + [case for case in FLUX_CASES if case not in NEW_SOLVERS]
-    if config.cfg_degree == 2 or variant != "exact":
-        return ["size20x12", MIXED] if variant.startswith("stale") else ["size20x12", SHORT_NEGATIVE, MIXED]
-    return ["size20x12", "euler_ancestral_simple"] + [SHORT_NEGATIVE] * (config.sp_degree > 1)
+        return [*map(Case, FLUX_CASES), Case(CFG_PP, STALE_STEPS)]
+    plain = config.split_scheme == "megatron" and not config.shard_weights
+    if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
+        golden = FLUX_CASES if config.ulysses_degree == 2 else [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+        return [*map(Case, golden), Case(CFG_PP, STALE_STEPS), Case(SHORT_NEGATIVE, FEW), Case(MIXED_HEUN, STALE_STEPS)]
+    in_turn = variant == "exact" and config.cfg_degree == 1             # prompts are computed one after the other, as in one process
+    golden = plain and variant in ("exact", "one patch")
+    found = [Case("size20x12", None if golden and not in_turn else few)] + [Case("euler_ancestral_simple")] * (golden and in_turn)
+    if world in (3, 8):                                     # what prompts need is shown on 2 and 4
+        return found
+    if not variant.startswith("stale") and (config.sp_degree > 1 or not in_turn):
+        found.append(Case(SHORT_NEGATIVE, FEW))
+    return found if in_turn else [*found, Case(MIXED, STALE_STEPS)]
 
 
-def request_of(case: str):
+def request_of(case: Case):
     """The request of a case, and the golden latent where there is one."""
-    if case == UNEVEN_BATCH:
-        return shortened(batch_request(5), SHORT), None
-    if case == EVEN_BATCH:
-        return batch_request(2, "size20x12"), None
-    if case == MIXED:
-        return mixed_prompts(), None
-    if case == SHORT_NEGATIVE:
-        sample, _ = golden_request("euler_simple")
-        return shortened(replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]}), SHORT), None
-    if case == CFG_PP:
-        return shortened(replace(golden_request("euler_simple")[0], sampler=case), SHORT), None
-    if case == LORA:
-        return shortened(batch_request(2), 2), None
-    return golden_request(case)
+    if case.name in MADE:
+        return shortened(MADE[case.name](), case.steps), None
+    sample, golden = golden_request(case.name)
+    return (sample, golden) if case.steps is None else (shortened(sample, case.steps), None)
 
 
 def shortened(sample, steps: int):
@@ -128,14 +132,26 @@ def shortened(sample, steps: int):
     return replace(sample, tensors={**sample.tensors, "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()]})
 
 
-def mixed_prompts():
-    """Prompts of different lengths, in an order in which a new one comes between known ones."""
-    sample = shortened(golden_request("heun_simple")[0], SHORT)
-    tensors, sigmas = dict(sample.tensors), sample.tensors["sigmas"]
+def short_negative():
+    sample, _ = golden_request("euler_simple")
+    return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]})
+
+
+def mixed_prompts(solver: str):
+    """Prompts of different lengths, in an order in which a new one comes between known ones: before the third of STALE_STEPS; the negative one ends with that step."""
+    sample = replace(golden_request("heun_simple")[0], sampler=solver)
+    tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
     for name, rows in (("positive2", 9), ("positive3", 12)):
         tensors |= {f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows], f"{name}.y": tensors["negative.y"], f"{name}.guidance": tensors["positive.guidance"]}
     tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
     return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[2].item(), "strength": 0.5}, "negative": {"until": sigmas[3].item()}})
+
+
+#: Name of a case that is no golden one -> its request.
+MADE = {
+    UNEVEN_BATCH: lambda: batch_request(5), EVEN_BATCH: lambda: batch_request(2, "size20x12"), LORA: lambda: batch_request(2), SHORT_NEGATIVE: short_negative,
+    MIXED: lambda: mixed_prompts("euler"), MIXED_HEUN: lambda: mixed_prompts("heun"), CFG_PP: lambda: replace(golden_request("euler_simple")[0], sampler=CFG_PP),
+}
 
 
 def has_lora_case(world: int, config: ParallelConfig) -> bool:
@@ -149,7 +165,7 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
     held = lambda: [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters() if not p.is_meta]
     sharding.reshard(model)
     before = held()
-    (samples, _), _ = run(engine, config, LORA, engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])))
+    (samples, _), _ = run(engine, config, Case(LORA, FEW), engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])))
     engine.ready("tiny")
     return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
 
@@ -158,7 +174,7 @@ def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference)
     """A row of the table for the LoRAs, on rank 0."""
     samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
     everyone = of_all_ranks(restored)
-    return [{"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(LORA)),
+    return [{"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(Case(LORA, FEW))),
              "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)}] if reference else []
 
 
@@ -175,12 +191,12 @@ def together(checkpoint: str, rank: int) -> list[dict]:
     return rows
 
 
-def asked(config: ParallelConfig, case: str, model: str = "tiny"):
+def asked(config: ParallelConfig, case: Case, model: str = "tiny"):
     """The request of a case with a configuration's patches."""
     return replace(request_of(case)[0], model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
 
 
-def run(engine: Engine, config: ParallelConfig, case: str, model: str = "tiny"):
+def run(engine: Engine, config: ParallelConfig, case: Case, model: str = "tiny"):
     sample, golden, last = asked(config, case, model), request_of(case)[1], []
     engine.check_sample(sample)
     samples, stats = engine.sample(replace(sample, denoised=True), Callbacks(on_denoised=last.append))
@@ -205,12 +221,12 @@ def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
     return found
 
 
-def described(engine: Engine, config: ParallelConfig, checkpoint: str, batch: int) -> list[dict[str, int]]:
-    """What describe() says that every rank sends in the six steps of 60 image and 12 text rows, and keeps of modulation."""
-    plans = describe(config, engine.check_load(checkpoint, "default"), 60, 12, batch, calls=STEPS)
+def described(config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int) -> list[dict[str, int]]:
+    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of modulation."""
+    plans = describe(config, checkpoint, 60, 12, batch, calls=steps)
     replicas = config.data_parallel_degree          # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
     once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
-    return [dict(Counter({mechanism: STEPS * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) | {KEPT: plan.modulation_bytes} for plan in plans]
+    return [dict(Counter({mechanism: steps * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) | {KEPT: plan.modulation_bytes} for plan in plans]
 
 
 def of_all_ranks(value) -> list:
@@ -225,18 +241,18 @@ class SingleProcess:
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())
         self.engine.load("tiny", checkpoint, "default")
-        self.checkpoint = checkpoint
+        self.checkpoint, self.opened = checkpoint, self.engine.check_load(checkpoint, "default")
         self.results = {}
 
-    def __call__(self, case: str) -> torch.Tensor:
+    def __call__(self, case: Case | str) -> torch.Tensor:
         if case not in self.results:
             self.results[case] = self._compute(case)
         return self.results[case]
 
-    def _compute(self, case: str) -> torch.Tensor:
+    def _compute(self, case: Case | str) -> torch.Tensor:
         if case in CALLS:
             return call(self.engine, case)[0]
-        return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case == LORA else run(self.engine, self.engine.config, case)[0][0]
+        return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case.name == LORA else run(self.engine, self.engine.config, case)[0][0]
 
     @cached_property
     def pipeline(self) -> Engine:
@@ -245,7 +261,7 @@ class SingleProcess:
         engine.load("tiny", self.checkpoint, "default")
         return engine
 
-    def stale(self, config: ParallelConfig, case: str) -> torch.Tensor:
+    def stale(self, config: ParallelConfig, case: Case) -> torch.Tensor:
         """The latent of a case under the staleness of ``config``'s pipeline."""
         key = (case, config.patches, config.warmup_steps, config.stale_kv)
         if key not in self.results:
@@ -280,14 +296,14 @@ def main(checkpoint: str, out: str):
                 if config.cfg_degree == 2 and "negative.y" not in request_of(case)[0].tensors:
                     continue
                 (samples, stats), golden = run(engine, variant, case)
-                counted = case in COUNTED and name not in UNDESCRIBED
+                counted = case.name in COUNTED and name not in UNDESCRIBED
                 sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes}) if counted else None
                 if rank == 0:
                     rows.append({
                         "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
-                        "variant": name, "case": case, "relative": relative(samples, reference(case)), "simulated": relative(samples, reference.stale(variant, case)) if name.startswith("stale") else None,
+                        "variant": name, "case": case.name, "relative": relative(samples, reference(case)), "simulated": relative(samples, reference.stale(variant, case)) if name.startswith("stale") else None,
                         "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "sent": sent,
-                        "described": described(engine, variant, checkpoint, len(samples)) if counted else None, "bytes_read": engine.models["tiny"].bytes_read})
+                        "described": described(variant, reference.opened, case.steps or STEPS, len(samples)) if counted else None, "bytes_read": engine.models["tiny"].bytes_read})
         if has_lora_case(world, config):
             rows += lora_row(engine, config, checkpoint, reference)
         rows += called(engine, config, reference)
