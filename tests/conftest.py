@@ -2,15 +2,46 @@
 
 import gc
 import os
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only get in each other's way
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import launch  # noqa: E402
 import pack  # noqa: E402, F401
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of rank programs are the last: the programs run while the others do."""
+    items.sort(key=_has_program)
 
 
 def pytest_collection_finish():
     """What is imported stays: no garbage collection looks through it again."""
     gc.freeze()
+
+
+def _has_program(item) -> bool:
+    return hasattr(getattr(item, "module", None), "run_program")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_programs(request, tmp_path_factory):
+    """(name of a module of tests, ranks) -> what its rank program will have found; those that are asked for run from the first test on, one after the other."""
+    wanted = {item.module: [] for item in request.session.items if _has_program(item)}
+    for item in filter(_has_program, request.session.items):
+        wanted[item.module].append(item.callspec.params["rows"])
+    jobs = {}
+    for module, worlds in wanted.items():
+        folder = tmp_path_factory.mktemp("ranks")
+        jobs |= {(module.__name__, ranks): partial(module.run_program, ranks, folder) for ranks in worlds}
+        jobs[module.__name__, "end"] = partial(shutil.rmtree, folder)
+    if not jobs:
+        return {}
+    launch.fork_server()                        # here: it looks at the environment
+    return launch.in_background(jobs)

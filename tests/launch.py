@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -16,12 +18,31 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 TESTS = Path(__file__).parent
 PROGRAMS = ["ranks.matrix", "ranks.families"]
+#: Ranks give way to the tests of one process, which run at the same time.
+NICE = 10
 
 
-def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 600) -> object:
+def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
+    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or its error."""
+    found = {key: Future() for key in jobs}
+
+    def work():
+        for key, job in jobs.items():
+            try:
+                found[key].set_result(job())
+            except Exception as error:          # of the tests that ask for it
+                found[key].set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found
+
+
+def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 1200) -> object:
     """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with the first rank's traceback and the ranks' output."""
     fork_server()
-    out = folder / f"{program}-{ranks}.json"
+    folder = folder / f"{program} {ranks}"
+    folder.mkdir()
+    out = folder / "found.json"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)        # where the ranks meet
     context = start_processes(_rank, (program, ranks, store.port, folder, (*arguments, str(out))), ranks, join=False, daemon=True, start_method="forkserver")
     deadline = time.monotonic() + seconds
@@ -48,6 +69,7 @@ def fork_server():
 
 def _rank(rank: int, program: str, world: int, port: int, folder: Path, arguments: tuple):
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(NICE)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

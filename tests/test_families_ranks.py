@@ -1,5 +1,7 @@
 """Every family under every parallel method against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
 
+from pathlib import Path
+
 import pytest
 from families import LATENT_FORMATS
 from launch import run_ranks
@@ -15,19 +17,18 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
+def run_program(ranks: int, folder: Path) -> list[dict]:
+    """What ranks/families.py finds on so many ranks."""
     for family in LATENT_FORMATS:
         write_checkpoint(folder / f"{family}.safetensors", family)
     for variant in VARIANTS:
         write(folder / f"{variant}.safetensors", variant)
-    return folder
+    return run_ranks("ranks.families", ranks, folder, " ".join(CASES[ranks]))
 
 
 @pytest.fixture(scope="session", params=CASES, ids="{} ranks".format)
-def rows(request, checkpoints, tmp_path_factory):
-    found = run_ranks("ranks.families", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoints), " ".join(CASES[request.param]))
+def rows(request, rank_programs):
+    found = rank_programs[__name__, request.param].result()
     assert {row["family"] for row in found} == set(CASES[request.param])
     return found
 

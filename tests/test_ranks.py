@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from launch import run_ranks
@@ -15,17 +16,17 @@ from tiny import facts, weights_module, write_checkpoint
 WEIGHTS = 4 * sum(map(math.prod, facts("flux-dev")["shapes"].values()))
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    write_mixed(folder / "lora.safetensors", facts("flux-dev")["shapes"])
-    save_file(legacy_fp8(weights_module().state_dict(facts("flux-dev")["shapes"])), folder / "fp8.safetensors")
-    return write_checkpoint(folder / "flux-tiny.safetensors")
+def run_program(ranks: int, folder: Path) -> list[dict]:
+    """What ranks/matrix.py finds on so many ranks."""
+    shapes = facts("flux-dev")["shapes"]
+    write_mixed(folder / "lora.safetensors", shapes)
+    save_file(legacy_fp8(weights_module().state_dict(shapes)), folder / "fp8.safetensors")
+    return run_ranks("ranks.matrix", ranks, folder, str(write_checkpoint(folder / "flux-tiny.safetensors")))
 
 
 @pytest.fixture(scope="session", params=[2, 3, 4, 8], ids="{} ranks".format)
-def rows(request, checkpoint, tmp_path_factory):
-    found = run_ranks("ranks.matrix", request.param, tmp_path_factory.mktemp("ranks"), str(checkpoint))
+def rows(request, rank_programs):
+    found = rank_programs[__name__, request.param].result()
     assert found
     return found
 
