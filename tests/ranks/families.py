@@ -28,8 +28,8 @@ TRANSFORMERS = [getattr(diffusers, family.transformer) for family in FAMILIES.va
 gc.freeze()                                 # what is imported stays: no collection looks through it again
 
 STEPS, MASKED = 2, 5
-#: Rows of the batch of a model call: no two groups of ranks share it evenly.
-CALLED = 3
+#: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called where there is one group.
+CALLED, ALONE = 3, 2
 #: Attention heads of the tiny checkpoints that have fewer than four.
 HEADS = {"kandinsky5-image": 2}
 #: Other ways to cut matrices: one call of the model each.
@@ -47,6 +47,13 @@ def runs(case: str, config: ParallelConfig) -> bool:
     return config.split_scheme != "megatron" or config.tensor_parallel_degree * config.ulysses_degree <= HEADS.get(case, 4)
 
 
+def rows_called(config: ParallelConfig) -> int:
+    """None where a pipeline differs from another in its patches alone: for a call it is drained."""
+    if config.cfg_degree > 1:
+        return CALLED
+    return 0 if config.num_pipeline_patch > 1 else ALONE
+
+
 def request(case: str, config: ParallelConfig):
     """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows."""
     family, _, mask = case.partition("+")
@@ -62,18 +69,21 @@ def load(engine: Engine, family: str, folder: str):
     engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
 
 
-def run(engine: Engine, family: str):
+def run(engine: Engine, family: str, rows: int):
     sample = request(family, engine.config)
     if engine.config.split_scheme != "megatron":
-        return None, called(engine, family, sample)
+        return None, called(engine, family, sample, rows)
     engine.check_sample(sample)
     samples, _ = engine.sample(sample, Callbacks())
-    return samples.contiguous(), called(engine, family, sample)       # latents cropped of their padding are views, which gloo does not broadcast
+    return samples.contiguous(), called(engine, family, sample, rows)       # latents cropped of their padding are views, which gloo does not broadcast
 
 
-def called(engine: Engine, name: str, sample: Sample):
-    """One call of the model."""
+def called(engine: Engine, name: str, sample: Sample, rows: int):
+    """One call of the model with the first ``rows`` of the batch."""
+    if not rows:
+        return None
     call = model_call(sample, engine.models[name].family.name, CALLED)
+    call = replace(call, tensors={name: value[:rows] if value.ndim and value.shape[0] == CALLED else value for name, value in call.tensors.items()})
     engine.check_forward(call)
     output, _ = engine.forward(call)
     return output.contiguous()
@@ -85,7 +95,7 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     if not path.exists():
         load(engine, family, folder)
         part = path.with_suffix(f".{os.getpid()}")
-        save_file(dict(zip(("samples", "output"), run(engine, family))), part)
+        save_file(dict(zip(("samples", "output"), run(engine, family, CALLED))), part)
         part.rename(path)
         engine.unload(family)
     kept = load_file(path)
@@ -109,15 +119,16 @@ def main(folder: str, families: str, out: str):
             engine.rearrange(config, groups)
             if family not in engine.models:
                 load(engine, family, folder)
-            samples, output = run(engine, family)
+            samples, output = run(engine, family, count := rows_called(config))
             if megatron:
                 dist.broadcast(samples, 0)                      # ranks share the work of the references
-            dist.broadcast(output, 0)
+            if count:
+                dist.broadcast(output, 0)
             if i % world == rank:
                 wanted = references[family]
                 rows.append(dict(
                     family=family, config=config.product, scheme=config.split_scheme, stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1, bytes_read=engine.models[family].bytes_read,
-                    relative=relative(samples, wanted[0]) if megatron else 0.0, called=relative(output, wanted[1]), seconds=time.perf_counter() - started))
+                    relative=relative(samples, wanted[0]) if megatron else 0.0, called=relative(output, wanted[1][:count]) if count else 0.0, seconds=time.perf_counter() - started))
         engine.unload(family)
     everyone = [None] * world
     dist.all_gather_object(everyone, rows)
