@@ -41,10 +41,15 @@ def write_checkpoint(path: Path, family: str = "flux-dev", prefix: str = "", dro
     """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written once, whole or not at all."""
     if not path.exists():
         state = weights_module().state_dict(facts(family)["shapes"])
-        part = path.with_suffix(f".{os.getpid()}")
-        save_file({prefix + key: value for key, value in state.items() if key not in drop}, part)
-        part.rename(path)
+        save_whole({prefix + key: value for key, value in state.items() if key not in drop}, path)
     return path
+
+
+def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+    """A safetensors file that no other process sees half written."""
+    part = path.with_suffix(f".{os.getpid()}")
+    save_file(tensors, part)
+    return part.rename(path)
 
 
 def as_folder(file: Path, **entries) -> Path:

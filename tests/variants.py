@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 from families import golden
-from safetensors.torch import save_file
-from tiny import facts, weights_module
+from tiny import facts, save_whole, weights_module
 
 from backend.protocol import REFERENCE_METHODS, Sample
 
@@ -133,8 +132,7 @@ def described(name: str) -> dict:
 def write(path: Path, name: str) -> Path:
     """The checkpoint of a variant as a single file in ComfyUI's key layout."""
     weights = weights_module().state_dict(described(name)["shapes"])
-    save_file({key: value * VARIANTS[name].louder if key == "head.head.weight" else value for key, value in weights.items()}, path)
-    return path
+    return save_whole({key: value * VARIANTS[name].louder if key == "head.head.weight" else value for key, value in weights.items()}, path)
 
 
 def request(name: str, model: str = "tiny") -> Sample:

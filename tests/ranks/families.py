@@ -21,8 +21,8 @@ from backend.engine import Engine
 from backend.models import FAMILIES
 from backend.protocol import Sample
 from families import LATENT_FORMATS, golden, model_call
-from safetensors.torch import load_file, save_file
-from tiny import relative
+from safetensors.torch import load_file
+from tiny import relative, save_whole, write_checkpoint
 
 TRANSFORMERS = [getattr(diffusers, family.transformer) for family in FAMILIES.values()]        # imported before ranks are forked
 gc.freeze()                                 # what is imported stays: no collection looks through it again
@@ -65,6 +65,14 @@ def request(case: str, config: ParallelConfig):
     return replace(sample, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, tensors=tensors)
 
 
+def write(folder: str, case: str):
+    """The checkpoint of a case, where no rank has written it yet."""
+    name = case.partition("+")[0]
+    path = Path(folder, f"{name}.safetensors")
+    if not path.exists():
+        variants.write(path, name) if name in variants.VARIANTS else write_checkpoint(path, name)
+
+
 def load(engine: Engine, family: str, folder: str):
     engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
 
@@ -93,10 +101,9 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     """What the single process makes of a case; computed once for all world sizes."""
     path = Path(folder, f"{family}.reference")
     if not path.exists():
+        write(folder, family)
         load(engine, family, folder)
-        part = path.with_suffix(f".{os.getpid()}")
-        save_file(dict(zip(("samples", "output"), run(engine, family, CALLED))), part)
-        part.rename(path)
+        save_whole(dict(zip(("samples", "output"), run(engine, family, CALLED))), path)
         engine.unload(family)
     kept = load_file(path)
     return [kept["samples"], kept["output"]]
