@@ -30,6 +30,14 @@ def _has_program(item) -> bool:
     return hasattr(getattr(item, "module", None), "run_program")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """For checkpoints of a module's tests; not kept, since they are large."""
+    folder = tmp_path_factory.mktemp("models")
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def rank_programs(request, tmp_path_factory):
     """(name of a module of tests, ranks) -> what its rank program will have found; those that are asked for run from the first test on, one after the other."""

@@ -12,11 +12,6 @@ CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def checkpoint(folder):
     return str(write_checkpoint(folder / "flux-tiny.safetensors"))
 

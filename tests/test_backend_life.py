@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, folder, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends

@@ -94,7 +94,8 @@ def cut(request, tmp_path_factory):
     write_checkpoint(path, name) if name in LATENT_FORMATS else variants.write(path, name)
     engine.load("tiny", str(path), "default")
     sample = golden(f"{name}__euler_simple")[0] if name in LATENT_FORMATS else variants.request(name)
-    return path, engine.models["tiny"], build(replace(sample, num_pipeline_patch=3), engine)
+    yield path, engine.models["tiny"], build(replace(sample, num_pipeline_patch=3), engine)
+    path.unlink()
 
 
 def build(sample, engine):

@@ -18,11 +18,6 @@ from tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def weights(folder):
     """The transformer's parameters as loaded from the plain single file."""
     return loaded(write_checkpoint(folder / "flux-tiny.safetensors"))

@@ -26,11 +26,6 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def flux(folder):
     """An engine with the tiny Flux, without a LoRA wherever a test begins."""
     engine = Engine(ParallelConfig(), mesh.single())

@@ -19,11 +19,6 @@ GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def state(folder):
     return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
 

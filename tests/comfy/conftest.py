@@ -1,6 +1,7 @@
 """One real ComfyUI for all tests of this folder, or a reason why there is none."""
 
 import functools
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,15 +50,15 @@ def family_comfy(tmp_path_factory):
         variants.write(models / f"{variant}.safetensors", variant)
     with comfy_over(folder) as server:
         yield server
+    shutil.rmtree(models)                               # gigabytes
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
+def pairs(folder):
     """Name of a golden family -> its Pair."""
     from pairs import Pair                              # here, since it imports ComfyUI
     from parallel_dit.nodes import backends
 
-    folder = tmp_path_factory.mktemp("models")
     yield functools.cache(lambda name: Pair(name, folder))
     backends.close_all()
 

@@ -16,11 +16,6 @@ quant_ops = pytest.importorskip("comfy.quant_ops", reason="this ComfyUI has no q
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def state(folder):
     return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
 
