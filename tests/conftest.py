@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def pytest_collection_finish():
 
 
 def _has_program(item) -> bool:
-    return hasattr(getattr(item, "module", None), "run_program")
+    return hasattr(getattr(item, "module", None), "run_program") and "rows" in item.fixturenames
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +41,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_programs(request, tmp_path_factory):
-    """(name of a module of tests, ranks) -> what its rank program will have found; those that are asked for run from the first test on, one after the other."""
-    wanted = {item.module: [] for item in request.session.items if _has_program(item)}
-    for item in filter(_has_program, request.session.items):
-        wanted[item.module].append(item.callspec.params["rows"])
-    jobs = {}
-    for module, worlds in wanted.items():
-        folder = tmp_path_factory.mktemp("ranks")
-        jobs |= {(module.__name__, ranks): partial(module.run_program, ranks, folder) for ranks in worlds}
-        jobs[module.__name__, "end"] = partial(shutil.rmtree, folder)
-    if not jobs:
-        return {}
-    launch.fork_server()                        # here: it looks at the environment
-    return launch.in_background(jobs)
+    """(name of a module of tests, ranks) -> what its rank program will have found. Those that are asked for run from the first test on, one after the other: first
+    those of few ranks, which leave room for other processes."""
+    wanted = {(item.module, item.callspec.params["rows"]) for item in request.session.items if _has_program(item)}
+    folders = {module: tmp_path_factory.mktemp("ranks") for module, _ in wanted}
+    if wanted:
+        launch.fork_server()                    # here: it looks at the environment
+    yield launch.in_background({(module.__name__, ranks): partial(module.run_program, ranks, folders[module]) for module, ranks in sorted(wanted, key=itemgetter(1))})
+    for folder in folders.values():
+        shutil.rmtree(folder, ignore_errors=True)
