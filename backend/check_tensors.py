@@ -21,7 +21,7 @@ def check_numbers(tensors: dict[str, Tensor]):
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
-        if value.is_floating_point() and not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
+        if value.is_floating_point() and not math.isfinite(value.sum(dtype=torch.float32).item()) and not torch.isfinite(value).all():
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
 
 

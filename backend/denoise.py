@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mesh import Mesh
-from .parallel.comm import Pipe, gather
+from .parallel.comm import Pipe, gather, joined
 from .parallel.rows import Span
 from .parallel.stage import Forward
 from .prompts import mix
@@ -82,13 +82,16 @@ class Denoiser:
         self.branches = self._own(request.prompts)
         self.head, self.tail = mesh.pp.first, mesh.pp.last
         self.returns = Pipe(mesh.pp_return, "outputs") if mesh.pp.size > 1 else None
-        self.inpaint = Inpaint(request)
         self.pending: deque[Pending] = deque()
         self.votes: list = []
-        self.x = torch.zeros_like(request.noise)
-        self.x0 = torch.zeros_like(request.noise)
-        self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
         self._plan_parts()
+        self._begin()
+
+    def _begin(self):
+        request = self.request
+        self.x, self.x0 = torch.zeros_like(request.noise), torch.zeros_like(request.noise)
+        self.inpaint = Inpaint(request)
+        self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
 
     def _plan_parts(self):
         request = self.request
@@ -176,8 +179,9 @@ class Denoiser:
     def _collect(self, pending: Pending):
         span = pending.part.span
         outputs = self._take(pending)
-        own = torch.stack([self._predict(side, outputs, pending) for side in self.sides])
-        predictions = torch.cat(gather(own, [own.shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"))
+        predictions = [self._predict(side, outputs, pending) for side in self.sides]
+        if self.mesh.cfg.size > 1:                  # this rank's side is one of them
+            predictions = gather(predictions[0], [predictions[0].shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg")
         denoised = predictions[0]
         if len(predictions) == 2:
             denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
@@ -195,9 +199,9 @@ class Denoiser:
         outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
         if not outputs:                             # no prompt counts now
             return {}
-        outputs = torch.cat(outputs).float().unflatten(0, (len(pending.branches), -1))
+        outputs = joined(outputs).float().unflatten(0, (len(pending.branches), -1))
         shapes = [(*outputs.shape[:2], len(pending.part.span.shard(i, self.mesh.sp.size)), outputs.shape[3]) for i in range(self.mesh.sp.size)]
-        return dict(zip(pending.branches, torch.cat(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
+        return dict(zip(pending.branches, joined(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
 
     def _predict(self, side: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
         """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none counts."""

@@ -24,12 +24,19 @@ MAX_HELLO = 4096
 MAX_UNSEEN = 1 << 28
 #: Parts of a frame below this size are joined: a system call each would cost more.
 SMALL_PART = 1 << 15
+#: Attribute of a received message: the buffers of its frame.
+CAME = "_came"
 #: Longest integer in a header, enough for 64 bits and a sign.
 MAX_DIGITS = 21
 
 
 def encode(message) -> list:
-    """The frame of a message as buffers to be sent in order: prefix, header, the tensors' table, and views of their memory. ProtocolError for what has no frame."""
+    """The frame of a message as buffers to be sent in order: prefix, header, the tensors' table, and views of their memory. ProtocolError for what has no frame.
+
+    A message that was received goes on in the frame that it came in.
+    """
+    if came := getattr(message, CAME, None):
+        return came
     name, values = type(message).__name__, {f.name: getattr(message, f.name) for f in fields(message)}
     tensors = values.pop("tensors", None)
     try:
@@ -123,22 +130,28 @@ def receive(sock, limit: int = MAX_BODY):
         raise ProtocolError(f"a frame starts with {MAGIC!r}, not {bytes(magic)!r}")
     if header_size > min(MAX_HEADER, limit) or body_size > limit:
         raise ProtocolError(f"a frame of {header_size} + {body_size} bytes is over the limit of {limit}")
-    cls, values = _open(_read(sock, header_size))
+    header = _read(sock, header_size)
+    cls, values = _open(header)
     if "tensors" in values or (body_size and "tensors" not in cls.__dataclass_fields__):
         raise ProtocolError(f"{cls.__name__}: tensors travel in the body of a message that has some")
+    table, data = b"", []
     if body_size:
-        values["tensors"] = _read_tensors(sock, cls, body_size)
-    return _message(cls, values)
+        values["tensors"], table, data = _read_tensors(sock, cls, body_size)
+    message = _message(cls, values)
+    object.__setattr__(message, CAME, [PREFIX.pack(MAGIC, header_size, body_size), header, table, *data])
+    return message
 
 
-def _read_tensors(sock, cls: type, size: int) -> dict:
+def _read_tensors(sock, cls: type, size: int) -> tuple[dict, bytes, list[memoryview]]:
+    """The tensors, their table and the memory that they are in."""
     left = size - bodies.LENGTH.size
     length = _read(sock, bodies.LENGTH.size) if left >= 0 else b""
     if not length or bodies.LENGTH.unpack(length)[0] > min(MAX_HEADER, left):
         raise ProtocolError(f"the body of a {cls.__name__} is shorter than its table")
     table = length + _read(sock, bodies.LENGTH.unpack(length)[0])
     found = _places(cls, table, size - len(table))
-    return bodies.unpack(found, _read_data(sock, size - len(table)))
+    data = _read_data(sock, size - len(table))
+    return bodies.unpack(found, data), table, [memoryview(data.numpy())] if len(data) else []
 
 
 def _read(sock, size: int) -> bytes:

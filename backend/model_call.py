@@ -12,7 +12,7 @@ from torch import Tensor
 from .check_tensors import check_arguments, check_latent
 from .checks import check_kernel, check_rows
 from .config import ParallelConfig
-from .denoise import Callbacks, Denoiser, Part
+from .denoise import Callbacks, Denoiser, Part, Pending
 from .errors import UnsupportedError
 from .mesh import Axis, Mesh
 from .models.spec import Family
@@ -66,13 +66,20 @@ def build_call(call: ModelCall, family: Family, model_config: dict, dtype: torch
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
     batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
-    mine = lambda value: value if not value.ndim or rows == list(range(value.shape[0])) else value[rows if value.shape[0] == batch else [0] * len(rows)]
-    tokens, times = grid.to_tokens(mine(latent).to(device, torch.float32)), mine(call.tensors["time"]).to(device, torch.float32)
+    mine = lambda value: _rows(value, rows) if value.ndim and value.shape[0] == batch else value.expand(len(rows), *value.shape[1:]) if value.ndim else value
+    given, times = mine(latent).to(device, torch.float32).contiguous(), mine(call.tensors["time"]).to(device, torch.float32)
+    carry = family.nested and family.nested.carry           # then the model is given another latent than came
+    tokens = grid.to_tokens(given) if carry else given.new_empty(len(rows), grid.tokens, grid.features)
     return Request(
         solver="", prediction=OUTPUT, cfg=1.0, seed=0, sigmas=call.tensors["time"][:1].float(), noise=tokens, latent=tokens, mask=None, grid=grid, batch=len(rows), items=slice(None),
-        times=None if family.nested else times, carry=family.nested and family.nested.carry,
+        times=None if family.nested else times, carry=carry, given=None if carry else given,
         prompts={SIDES[0]: Prompt(SIDES[0])}, conditioning={SIDES[0]: {name: family.cast(name, mine(value), device, dtype) for name, value in arguments.items()}}, patches=1, warmup_steps=0, stale_kv="reuse",
         kernel=call.attention, from_pure_noise=False, clean_inpaint=False, percent_sigmas={}, context={SIDES[0]: family.context(model_config, grid, arguments)}, given_rows=0)
+
+
+def _rows(value: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the latent."""
+    return value[rows[0]: rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else value[rows]
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,16 +105,20 @@ class OneCall(Denoiser):
         if memos.lent or memos.home.type != self.x.device.type:
             super()._modulate_ahead(plan)
 
+    def _begin(self):
+        self.x = self.request.noise
+
     def _start_solvers(self):
-        self.x = self.request.noise.clone()
+        pass
 
     def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
         batch = self.x.shape[0]
         size = 1 if self.returns else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
         return [Forward(branch, Span(first, min(first + size, batch))) for branch in branches for first in range(0, batch, size)]
 
-    def _step(self, track, prediction: Tensor):
-        self.x[:, track.span.lo: track.span.hi] = prediction
+    def _collect(self, pending: Pending):
+        [output] = self._take(pending).values()
+        self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.part.span)
 
     def _vote(self, evaluation: Evaluation):
         """Rank 0 looked before it told the others; a call that has begun is short."""

@@ -27,7 +27,8 @@ class Request:
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
     given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches; shares: ranks that share the rows of one.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
-    times: (B,), what a client tells the model of the noise (ModelCall); None where it follows from the noise level.
+    times: (B,), what a client tells the model of the noise, and given: (B, C, [T,] H, W), the latent as it is to be given to the model (ModelCall; noise and latent
+    then have a shape and no values); None where they follow from the noise level and x.
     """
 
     solver: str
@@ -55,6 +56,7 @@ class Request:
     shares: int = 1
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
+    given: Tensor | None = None
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -75,10 +77,12 @@ class Request:
         batch = self.noise.shape[0]
         return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in self.conditioning[branch].items()}
 
-    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """What the model is given for x (B, N, F) at noise level ``sigma``."""
-        x = self.prediction.model_input(x, sigma)
-        return x if self.carry is None else x * self._carried(0, sigma, x)
+    def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
+        """The latents (b, C, [T,] H, W) that the model is given for some items of x (B, N, F) at noise level ``sigma``."""
+        if self.given is not None:
+            return self.given[items]
+        x = self.prediction.model_input(x[items], sigma)
+        return self.grid.to_latent(x if self.carry is None else x * self._carried(0, sigma, x))
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
         """The prediction for x, the rows of ``span``, from the model's output for them."""

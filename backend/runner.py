@@ -65,7 +65,7 @@ class Runner:
         model, grid = self.model, self.request.grid
         sigma = sigma.to(x.device)
         items = slice(forward.items.lo, forward.items.hi)
-        latent = grid.to_latent(self.request.model_input(x[items], sigma)).to(model.dtype)
+        latent = self.request.model_input(x, sigma, items).to(model.dtype)
         arguments = model.family.forward_args(model.config, grid, latent, self._time(sigma, items), self.request.arguments(forward.branch, items))
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items

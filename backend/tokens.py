@@ -13,6 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: Bytes -> a type of that size.
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _words(x: Tensor) -> Tensor:
+    """(..., pw) -> (..., 1): the pixels of a token that lie side by side as one element, where there is a type of their size. Half the elements take half the time to move."""
+    step, word = x.shape[-1], WORDS.get(x.shape[-1] * x.element_size())
+    if step == 1 or word is None:
+        return x
+    whole = x.stride(-1) == 1 and not any(place % step for place in (x.storage_offset(), *x.stride()[:-1]))
+    return (x if whole else x.clone(memory_format=torch.contiguous_format)).view(word)
+
 
 @dataclass(frozen=True)
 class TokenGrid:
@@ -56,17 +68,17 @@ class TokenGrid:
     def to_tokens(self, latent: Tensor) -> Tensor:
         """(B, C, [T,] H, W) -> (B, N, F)."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
-        x = self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw)
-        tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, pw)
-        for i, j, k in product(range(pt), range(ph), range(pw)):        # pixel by pixel of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
+        x = _words(self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw))
+        tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, x.shape[-1])
+        for i, j, k in product(range(pt), range(ph), range(x.shape[-1])):        # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
             tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
-        return tokens.view(latent.shape[0], self.tokens, -1)
+        return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, C, [T,] H, W), the padding cropped."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
-        x = tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw).permute(0, 4, 1, 5, 2, 6, 3, 7)
-        x = x.reshape(tokens.shape[0], -1, t * pt, h * ph, w * pw)
+        x = _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw)).permute(0, 4, 1, 5, 2, 6, 3, 7).contiguous()
+        x = x.view(tokens.dtype).view(tokens.shape[0], -1, t * pt, h * ph, w * pw)
         x = x[:, :, : self.extent[0], : self.extent[1], : self.extent[2]]
         return x.reshape(tokens.shape[0], -1, *self.shape[1:])
 

@@ -13,6 +13,8 @@ from ..backend.protocol import BackendError, Failure, RefusedError
 
 #: How often a wait looks whether somebody wants to stop.
 POLL_SECONDS = 0.1
+#: The ranks get this long a start before what is done meanwhile: on a machine whose cores are busy it would keep them from reading the request.
+START_SECONDS = 0.01
 #: A peer that stops in the middle of a frame for this long is gone.
 FRAME_SECONDS = 60.0
 #: Longest wait for the end of the step that runs when Cancel is sent.
@@ -83,6 +85,7 @@ class BackendClient:
         """
         self._send(message)
         try:
+            self._selector.select(START_SECONDS)
             meanwhile()
             while not should_cancel():
                 reply = self._next()

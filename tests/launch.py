@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 TESTS = Path(__file__).parent
-PROGRAMS = ["ranks.matrix", "ranks.families"]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
 

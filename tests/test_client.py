@@ -276,3 +276,22 @@ def test_same_tensor_twice_in_a_request(serve):
     both = torch.zeros(1, 3)
     result = BackendClient(serve(handler), TOKEN).sample(sample_message(**{"positive.y": both, "negative.y": both}))
     assert result.stats["names"] == ["negative.y", "positive.y"]
+
+
+def test_what_is_done_meanwhile_is_done_once_and_its_errors_cancel(serve):
+    def handler(connection):
+        for _ in range(2):
+            frames.receive(connection)
+            reply(connection, Result({}, {"samples": torch.zeros(1)}))
+        assert frames.receive(connection) == Cancel()
+        assert frames.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    def fails():
+        raise ArithmeticError
+
+    client, done = BackendClient(serve(handler), TOKEN), []
+    assert client.sample(sample_message(), meanwhile=lambda: done.append(1)).tensors["samples"].tolist() == [0.0] and done == [1]
+    with pytest.raises(ArithmeticError):
+        client.sample(sample_message(), meanwhile=fails)
+    assert client.request(Ping()) == Pong()

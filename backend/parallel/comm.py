@@ -37,6 +37,11 @@ def agreed(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     return x
 
 
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, which copies where there is one part too."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
     """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants equal sizes and is slower."""
     if axis.size == 1:
@@ -54,6 +59,23 @@ def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[T
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return parts
+
+
+def collect(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """Every rank's ``x``, all of one shape, behind each other on the first rank of ``axis``; the others keep their own."""
+    if axis.size == 1:
+        return x
+    if not axis.first:
+        count(mechanism, x)
+        dist.send(x.contiguous(), axis.ranks[0], group=axis.group)
+        return x
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+    parts = whole.split(len(x))
+    waiting = [dist.irecv(part, source, group=axis.group) for part, source in zip(parts[1:], axis.ranks[1:])]
+    parts[0].copy_(x)
+    for work in waiting:
+        work.wait()
+    return whole
 
 
 def reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
