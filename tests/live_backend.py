@@ -23,7 +23,7 @@ def backend(checkpoint):
 
 @pytest.fixture(scope="module", autouse=True)
 def close_at_the_end():
-    """Of the last module alone: to start a backend costs seconds."""
+    """The next module's tests look at what a backend has loaded."""
     yield
     backends.close_all()
 

@@ -12,7 +12,7 @@ from backend.dispatch import FIRST
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from families import model_call
-from live_backend import CONFIG, backend, checkpoint, request_for, with_tensors  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for, with_tensors  # noqa: F401
 from loras import write_mixed
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
