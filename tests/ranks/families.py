@@ -130,6 +130,7 @@ def main(folder: str, families: str, out: str):
             if megatron:
                 dist.broadcast(samples, 0)                      # ranks share the work of the references
             if count:
+                output = output if rank == 0 else output.new_empty(count, *output.shape[1:])          # rank 0 has all rows
                 dist.broadcast(output, 0)
             if i % world == rank:
                 wanted = references[family]
