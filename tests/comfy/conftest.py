@@ -43,14 +43,13 @@ def family_comfy(tmp_path_factory):
     """A ComfyServer with a tiny checkpoint of every golden family and of every variant, FAMILY.safetensors."""
     folder = tmp_path_factory.mktemp("families")
     models = folder / "models/diffusion_models"
-    models.mkdir(parents=True)
-    for family in LATENT_FORMATS:
-        tiny.write_checkpoint(models / f"{family}.safetensors", family)
-    for variant in variants.VARIANTS:
-        variants.write(models / f"{variant}.safetensors", variant)
-    with comfy_over(folder) as server:
+    with comfy_over(folder) as server:                  # written where there is a server alone: gigabytes
+        for family in LATENT_FORMATS:
+            tiny.write_checkpoint(models / f"{family}.safetensors", family)
+        for variant in variants.VARIANTS:
+            variants.write(models / f"{variant}.safetensors", variant)
         yield server
-    shutil.rmtree(models)                               # gigabytes
+    shutil.rmtree(models)
 
 
 @pytest.fixture(scope="module")
