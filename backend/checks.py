@@ -99,8 +99,6 @@ def _check_solver(sample, family):
         raise UnsupportedError(f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; send them as the tensor percent_sigmas.")
     if percents is not None and percents.shape != (len(PERCENTS),):
         raise UnsupportedError(f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of {PERCENTS}.")
-
-
     _check_schedule(sample, PREDICTIONS[family.prediction])
 
 
