@@ -21,7 +21,11 @@ def check_numbers(tensors: dict[str, Tensor]):
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
-        if value.is_floating_point() and not math.isfinite(value.sum(dtype=torch.float32).item()) and not torch.isfinite(value).all():
+        if (
+            value.is_floating_point()
+            and not math.isfinite(value.sum(dtype=torch.float32).item())
+            and not torch.isfinite(value).all()
+        ):
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
 
 
@@ -32,32 +36,59 @@ def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_con
         channels = family.latent_channels(model_config)
         if shapes or len(shape) not in family.latent_dimensions or shape[1] != channels:
             what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
-            raise UnsupportedError(f"{what} but {family.name} wants {channels} channels in (batch, channels, {'frames, ' if family.frames else ''}height, width); make it with the model's own empty-latent node.")
+            raise UnsupportedError(
+                f"{what} but {family.name} wants {channels} channels in (batch, channels, {'frames, ' if family.frames else ''}height, width); make it with the model's own empty-latent node."
+            )
         return
     wanted = nested.channels(model_config)
-    if len(shapes) != len(wanted) or any(not isinstance(part, (list, tuple)) or len(part) not in (3, 4) or not all(isinstance(side, int) and side > 0 for side in part) or part[0] != channels for part, channels in zip(shapes, wanted)):
-        raise UnsupportedError(f"the latents have shapes {shapes} but {family.name} wants {' and '.join(f'{name} of {channels} channels' for name, channels in zip(nested.names, wanted))}; make them with the model's own empty-latent node.")
+    if len(shapes) != len(wanted) or any(
+        not isinstance(part, (list, tuple))
+        or len(part) not in (3, 4)
+        or not all(isinstance(side, int) and side > 0 for side in part)
+        or part[0] != channels
+        for part, channels in zip(shapes, wanted)
+    ):
+        raise UnsupportedError(
+            f"the latents have shapes {shapes} but {family.name} wants {' and '.join(f'{name} of {channels} channels' for name, channels in zip(nested.names, wanted))}; make them with the model's own empty-latent node."
+        )
     if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
-        raise UnsupportedError(f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as (batch, 1, elements of all).")
+        raise UnsupportedError(
+            f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as (batch, 1, elements of all)."
+        )
 
 
-def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: TokenGrid | NestedGrid, family: Family, model_config: dict):
+def check_arguments(
+    whose: str,
+    given: dict[str, Tensor],
+    batch: int,
+    grid: TokenGrid | NestedGrid,
+    family: Family,
+    model_config: dict,
+):
     """Refuse model arguments that the family does not take, lacks, or was not made for. Raises UnsupportedError."""
     for name in given:
         if name.partition(".")[0] not in family.conditioning:
-            raise UnsupportedError(f"{whose} carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}.")
+            raise UnsupportedError(
+                f"{whose} carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}."
+            )
     for name in family.required:
         if name not in given:
-            raise UnsupportedError(f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model.")
+            raise UnsupportedError(
+                f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model."
+            )
     read = {name: value for name, value in given.items() if name not in family.ignored}
     for name, value in given.items():
         if not value.numel() and (name in family.required or _sides(name, grid) or not value.shape[0]):
-            raise UnsupportedError(f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again.")
+            raise UnsupportedError(
+                f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again."
+            )
         reason = _wrong_form(name, value, batch, grid) if name in read else None
         if reason:
             raise UnsupportedError(f"{whose}'s {name} {reason}")
         if value.ndim > 1 and value.shape[0] not in (1, batch):
-            raise UnsupportedError(f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one for each.")
+            raise UnsupportedError(
+                f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one for each."
+            )
     reason = family.refusal(model_config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")
@@ -71,7 +102,9 @@ def check_arguments(whose: str, given: dict[str, Tensor], batch: int, grid: Toke
 def _sides(name, grid) -> tuple[int, ...] | None:
     """The sides of the latent that an argument must have, or None."""
     parts = grid.parts if isinstance(grid, NestedGrid) else (grid,)
-    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(DIMENSIONS.get(name, ("",))[-1])
+    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(
+        DIMENSIONS.get(name, ("",))[-1]
+    )
 
 
 def _wrong_form(name, value, batch, grid) -> str | None:
@@ -79,7 +112,11 @@ def _wrong_form(name, value, batch, grid) -> str | None:
     known, sides = DIMENSIONS.get(name), _sides(name, grid)
     if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
         return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
-    if known is None or (value.dtype in FLOATS or name not in FLOATING) and value.ndim == (len(sides) + 2 if sides else len(known)):
+    if (
+        known is None
+        or (value.dtype in FLOATS or name not in FLOATING)
+        and value.ndim == (len(sides) + 2 if sides else len(known))
+    ):
         return None
     kind = "a floating-point tensor" if name in FLOATING else "a tensor"
     return f"is {value.dtype} of shape {tuple(value.shape)}, but {kind} ({', '.join(map(str, known))}) is needed; encode the prompt with the text encoders of this model."
@@ -93,7 +130,9 @@ def _wrong_size(name, value, widths, sizes, grid) -> str | None:
     for what, size in zip(known[1:2] if sides else known[1:], shape[1:]):
         if what == "width":
             if size != widths.get(name, size):
-                return f"has width {size} but this model wants {widths[name]}; it was encoded for another model."
+                return (
+                    f"has width {size} but this model wants {widths[name]}; it was encoded for another model."
+                )
         elif isinstance(what, int):
             if size != what:
                 return f"has shape {shape}, but ({', '.join(map(str, known))}) is needed."

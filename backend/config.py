@@ -20,7 +20,10 @@ DEVICES = ("auto", "cuda", "cpu")
 STALE_KV = ("reuse", "extrapolate")
 SPLIT_SCHEMES = ("megatron", "row", "column", "2d")
 #: Known from the literature, and why they are refused.
-OTHER_SCHEMES = {"2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs does not need", "3d": "its cube of ranks needs at least 8 of them for one matrix"}
+OTHER_SCHEMES = {
+    "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs does not need",
+    "3d": "its cube of ranks needs at least 8 of them for one matrix",
+}
 #: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
 MAX_CPU_RANKS = 16
 
@@ -81,7 +84,9 @@ class ParallelConfig:
     @property
     def product(self) -> str:
         """The equation of the world size with its values, for messages."""
-        terms = " x ".join(f"{field} {getattr(self, field)}" for field in AXES.values() if getattr(self, field) > 1)
+        terms = " x ".join(
+            f"{field} {getattr(self, field)}" for field in AXES.values() if getattr(self, field) > 1
+        )
         return f"{terms or 'every degree 1'} = {self.world_size} ranks"
 
     @property
@@ -93,9 +98,13 @@ class ParallelConfig:
         try:
             counts = [int(part) for part in text.split(",")]
         except ValueError:
-            raise ConfigError(f"attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like \"12,15,15,15\" or leave it empty.") from None
+            raise ConfigError(
+                f'attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like "12,15,15,15" or leave it empty.'
+            ) from None
         if len(counts) != self.pipefusion_degree or min(counts) < 1:
-            raise ConfigError(f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: name that many stages, each with at least one block.")
+            raise ConfigError(
+                f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: name that many stages, each with at least one block."
+            )
         return counts
 
     @property
@@ -106,11 +115,17 @@ class ParallelConfig:
         try:
             indices = [int(part) for part in self.gpus.split(",")]
         except ValueError:
-            raise ConfigError(f"gpus is {self.gpus!r}, which is not a list of device numbers. Write it like \"0,2,3\" or leave it empty.") from None
+            raise ConfigError(
+                f'gpus is {self.gpus!r}, which is not a list of device numbers. Write it like "0,2,3" or leave it empty.'
+            ) from None
         if len(set(indices)) != len(indices) or min(indices) < 0:
-            raise ConfigError(f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name {self.world_size} different devices.")
+            raise ConfigError(
+                f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name {self.world_size} different devices."
+            )
         if len(indices) != self.world_size:
-            raise ConfigError(f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are ranks.")
+            raise ConfigError(
+                f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are ranks."
+            )
         return indices
 
     def topology(self) -> tuple:
@@ -120,11 +135,19 @@ class ParallelConfig:
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
         """Whether the ranks of this configuration can run the other without starting again: as many, on the same devices."""
-        return (self.device, self.gpu_indices, self.address) == (other.device, other.gpu_indices, other.address)
+        return (self.device, self.gpu_indices, self.address) == (
+            other.device,
+            other.gpu_indices,
+            other.address,
+        )
 
     def same_weights(self, other: "ParallelConfig") -> bool:
         """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to their process groups."""
-        return self.topology() == other.topology() or not (self.shard_weights or other.shard_weights) and self._weights() == other._weights()
+        return (
+            self.topology() == other.topology()
+            or not (self.shard_weights or other.shard_weights)
+            and self._weights() == other._weights()
+        )
 
     def _weights(self) -> list[tuple]:
         """What decides which weights each rank holds: its stage and its part of every matrix."""
@@ -135,17 +158,23 @@ class ParallelConfig:
     def check_batch(self, batch: int):
         """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
         if batch < self.data_parallel_degree:
-            raise ConfigError(f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree.")
+            raise ConfigError(
+                f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree."
+            )
 
     def resolve_device(self, gpus_here: int) -> str:
-        """"cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not fit on it."""
+        """ "cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not fit on it."""
         device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
-            raise ConfigError(f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered from 0); lower a degree or change gpus.")
+            raise ConfigError(
+                f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered from 0); lower a degree or change gpus."
+            )
         if device == "cpu" and self.world_size > MAX_CPU_RANKS:
-            raise ConfigError(f"{self.product}, but on the CPU this machine runs at most {MAX_CPU_RANKS}; lower a degree.")
+            raise ConfigError(
+                f"{self.product}, but on the CPU this machine runs at most {MAX_CPU_RANKS}; lower a degree."
+            )
         return device
 
     def validate(self) -> "ParallelConfig":
@@ -153,15 +182,26 @@ class ParallelConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if type(value) is not type(field.default):
-                raise ConfigError(f"{field.name} is {value!r}, which is not of type {type(field.default).__name__}.")
+                raise ConfigError(
+                    f"{field.name} is {value!r}, which is not of type {type(field.default).__name__}."
+                )
         for name in AXES.values():
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; a degree is at least 1 (1 switches the method off).")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; a degree is at least 1 (1 switches the method off)."
+                )
         if self.cfg_degree > 2:
-            raise ConfigError(f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); set it to 1 or 2.")
+            raise ConfigError(
+                f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); set it to 1 or 2."
+            )
         self._validate_pipeline()
         self._validate_weights()
-        for name, allowed in (("attention", ATTENTIONS), ("device", DEVICES), ("stale_kv", STALE_KV), ("split_scheme", SPLIT_SCHEMES)):
+        for name, allowed in (
+            ("attention", ATTENTIONS),
+            ("device", DEVICES),
+            ("stale_kv", STALE_KV),
+            ("split_scheme", SPLIT_SCHEMES),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
         if self.gpus.strip() and self.device == "cpu":
@@ -171,20 +211,36 @@ class ParallelConfig:
 
     def _validate_weights(self):
         if self.split_scheme in OTHER_SCHEMES:
-            raise ConfigError(f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; choose one of {', '.join(SPLIT_SCHEMES)}.")
+            raise ConfigError(
+                f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; choose one of {', '.join(SPLIT_SCHEMES)}."
+            )
         for name in ("pipefusion_degree", "tensor_parallel_degree"):
             if self.shard_weights and getattr(self, name) > 1:
-                raise ConfigError(f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights already; switch shard_weights off or set {name} to 1.")
+                raise ConfigError(
+                    f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights already; switch shard_weights off or set {name} to 1."
+                )
         if self.shard_weights and self.sp_degree * self.data_parallel_degree == 1:
-            raise ConfigError("shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; raise one of them or switch shard_weights off.")
+            raise ConfigError(
+                "shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; raise one of them or switch shard_weights off."
+            )
         if self.shard_weights and self.offload_modulation:
-            raise ConfigError("offload_modulation and shard_weights are both on, but sharded weights stay on the device; switch one of them off.")
+            raise ConfigError(
+                "offload_modulation and shard_weights are both on, but sharded weights stay on the device; switch one of them off."
+            )
         self.stage_counts
 
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
-            raise ConfigError(f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or a positive number.")
+            raise ConfigError(
+                f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or a positive number."
+            )
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
-            raise ConfigError(f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0.")
-        if self.warmup_steps < 0 or (self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1):
-            raise ConfigError(f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at least one synchronous step to fill its key/value buffers.")
+            raise ConfigError(
+                f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
+            )
+        if self.warmup_steps < 0 or (
+            self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1
+        ):
+            raise ConfigError(
+                f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at least one synchronous step to fill its key/value buffers."
+            )

@@ -110,10 +110,19 @@ class Denoiser:
             self.runner.begin_evaluation(_ratio(plan, index))
             opens = index == 0 or plan[index - 1].step != evaluation.step
             closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-            branches, before = self.request.prompts_at(evaluation.sigma), self.request.prompts_at(plan[index - 1].sigma) if index else ()
+            branches, before = (
+                self.request.prompts_at(evaluation.sigma),
+                self.request.prompts_at(plan[index - 1].sigma) if index else (),
+            )
             # a prompt that begins to count has no stale keys and values yet
-            stale = len(self.patches) > 1 and evaluation.step >= self.request.warmup_steps and set(branches) <= set(before)
-            self._evaluate(self.patches if stale else [self.whole], evaluation, self._own(branches), opens, closes)
+            stale = (
+                len(self.patches) > 1
+                and evaluation.step >= self.request.warmup_steps
+                and set(branches) <= set(before)
+            )
+            self._evaluate(
+                self.patches if stale else [self.whole], evaluation, self._own(branches), opens, closes
+            )
         self._collect_until(None)
         self._drain()
         return self.x
@@ -131,20 +140,33 @@ class Denoiser:
     def _start_solvers(self):
         start = self.request.start()
         for track in self.whole.tracks:
-            rows = start[:, track.span.lo: track.span.hi]
-            track.solver = SOLVER_FUNCTIONS[self.request.solver](rows, problem(self.request, self.noise, track.span))
+            rows = start[:, track.span.lo : track.span.hi]
+            track.solver = SOLVER_FUNCTIONS[self.request.solver](
+                rows, problem(self.request, self.noise, track.span)
+            )
             self._step(track, None)
 
-    def _evaluate(self, parts: list[Part], evaluation: Evaluation, branches: tuple[str, ...], opens_step: bool, closes_step: bool):
+    def _evaluate(
+        self,
+        parts: list[Part],
+        evaluation: Evaluation,
+        branches: tuple[str, ...],
+        opens_step: bool,
+        closes_step: bool,
+    ):
         calls = [(part, self._micro_batches(part, branches)) for part in parts]
         forwards = [forward for _, micro_batches in calls for forward in micro_batches]
         done = ahead = 0
         for part, micro_batches in calls:
             if self.head:
                 self._collect_until(part)
-                self.pending.append(Pending(part, evaluation, branches, opens_step, closes_step and part is parts[-1]))
+                self.pending.append(
+                    Pending(part, evaluation, branches, opens_step, closes_step and part is parts[-1])
+                )
             for forward in micro_batches:
-                while ahead < min(done + 2, len(forwards)) and self.runner.expect(forwards[ahead]):          # posted in the order in which they come
+                while ahead < min(done + 2, len(forwards)) and self.runner.expect(
+                    forwards[ahead]
+                ):  # posted in the order in which they come
                     ahead += 1
                 self._hand_over(part, forward, self.runner.run(self.x, evaluation.sigma, forward))
                 done += 1
@@ -153,7 +175,11 @@ class Denoiser:
     def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
         """What fills the pipeline while one part is evaluated: the prompts, and in a synchronous step the batch's items too."""
         batch, span = self.x.shape[0], None if part is self.whole else part.span
-        items = [Span(i, i + 1) for i in range(batch)] if part is self.whole and self.returns else [Span(0, batch)]
+        items = (
+            [Span(i, i + 1) for i in range(batch)]
+            if part is self.whole and self.returns
+            else [Span(0, batch)]
+        )
         return [Forward(branch, item, span, part.with_text) for branch in branches for item in items]
 
     def _hand_over(self, part: Part, forward: Forward, output: Tensor | None):
@@ -165,7 +191,12 @@ class Denoiser:
         elif self.head:
             rows = len(part.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
             self.pending[-1].expected += 1
-            self.returns.post((len(forward.items), rows, self.x.shape[2]), torch.float32, self.x.device, self.mesh.pp.ranks[-1])
+            self.returns.post(
+                (len(forward.items), rows, self.x.shape[2]),
+                torch.float32,
+                self.x.device,
+                self.mesh.pp.ranks[-1],
+            )
 
     # ------------------------------------------------------------------ the head: outputs -> denoised -> solvers -> next x
     def _collect_until(self, part: Part | None):
@@ -180,14 +211,16 @@ class Denoiser:
         span = pending.part.span
         outputs = self._take(pending)
         predictions = [self._predict(side, outputs, pending) for side in self.sides]
-        if self.mesh.cfg.size > 1:                  # this rank's side is one of them
-            predictions = gather(predictions[0], [predictions[0].shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg")
+        if self.mesh.cfg.size > 1:  # this rank's side is one of them
+            predictions = gather(
+                predictions[0], [predictions[0].shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"
+            )
         denoised = predictions[0]
         if len(predictions) == 2:
             denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
         denoised = self.inpaint.denoised(denoised, span)
-        if pending.opens_step:                      # as ComfyUI's solvers report it
-            self.x0[:, span.lo: span.hi] = denoised
+        if pending.opens_step:  # as ComfyUI's solvers report it
+            self.x0[:, span.lo : span.hi] = denoised
         for track in pending.part.tracks:
             rows = slice(track.span.lo - span.lo, track.span.hi - span.lo)
             self._step(track, answer(self.request.solver, denoised[:, rows], predictions[-1][:, rows]))
@@ -197,17 +230,26 @@ class Denoiser:
     def _take(self, pending: Pending) -> dict[str, Tensor]:
         """Branch -> output (B, rows of the part, F), of this rank's branches."""
         outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
-        if not outputs:                             # no prompt counts now
+        if not outputs:  # no prompt counts now
             return {}
         outputs = joined(outputs).float().unflatten(0, (len(pending.branches), -1))
-        shapes = [(*outputs.shape[:2], len(pending.part.span.shard(i, self.mesh.sp.size)), outputs.shape[3]) for i in range(self.mesh.sp.size)]
+        shapes = [
+            (*outputs.shape[:2], len(pending.part.span.shard(i, self.mesh.sp.size)), outputs.shape[3])
+            for i in range(self.mesh.sp.size)
+        ]
         return dict(zip(pending.branches, joined(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
 
     def _predict(self, side: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
         """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none counts."""
         request, rows = self.request, slice(pending.part.span.lo, pending.part.span.hi)
-        x, prompts = self.x[:, rows], {branch: request.prompts[branch] for branch in outputs if request.prompts[branch].side == side}
-        predictions = [request.denoised(x, pending.evaluation.sigma, outputs[branch], pending.part.span) for branch in prompts]
+        x, prompts = (
+            self.x[:, rows],
+            {branch: request.prompts[branch] for branch in outputs if request.prompts[branch].side == side},
+        )
+        predictions = [
+            request.denoised(x, pending.evaluation.sigma, outputs[branch], pending.part.span)
+            for branch in prompts
+        ]
         return mix(list(prompts.values()), predictions, rows) if prompts else torch.zeros_like(x)
 
     def _step(self, track: Track, prediction: Tensor | tuple[Tensor, Tensor] | None):
@@ -225,7 +267,9 @@ class Denoiser:
         if self.mesh.control is None:
             stop = self.callbacks.should_stop()
         else:
-            ballot = torch.tensor([int(self.mesh.rank == 0 and self.callbacks.should_stop())], dtype=torch.uint8)
+            ballot = torch.tensor(
+                [int(self.mesh.rank == 0 and self.callbacks.should_stop())], dtype=torch.uint8
+            )
             work = dist.broadcast(ballot, 0, group=self.mesh.control, async_op=True)
             self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
             if self.mesh.rank:

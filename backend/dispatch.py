@@ -50,7 +50,9 @@ class Dispatcher:
         if len(head) > FIRST:
             self._broadcast(torch.frombuffer(bytearray(head[FIRST:]), dtype=torch.uint8))
         if parts and not number:
-            self._broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))       # what came over the socket is one part
+            self._broadcast(
+                parts[0] if len(parts) == 1 else torch.cat(parts)
+            )  # what came over the socket is one part
 
     def hear(self):
         """Other ranks: the next message of rank 0."""
@@ -59,7 +61,9 @@ class Dispatcher:
         size = SIZES.size + header + table
         if size > FIRST:
             head += self._broadcast(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
-        return decode(head[SIZES.size: SIZES.size + header], head[SIZES.size + header: size], self._body(number, body))
+        return decode(
+            head[SIZES.size : SIZES.size + header], head[SIZES.size + header : size], self._body(number, body)
+        )
 
     def _body(self, number: int, size: int) -> Tensor:
         if number:

@@ -50,7 +50,9 @@ class Engine:
     def check_load(self, path: str, weight_dtype: str) -> Checkpoint:
         """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
-            raise UnsupportedError(f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}.")
+            raise UnsupportedError(
+                f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}."
+            )
         checkpoint = open_checkpoint(path)
         self._check_degrees(checkpoint)
         if self.mesh.tp.size > 1:
@@ -59,15 +61,27 @@ class Engine:
 
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)
-        check_model(checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config)
+        check_model(
+            checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config
+        )
 
-    def load(self, key: str, path: str, weight_dtype: str, on_progress: Callable[[int, int], None] = lambda done, total: None):
+    def load(
+        self,
+        key: str,
+        path: str,
+        weight_dtype: str,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages, cut matrices (tensor
         parallel), read what is left for this rank, shard it (FSDP), wrap the blocks. ``on_progress`` as in Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype)
-        family, transformer, dtype = checkpoint.family, checkpoint.empty, self.weight_dtype(checkpoint, weight_dtype)
+        family, transformer, dtype = (
+            checkpoint.family,
+            checkpoint.empty,
+            self.weight_dtype(checkpoint, weight_dtype),
+        )
         stages, own = checkpoint.stages(self.config), self.mesh.pp.rank
         blocks, held = stages.blocks[own], {name: holder == own for name, holder in stages.holders.items()}
         cuts = {}
@@ -80,15 +94,43 @@ class Engine:
         weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
         weights = FusedWeights(checkpoint, cuts, device)
         home = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
-        memos = remember(transformer, [name for i, name in enumerate(checkpoint.block_names) if i in blocks], family, home, dtype, stages, self.mesh)
+        memos = remember(
+            transformer,
+            [name for i, name in enumerate(checkpoint.block_names) if i in blocks],
+            family,
+            home,
+            dtype,
+            stages,
+            self.mesh,
+        )
         memos.go_home()
         if sharded:
             sharding.shard(transformer, family.block_lists, self.mesh)
         stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
-        report = LoadReport(self.mesh.rank, own, (blocks.start, blocks.stop), bytes_read, checkpoint.files.size, weight_bytes // shares,
-                            peak_bytes(self.mesh.device), time.perf_counter() - started)
-        self.models[key] = LoadedModel(transformer, family, checkpoint.config, dtype, stage, report, sharded, checkpoint.latent_format, memos, weights, checkpoint.generic)
+        report = LoadReport(
+            self.mesh.rank,
+            own,
+            (blocks.start, blocks.stop),
+            bytes_read,
+            checkpoint.files.size,
+            weight_bytes // shares,
+            peak_bytes(self.mesh.device),
+            time.perf_counter() - started,
+        )
+        self.models[key] = LoadedModel(
+            transformer,
+            family,
+            checkpoint.config,
+            dtype,
+            stage,
+            report,
+            sharded,
+            checkpoint.latent_format,
+            memos,
+            weights,
+            checkpoint.generic,
+        )
 
     def _is_staged(self, family: Family) -> bool:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
@@ -159,7 +201,7 @@ class Engine:
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
         self.kept.clear()
         del model
-        gc.collect()                                # a stage and its blocks know each other
+        gc.collect()  # a stage and its blocks know each other
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -180,9 +222,16 @@ class Engine:
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
         """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises UnsupportedError or ConfigError."""
         dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path)
-        config = replace(self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv)
+        config = replace(
+            self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv
+        )
         rows = check_workload(message, config, checkpoint.family, checkpoint.config)
-        return rows, [str(plan) for plan in describe(config, checkpoint, rows, message.text_rows, branches=message.prompts, dtype=dtype)]
+        return rows, [
+            str(plan)
+            for plan in describe(
+                config, checkpoint, rows, message.text_rows, branches=message.prompts, dtype=dtype
+            )
+        ]
 
     # ------------------------------------------------------------------ sampling
     @refusing("the request")
@@ -199,23 +248,38 @@ class Engine:
         """
         comm.SENT.clear()
         model = self.ready(sample.model)
-        request = build(sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank)
+        request = build(
+            sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank
+        )
         started = time.perf_counter()
-        on_step = lambda step, x0: callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
+        on_step = lambda step, x0: callbacks.on_step(
+            step, lambda: request.grid.to_latent(x0).to("cpu", copy=True)
+        )
         with running(model, request) as runner:
             denoiser = Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
             tokens = self._all_replicas(denoiser.run(), request)
             if sample.denoised:
                 callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-        return samples.cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
+        return samples.cpu(), {
+            "seconds": time.perf_counter() - started,
+            "model_calls": runner.calls,
+            "bytes_sent": dict(comm.SENT),
+        }
 
     @refusing("the call")
     def check_forward(self, call: ModelCall):
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
         model = self._loaded(call.model)
         check_numbers(call.tensors)
-        check_call(self.kept.filled(call), self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        check_call(
+            self.kept.filled(call),
+            self.config,
+            model.family,
+            model.config,
+            model.dtype,
+            self.mesh.device.type,
+        )
 
     @torch.inference_mode()
     def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
@@ -230,19 +294,31 @@ class Engine:
         with running(model, request) as runner:
             tokens = OneCall(mesh, request, runner).run()
         output = request.grid.to_latent(tokens)
-        for axis in (mesh.cfg, mesh.dp):            # of the ranks on dp, those whose output is not rank 0's collect what nobody reads
+        for axis in (
+            mesh.cfg,
+            mesh.dp,
+        ):  # of the ranks on dp, those whose output is not rank 0's collect what nobody reads
             output = comm.collect(output, axis, "outputs")
-        return output[:batch].cpu(), {"seconds": time.perf_counter() - started, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}
+        return output[:batch].cpu(), {
+            "seconds": time.perf_counter() - started,
+            "model_calls": runner.calls,
+            "bytes_sent": dict(comm.SENT),
+        }
 
     def _loaded(self, name: str) -> LoadedModel:
         """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
         if name not in self.models:
-            raise UnsupportedError(f"the model {name!r} is not loaded in this backend; run LoadParallelDiT again.")
+            raise UnsupportedError(
+                f"the model {name!r} is not loaded in this backend; run LoadParallelDiT again."
+            )
         if self.stacks.get(name, ()) != self.models[name].weights.stack:
             self.check_loras(name, self.stacks.get(name, ()))
         return self.models[name]
 
     def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
         """The whole batch (B, N, F) on rank 0 from the heads of the data-parallel replicas."""
-        shapes = [(len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:]) for i in range(self.mesh.dp.size)]
+        shapes = [
+            (len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:])
+            for i in range(self.mesh.dp.size)
+        ]
         return torch.cat(comm.gather(tokens, shapes, self.mesh.dp, "outputs"))

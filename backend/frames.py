@@ -46,7 +46,9 @@ def encode(message) -> list:
         raise ProtocolError(f"a {name} cannot be written: {error}") from None
     body = len(table) + sum(map(len, data))
     if max(len(text), len(table)) > MAX_HEADER or body > MAX_BODY:
-        raise ProtocolError(f"a {name} of {len(text)} + {body} bytes is too large, over the limits of {MAX_HEADER} + {MAX_BODY}.")
+        raise ProtocolError(
+            f"a {name} of {len(text)} + {body} bytes is too large, over the limits of {MAX_HEADER} + {MAX_BODY}."
+        )
     return [PREFIX.pack(MAGIC, len(text), body), text, table, *data]
 
 
@@ -97,9 +99,11 @@ def _wire_types(kind):
 def _places(cls: type, table: bytes, size: int) -> list[bodies.Place]:
     """Where the tensors of a ``cls`` lie in ``size`` bytes of data."""
     try:
-        return bodies.places(table[bodies.LENGTH.size:], size)
+        return bodies.places(table[bodies.LENGTH.size :], size)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body of a {cls.__name__} is no safetensors of this protocol: {error}") from None
+        raise ProtocolError(
+            f"the body of a {cls.__name__} is no safetensors of this protocol: {error}"
+        ) from None
 
 
 def send(sock, message):

@@ -27,9 +27,13 @@ class KeptArguments:
     def check(call: ModelCall):
         """Refuse references that no rank could follow. Raises UnsupportedError."""
         keys = [*call.keep.values(), *call.kept.values(), *call.forget]
-        strange = [name for name in call.keep if name not in call.tensors] + [key for key in keys if not isinstance(key, str)]
+        strange = [name for name in call.keep if name not in call.tensors] + [
+            key for key in keys if not isinstance(key, str)
+        ]
         if strange:
-            raise UnsupportedError(f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, that is a string.")
+            raise UnsupportedError(
+                f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, that is a string."
+            )
 
     def missing(self, call: ModelCall) -> list[str]:
         """Names of the arguments that ``call`` refers to and that are not here."""
@@ -46,7 +50,9 @@ class KeptArguments:
         for key in call.forget:
             kept.pop(key, None)
         for name, key in call.keep.items():
-            kept[key] = call.tensors[name].to(self.device, copy=True)       # a copy: what came over the socket is a view of the whole message
+            kept[key] = call.tensors[name].to(
+                self.device, copy=True
+            )  # a copy: what came over the socket is a view of the whole message
         if kept:
             self.clients[call.client] = kept
         while len(self.clients) > MOST_CLIENTS:

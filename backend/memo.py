@@ -49,9 +49,11 @@ class Moment:
     def take(self, table: Tensor, branch: str, items: Span | None) -> Tensor:
         """The rows (items, features) of a ``table`` (rows, features) that belong to a branch's items, or to all, at this model call."""
         rows = self.rows[branch, self.evaluation]
-        if items is not None and len(set(rows[items.lo: items.hi])) == 1:       # no copy; rows for all items are not samples, and a model may reshape them
+        if (
+            items is not None and len(set(rows[items.lo : items.hi])) == 1
+        ):  # no copy; rows for all items are not samples, and a model may reshape them
             return table[rows[items.lo]].expand(len(items), -1)
-        rows = rows if items is None else rows[items.lo: items.hi]
+        rows = rows if items is None else rows[items.lo : items.hi]
         if rows not in self.indices:
             self.indices[rows] = torch.tensor(rows, device=table.device)
         return table[self.indices[rows]]
@@ -81,7 +83,11 @@ class Memo(nn.Module):
 
     def second(self, x: Tensor) -> Tensor:
         """The layer's answer to a call's second embedding (Memos.modulate_ahead), which ``x`` is."""
-        return self.layer(x) if self.table is None else self.moment.take(self.table, _second(self.moment.branch), self.moment.items)
+        return (
+            self.layer(x)
+            if self.table is None
+            else self.moment.take(self.table, _second(self.moment.branch), self.moment.items)
+        )
 
     @property
     def features(self) -> int:
@@ -91,7 +97,10 @@ class Memo(nn.Module):
     @property
     def bytes(self) -> int:
         """Of what is remembered."""
-        return sum(answer.numel() * answer.element_size() for answer in (*self.known.values(), *(() if self.table is None else (self.table,))))
+        return sum(
+            answer.numel() * answer.element_size()
+            for answer in (*self.known.values(), *(() if self.table is None else (self.table,)))
+        )
 
     def know(self, table: Tensor | None):
         """Keep the answers (rows, features) to the rows of Moment.rows, or (None) forget them."""
@@ -120,7 +129,10 @@ class Plan:
 
     def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
         """The model calls from ``first`` on that need at most ``most`` rows together, one call at least: where they end, and their rows."""
-        needed = [set(chain(*(rows for (_, call), rows in self.rows.items() if call == index))) for index in range(first, self.calls)]
+        needed = [
+            set(chain(*(rows for (_, call), rows in self.rows.items() if call == index)))
+            for index in range(first, self.calls)
+        ]
         chosen, end = needed[0], first + 1
         while end < self.calls and len(chosen | needed[end - first]) <= most:
             chosen, end = chosen | needed[end - first], end + 1
@@ -185,18 +197,30 @@ class Memos:
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
         """One GEMM a layer for as many model calls as fit into AHEAD; the others follow when they begin (begin_call). ``embeddings[branch][call]`` (B, D) is what blocks
         get then, with a second one of some rows as its attribute ``second`` where a model has two. Collective as begin_call."""
-        seconds = {_second(branch): [each.second for each in calls] for branch, calls in embeddings.items() if hasattr(calls[0], "second")}
-        each = {(branch, call): embedding for branch, calls in (embeddings | seconds).items() for call, embedding in enumerate(calls)}
+        seconds = {
+            _second(branch): [each.second for each in calls]
+            for branch, calls in embeddings.items()
+            if hasattr(calls[0], "second")
+        }
+        each = {
+            (branch, call): embedding
+            for branch, calls in (embeddings | seconds).items()
+            for call, embedding in enumerate(calls)
+        }
         every = torch.cat(list(each.values()))
-        _, same = torch.unique(every.float(), dim=0, return_inverse=True)       # CUDA's has no bf16
-        same = comm.agreed(same, (self.mesh.tp, self.mesh.pp)).tolist()         # shapes below depend on it
+        _, same = torch.unique(every.float(), dim=0, return_inverse=True)  # CUDA's has no bf16
+        same = comm.agreed(same, (self.mesh.tp, self.mesh.pp)).tolist()  # shapes below depend on it
         first: dict[int, int] = {}
         for row, name in enumerate(same):
             first.setdefault(name, row)
         numbers = {name: number for number, name in enumerate(first)}
         rows = iter([numbers[name] for name in same])
         calls = len(next(iter(embeddings.values())))
-        self.plan = Plan(every[list(first.values())], {key: tuple(next(rows) for _ in embedding) for key, embedding in each.items()}, calls)
+        self.plan = Plan(
+            every[list(first.values())],
+            {key: tuple(next(rows) for _ in embedding) for key, embedding in each.items()},
+            calls,
+        )
         self._compute(0)
 
     def _compute(self, first: int):
@@ -205,7 +229,11 @@ class Memos:
         self._forget_modulation()
         plan.computed, chosen = plan.chunk(first, rows_ahead(self.width, self.dtype))
         places = {row: place for place, row in enumerate(chosen)}
-        self.moment.rows = {key: tuple(places[row] for row in rows) for key, rows in plan.rows.items() if first <= key[1] < plan.computed}
+        self.moment.rows = {
+            key: tuple(places[row] for row in rows)
+            for key, rows in plan.rows.items()
+            if first <= key[1] < plan.computed
+        }
         inputs = F.silu(plan.embeddings[chosen]).to(self.dtype)
         for memo in self.held:
             memo.know(self._computed(memo.layer, inputs))
@@ -220,7 +248,12 @@ class Memos:
             memo.know(None)
 
     def _exchange(self, inputs: Tensor):
-        parts = [torch.cat([self._computed(layer, inputs) for layer in layers], dim=-1) if layers else inputs.new_empty(0) for layers in self.lent]
+        parts = [
+            torch.cat([self._computed(layer, inputs) for layer in layers], dim=-1)
+            if layers
+            else inputs.new_empty(0)
+            for layers in self.lent
+        ]
         shapes = [(len(inputs), sum(memo.features for memo in memos)) for memos in self.borrowed]
         for answers, memos in zip(comm.exchange(parts, shapes, self.mesh.pp, "modulation"), self.borrowed):
             for memo, answer in zip(memos, answers.split([memo.features for memo in memos], dim=-1)):
@@ -233,17 +266,33 @@ class Memos:
         return answers
 
 
-def remember(transformer: nn.Module, blocks: Sequence[str], family: Family, home: torch.device, dtype: torch.dtype, stages: Stages, mesh: Mesh) -> Memos:
+def remember(
+    transformer: nn.Module,
+    blocks: Sequence[str],
+    family: Family,
+    home: torch.device,
+    dtype: torch.dtype,
+    stages: Stages,
+    mesh: Mesh,
+) -> Memos:
     """Put a Memo in front of every layer of this rank's ``blocks``, and every module of the transformer, that the family names. ``stages`` on ``mesh.pp`` says
     which modulation layers are elsewhere; ``dtype`` is theirs. The same order on every rank."""
     widths = Counter()
     for name, stage in stages.owners.items():
         widths[stage] += _features(transformer.get_submodule(name))
     memos, found = Memos(home, dtype, mesh), {}
-    wanted = [(f"{block}.", kind, patterns) for block in blocks for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only))]
+    wanted = [
+        (f"{block}.", kind, patterns)
+        for block in blocks
+        for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only))
+    ]
     for prefix, kind, patterns in [*wanted, ("", "prompt", family.prompt_modules)]:
         where = transformer.get_submodule(prefix.removesuffix("."))
-        for name in [prefix + name for name, _ in where.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+        for name in [
+            prefix + name
+            for name, _ in where.named_modules()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]:
             parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             found[name] = Memo(getattr(parent, leaf), kind, memos.moment, family.modulation_shared)
             setattr(parent, leaf, found[name])
@@ -251,8 +300,18 @@ def remember(transformer: nn.Module, blocks: Sequence[str], family: Family, home
     memos.width = max(widths.values(), default=sum(memo.features for memo in memos.modulations))
     if stages.holders != stages.owners:
         every = range(mesh.pp.size)
-        memos.lent = [[transformer.get_submodule(name) for name in stages.lent(mesh.pp.rank) if stages.owners[name] == stage] for stage in every]
-        memos.borrowed = [[found[name] for name in stages.lent(stage) if stages.owners[name] == mesh.pp.rank] for stage in every]
+        memos.lent = [
+            [
+                transformer.get_submodule(name)
+                for name in stages.lent(mesh.pp.rank)
+                if stages.owners[name] == stage
+            ]
+            for stage in every
+        ]
+        memos.borrowed = [
+            [found[name] for name in stages.lent(stage) if stages.owners[name] == mesh.pp.rank]
+            for stage in every
+        ]
     return memos
 
 

@@ -88,17 +88,41 @@ def build(config: ParallelConfig, device: str) -> Mesh:
     weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
     control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
-    pp_return, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT) if config.pipefusion_degree > 1 else (None, None)
-    return Mesh(local, dist.get_rank(), dist.get_world_size(), **axes, sp=_sp_axis(config, mesh), **_tp_grid(config), weights=weights, pp_return=pp_return, control=control)
+    pp_return, _ = (
+        dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT)
+        if config.pipefusion_degree > 1
+        else (None, None)
+    )
+    return Mesh(
+        local,
+        dist.get_rank(),
+        dist.get_world_size(),
+        **axes,
+        sp=_sp_axis(config, mesh),
+        **_tp_grid(config),
+        weights=weights,
+        pp_return=pp_return,
+        control=control,
+    )
 
 
 def close(mesh: Mesh):
     """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays for the next mesh."""
-    axes = (mesh.dp, mesh.cfg, mesh.pp, mesh.ring, mesh.ulysses, mesh.tp, mesh.sp, mesh.tp_inputs, mesh.tp_outputs)
+    axes = (
+        mesh.dp,
+        mesh.cfg,
+        mesh.pp,
+        mesh.ring,
+        mesh.ulysses,
+        mesh.tp,
+        mesh.sp,
+        mesh.tp_inputs,
+        mesh.tp_outputs,
+    )
     groups = [axis.group for axis in axes] + [mesh.pp_return, mesh.weights and mesh.weights.get_group()]
     dist.barrier(group=mesh.control)
     for group in {id(group): group for group in (*groups, mesh.control) if group is not None}.values():
-        if group is not dist.group.WORLD:           # an axis of all ranks may have been given the default group
+        if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group
             dist.destroy_process_group(group)
 
 

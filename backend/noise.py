@@ -16,7 +16,9 @@ class FreshNoise:
 
     def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device, sigmas: Tensor):
         # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last one comes the first)
-        self.generator = torch.Generator(device).manual_seed((seed + 1) % (1 << 64) if device.type == "cpu" else seed)
+        self.generator = torch.Generator(device).manual_seed(
+            (seed + 1) % (1 << 64) if device.type == "cpu" else seed
+        )
         self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
         self.seed, self.sigmas = seed, sigmas
         self.tree = None
@@ -40,7 +42,9 @@ class FreshNoise:
             sign = 1 if key[0] < key[1] else -1
             deviation = (target.cpu() - sigma.cpu()).abs().sqrt()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it rounds the schedule's ends, then finds the queries outside by as much
+                warnings.simplefilter(
+                    "ignore"
+                )  # it rounds the schedule's ends, then finds the queries outside by as much
                 increment = self._tree()(min(key), max(key))
             self._keep(key, increment * sign / deviation)
         return self.kept[key]

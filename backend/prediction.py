@@ -13,10 +13,10 @@ class Prediction:
     """How to scale a model's input, read its output and mix noise at a noise level ``sigma`` (0-d tensor)."""
 
     name: str
-    model_input: Callable[[Tensor, Tensor], Tensor]              # (x, sigma)
-    denoised: Callable[[Tensor, Tensor, Tensor], Tensor]         # (x, sigma, output)
+    model_input: Callable[[Tensor, Tensor], Tensor]  # (x, sigma)
+    denoised: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, sigma, output)
     add_noise: Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # (sigma, noise, latent, from_pure_noise)
-    finish: Callable[[Tensor, Tensor], Tensor]                   # (x, last sigma): undo the noise level's scaling
+    finish: Callable[[Tensor, Tensor], Tensor]  # (x, last sigma): undo the noise level's scaling
 
 
 def _add_noise_eps(sigma, noise, latent, from_pure_noise):
@@ -45,7 +45,7 @@ V = Prediction(
     finish=lambda x, sigma: x,
 )
 V_DDPM = Prediction(
-    "v-ddpm",                       # the model takes x at its training scale, unscaled
+    "v-ddpm",  # the model takes x at its training scale, unscaled
     model_input=lambda x, sigma: x,
     denoised=lambda x, sigma, output: x / (sigma**2 + 1.0) ** 0.5 - output * sigma / (sigma**2 + 1.0) ** 0.5,
     add_noise=_add_noise_eps,

@@ -39,7 +39,11 @@ class Prompt:
 
     def weigh(self, denoised: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """(weighted prediction, weight) of some rows."""
-        weight = self.weight[:, rows] if isinstance(self.weight, Tensor) else torch.full_like(denoised[:1, :1, :1], self.weight)
+        weight = (
+            self.weight[:, rows]
+            if isinstance(self.weight, Tensor)
+            else torch.full_like(denoised[:1, :1, :1], self.weight)
+        )
         return denoised * weight, weight
 
 

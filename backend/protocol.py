@@ -25,6 +25,7 @@ class RefusedError(ValueError):
 @dataclass(frozen=True)
 class Hello:
     """First message of a client: proves that it knows the session's token."""
+
     token: str
     version: int = VERSION
 
@@ -32,6 +33,7 @@ class Hello:
 @dataclass(frozen=True)
 class Welcome:
     """Answer to Hello: what runs behind this socket."""
+
     world_size: int
     device: str
     degrees: dict
@@ -42,6 +44,7 @@ class Welcome:
 class Arrange:
     """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer is a Welcome. Models of which every rank
     holds the same part then as now stay loaded, the others are freed (Ping tells which are left)."""
+
     config: dict
 
 
@@ -51,6 +54,7 @@ class Load:
 
     ``loras``, [[path, strength], ...] in the order in which they are added, are checked here and fused when the model is sampled.
     """
+
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
@@ -61,6 +65,7 @@ class Loaded:
     """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client,
     ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out, and ``info["ranks"]`` what the load cost each rank
     (loading.report.LoadReport), the same until the degrees change; from then on nothing was read, where the transformer stays loaded."""
+
     model: str
     family: str
     info: dict = field(default_factory=dict)
@@ -75,6 +80,7 @@ class Loaded:
 class Describe:
     """What would each rank hold and send while the transformer ``model`` is sampled with these settings? ``latent``: [C, [T,] H, W] of one latent, the first where it
     takes several; ``prompts``: 2 with a negative one. Nothing is computed."""
+
     model: str
     latent: list
     text_rows: int
@@ -86,6 +92,7 @@ class Describe:
 @dataclass(frozen=True)
 class Described:
     """``image_rows``: rows of the latent; ``ranks``: a line for each (describe.RankPlan)."""
+
     image_rows: int
     ranks: list
 
@@ -93,6 +100,7 @@ class Described:
 @dataclass(frozen=True)
 class Unload:
     """Free the transformer ``model`` on every rank, whatever its LoRAs (no error where it is not loaded)."""
+
     model: str
 
 
@@ -109,6 +117,7 @@ class Sample:
     ``weight.NAME`` (broadcast to the latent's shape) where its strength differs from place to place.
     ``preview_seconds`` is the least time between two x0 previews; 0 sends none. ``denoised`` asks for the last step's prediction in the Result.
     """
+
     model: str
     sampler: str
     cfg: float
@@ -134,6 +143,7 @@ class ModelCall:
     The backend keeps the tensors that ``keep`` names (name -> key), for this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key)
     stands for a tensor. Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
     """
+
     model: str
     attention: str = "auto"
     client: str = ""
@@ -147,6 +157,7 @@ class ModelCall:
 @dataclass(frozen=True)
 class Progress:
     """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction. While a Load runs: values of values."""
+
     step: int
     total: int
     tensors: dict = field(default_factory=dict)
@@ -156,6 +167,7 @@ class Progress:
 class Result:
     """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and ``denoised`` likewise where it was asked for; ``output`` of a ModelCall.
     ``stats``: seconds and counters."""
+
     stats: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
 
@@ -168,12 +180,14 @@ class Cancel:
 @dataclass(frozen=True)
 class Cancelled:
     """The request stopped at ``step``; the model stays loaded."""
+
     step: int = 0
 
 
 @dataclass(frozen=True)
 class Failure:
     """A request that was refused (``fatal`` False, the backend stays warm) or that ended the backend (``fatal`` True)."""
+
     message: str
     fatal: bool = False
     rank: int = 0
@@ -194,5 +208,26 @@ class Shutdown:
     """End every rank."""
 
 
-MESSAGES = {cls.__name__: cls for cls in (
-    Hello, Welcome, Arrange, Load, Loaded, Describe, Described, Unload, Sample, ModelCall, Progress, Result, Cancel, Cancelled, Failure, Ping, Pong, Shutdown)}
+MESSAGES = {
+    cls.__name__: cls
+    for cls in (
+        Hello,
+        Welcome,
+        Arrange,
+        Load,
+        Loaded,
+        Describe,
+        Described,
+        Unload,
+        Sample,
+        ModelCall,
+        Progress,
+        Result,
+        Cancel,
+        Cancelled,
+        Failure,
+        Ping,
+        Pong,
+        Shutdown,
+    )
+}

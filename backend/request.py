@@ -70,12 +70,20 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image rows of every patch, balanced over the joint sequence."""
-        return [rows.image for rows in patches(Sequence(self.given_rows, self.grid.tokens, "first"), self.patches, sp_size=self.shares)]
+        return [
+            rows.image
+            for rows in patches(
+                Sequence(self.given_rows, self.grid.tokens, "first"), self.patches, sp_size=self.shares
+            )
+        ]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """The model arguments of a branch for some items of this replica's batch."""
         batch = self.noise.shape[0]
-        return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in self.conditioning[branch].items()}
+        return {
+            name: value[items] if value.ndim and value.shape[0] == batch else value
+            for name, value in self.conditioning[branch].items()
+        }
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
         """The latents (b, C, [T,] H, W) that the model is given for some items of x (B, N, F) at noise level ``sigma``."""
@@ -87,7 +95,7 @@ class Request:
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
         """The prediction for x, the rows of ``span``, from the model's output for them."""
         if self.carry is not None:
-            own, factor = (self._carried(i, sigma, x)[span.lo: span.hi] for i in (1, 2))
+            own, factor = (self._carried(i, sigma, x)[span.lo : span.hi] for i in (1, 2))
             output = own * x + factor * output
         return self.prediction.denoised(x, sigma, output)
 
@@ -101,10 +109,24 @@ class Request:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """The backend's configuration with the settings that travel with the request."""
-    return replace(config, num_pipeline_patch=sample.num_pipeline_patch, warmup_steps=sample.warmup_steps, stale_kv=sample.stale_kv, attention=sample.attention)
+    return replace(
+        config,
+        num_pipeline_patch=sample.num_pipeline_patch,
+        warmup_steps=sample.warmup_steps,
+        stale_kv=sample.stale_kv,
+        attention=sample.attention,
+    )
 
 
-def build(sample: Sample, config: ParallelConfig, family: Family, model_config: dict, dtype: torch.dtype, device: torch.device, replica: int = 0) -> Request:
+def build(
+    sample: Sample,
+    config: ParallelConfig,
+    family: Family,
+    model_config: dict,
+    dtype: torch.dtype,
+    device: torch.device,
+    replica: int = 0,
+) -> Request:
     """The request of a checked message on ``device``, for one data-parallel ``replica``; conditioning in the model's ``dtype``."""
     config = request_config(sample, config)
     shape = sample.tensors["noise"].shape
@@ -114,31 +136,70 @@ def build(sample: Sample, config: ParallelConfig, family: Family, model_config: 
     tensor = lambda name: sample.tensors[name].to(device, torch.float32)
     tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
-    conditioning = {name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)}
+    conditioning = {
+        name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)
+    }
     context = {name: family.context(model_config, grid, cond) for name, cond in conditioning.items()}
-    text = {name: family.text_rows(cond) if family.text_position else 0 for name, cond in conditioning.items()}
+    text = {
+        name: family.text_rows(cond) if family.text_position else 0 for name, cond in conditioning.items()
+    }
     return Request(
-        solver=sample.sampler, prediction=PREDICTIONS[family.prediction], cfg=sample.cfg, seed=sample.seed, sigmas=tensor("sigmas"),
-        noise=tokens("noise"), latent=tokens("latent"), mask=mask, grid=grid, batch=shape[0], items=items,
-        prompts={name: _prompt(sample, name, tokens) for name in names(sample)}, conditioning=conditioning, context=context, given_rows=max(text[name] + context[name] for name in conditioning),
-        patches=config.patches, shares=config.sp_degree, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, kernel=sample.attention,
-        from_pure_noise=family.schedule is None or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()), clean_inpaint=family.clean_inpaint,
-        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist())) if "percent_sigmas" in sample.tensors else {},
-        carry=family.nested and family.nested.carry)
+        solver=sample.sampler,
+        prediction=PREDICTIONS[family.prediction],
+        cfg=sample.cfg,
+        seed=sample.seed,
+        sigmas=tensor("sigmas"),
+        noise=tokens("noise"),
+        latent=tokens("latent"),
+        mask=mask,
+        grid=grid,
+        batch=shape[0],
+        items=items,
+        prompts={name: _prompt(sample, name, tokens) for name in names(sample)},
+        conditioning=conditioning,
+        context=context,
+        given_rows=max(text[name] + context[name] for name in conditioning),
+        patches=config.patches,
+        shares=config.sp_degree,
+        warmup_steps=config.warmup_steps,
+        stale_kv=config.stale_kv,
+        kernel=sample.attention,
+        from_pure_noise=family.schedule is None
+        or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()),
+        clean_inpaint=family.clean_inpaint,
+        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist()))
+        if "percent_sigmas" in sample.tensors
+        else {},
+        carry=family.nested and family.nested.carry,
+    )
 
 
 def _prompt(sample, name, tokens) -> Prompt:
     told, weight = sample.prompts.get(name, {}), f"weight.{name}"
-    limits = {field: float(told[key]) for field, key in (("highest", "from"), ("lowest", "until")) if key in told}
-    return Prompt(side_of(name), tokens(weight) if weight in sample.tensors else float(told.get("strength", 1.0)), **limits)
+    limits = {
+        field: float(told[key]) for field, key in (("highest", "from"), ("lowest", "until")) if key in told
+    }
+    return Prompt(
+        side_of(name),
+        tokens(weight) if weight in sample.tensors else float(told.get("strength", 1.0)),
+        **limits,
+    )
 
 
 def _conditioning(sample, branch, batch, items, device, dtype, family):
     prefix = branch + "."
-    found = {name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
+    }
     cast = {name: family.cast(name, value, device, dtype) for name, value in found.items()}
-    whole = {name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value for name, value in cast.items()}
-    return {name: value[items] if value.ndim and value.shape[0] == batch else value for name, value in whole.items()}
+    whole = {
+        name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value
+        for name, value in cast.items()
+    }
+    return {
+        name: value[items] if value.ndim and value.shape[0] == batch else value
+        for name, value in whole.items()
+    }
 
 
 class Inpaint:
@@ -160,23 +221,32 @@ class Inpaint:
             return x
         if self.request.clean_inpaint:
             return x * mask + self._rows(self.request.latent, span) * (1.0 - mask)
-        kept = self.request.prediction.add_noise(sigma, self._rows(self.noise, span), self._rows(self.request.latent, span), False)
+        kept = self.request.prediction.add_noise(
+            sigma, self._rows(self.noise, span), self._rows(self.request.latent, span), False
+        )
         return x * mask + kept * (1.0 - mask)
 
     def denoised(self, denoised: Tensor, span: Span) -> Tensor:
         """The prediction with the kept part's latent."""
         mask = self._rows(self.request.mask, span)
-        return denoised if mask is None else denoised * mask + self._rows(self.request.latent, span) * (1.0 - mask)
+        return (
+            denoised
+            if mask is None
+            else denoised * mask + self._rows(self.request.latent, span) * (1.0 - mask)
+        )
 
     @staticmethod
     def _rows(x: Tensor | None, span: Span) -> Tensor | None:
-        return None if x is None else x[:, span.lo: span.hi]
+        return None if x is None else x[:, span.lo : span.hi]
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """The solver's problem for the rows of ``span``."""
     rows = slice(span.lo, span.hi)
     return Problem(
-        request.sigmas.cpu(), request.prediction, lambda index: noise.draw(index)[request.items, rows],
+        request.sigmas.cpu(),
+        request.prediction,
+        lambda index: noise.draw(index)[request.items, rows],
         lambda a, b: noise.brownian(a, b)[request.items, rows],
-        request.percent_sigmas.__getitem__)
+        request.percent_sigmas.__getitem__,
+    )

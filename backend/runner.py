@@ -51,13 +51,24 @@ class Runner:
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of model calls before they begin, where the family has such layers: ``sigmas`` are all calls' noise levels."""
         model, everything = self.model, Span(0, self.request.noise.shape[0])
-        if not model.family.modulation or model.sharded:       # sharded weights are whole only inside their block's forward
+        if (
+            not model.family.modulation or model.sharded
+        ):  # sharded weights are whole only inside their block's forward
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
         arguments = lambda branch, sigma: model.family.forward_args(
-            model.config, self.request.grid, latent, self._time(sigma.to(latent.device), slice(None)), self.request.arguments(branch, slice(None)))
-        embedding = lambda branch, sigma: first_block_argument(model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input)
-        model.memos.modulate_ahead({branch: [embedding(branch, sigma) for sigma in sigmas] for branch in branches})
+            model.config,
+            self.request.grid,
+            latent,
+            self._time(sigma.to(latent.device), slice(None)),
+            self.request.arguments(branch, slice(None)),
+        )
+        embedding = lambda branch, sigma: first_block_argument(
+            model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input
+        )
+        model.memos.modulate_ahead(
+            {branch: [embedding(branch, sigma) for sigma in sigmas] for branch in branches}
+        )
 
     def run(self, x: Tensor, sigma: Tensor, forward: Forward) -> Tensor | None:
         """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows and items of ``forward`` (b, rows, F); None on all but the last stage."""
@@ -66,7 +77,13 @@ class Runner:
         sigma = sigma.to(x.device)
         items = slice(forward.items.lo, forward.items.hi)
         latent = self.request.model_input(x, sigma, items).to(model.dtype)
-        arguments = model.family.forward_args(model.config, grid, latent, self._time(sigma, items), self.request.arguments(forward.branch, items))
+        arguments = model.family.forward_args(
+            model.config,
+            grid,
+            latent,
+            self._time(sigma, items),
+            self.request.arguments(forward.branch, items),
+        )
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
@@ -76,7 +93,7 @@ class Runner:
         if output is None:
             return None
         rows = forward.rows.local.image
-        return model.family.output(output, grid)[:, rows.lo: rows.hi]
+        return model.family.output(output, grid)[:, rows.lo : rows.hi]
 
     def _time(self, sigma: Tensor, items: slice) -> Tensor:
         """What the family's forward_args gets at a noise level: the model's own time of it, or the items' times where the client told them."""
@@ -120,11 +137,17 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
     if model.stage is None:
         yield None
         return
-    buffers = KVBuffers(request.noise.shape[0], request.stale_kv == "extrapolate", request.patch_spans) if request.patches > 1 else None
+    buffers = (
+        KVBuffers(request.noise.shape[0], request.stale_kv == "extrapolate", request.patch_spans)
+        if request.patches > 1
+        else None
+    )
     model.stage.begin_request(request.kernel, buffers)
     model.stage.attention.install()
     try:
         yield buffers
     finally:
         model.stage.attention.uninstall()
-        model.stage.attention.begin_request(request.kernel, None)       # keys and values do not outlive the request
+        model.stage.attention.begin_request(
+            request.kernel, None
+        )  # keys and values do not outlive the request

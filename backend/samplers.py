@@ -65,11 +65,15 @@ def is_finite(solver: str, problem: Problem) -> bool:
         return False
 
 
-def _dry(solver: str, problem: Problem, numbers: tuple[float, ...]) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
+def _dry(
+    solver: str, problem: Problem, numbers: tuple[float, ...]
+) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
     """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing from no number); returns its answer."""
     x, *_ = values = [torch.tensor(number) for number in numbers]
-    brownian = lambda a, b: x * (a - b) / (a - b)           # as FreshNoise's, none from a noise level to itself
-    steps = SOLVER_FUNCTIONS[solver](x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, brownian, problem.percent_to_sigma))
+    brownian = lambda a, b: x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
+    steps = SOLVER_FUNCTIONS[solver](
+        x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, brownian, problem.percent_to_sigma)
+    )
     try:
         request = next(steps)
         for denoised in cycle(values):

@@ -57,7 +57,7 @@ class Client:
         except ProtocolError as error:
             self.outbox.put(Failure(str(error)))
         except OSError:
-            pass                                    # the client went away: nobody is left to be told
+            pass  # the client went away: nobody is left to be told
         finally:
             self._leave()
 
@@ -68,8 +68,8 @@ class Client:
         if self.writer.is_alive():
             self.writer.join(LEAVE_SECONDS)
         else:
-            self._write()                           # it never got in: say why
-        self.hang_up()                              # ends the write to a client that does not read
+            self._write()  # it never got in: say why
+        self.hang_up()  # ends the write to a client that does not read
         self.connection.close()
         self.server.clients.release()
 
@@ -82,10 +82,14 @@ class Client:
         finally:
             deadline.cancel()
             self.server.strangers.pop(self, None)
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(errors="replace"), self.server.token.encode()):
+        if not isinstance(hello, Hello) or not hmac.compare_digest(
+            hello.token.encode(errors="replace"), self.server.token.encode()
+        ):
             raise ProtocolError("the token is not this backend's; connections without it are closed.")
         if hello.version != VERSION:
-            raise ProtocolError(f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from the same version of the pack.")
+            raise ProtocolError(
+                f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from the same version of the pack."
+            )
         send(self.connection, self.server.welcome)
 
     def _handle(self, message):
@@ -106,17 +110,17 @@ class Client:
         while (message := self.outbox.get()) is not None:
             try:
                 send(self.connection, message)
-            except ProtocolError as error:          # a reply that has no frame
+            except ProtocolError as error:  # a reply that has no frame
                 self.outbox.put(Failure(str(error)))
             except OSError:
-                return                              # the reading thread sees the same and cleans up
+                return  # the reading thread sees the same and cleans up
 
     def hang_up(self):
         """End both directions of the connection; its thread cleans up."""
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass                                    # the client was faster
+            pass  # the client was faster
 
 
 class Server:
@@ -136,7 +140,7 @@ class Server:
             try:
                 connection, _ = self.listener.accept()
             except OSError:
-                time.sleep(0.1)                     # the client left before it was in, or this process has too many files open
+                time.sleep(0.1)  # the client left before it was in, or this process has too many files open
                 continue
             if connection.family != getattr(socket, "AF_UNIX", None):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -173,7 +177,9 @@ def _listen(address: str) -> socket.socket:
     if kind == "unix":
         folder = os.path.dirname(where)
         if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
-            raise PermissionError(f"the socket's folder {folder} can be entered by other users; make it private (chmod 700).")
+            raise PermissionError(
+                f"the socket's folder {folder} can be entered by other users; make it private (chmod 700)."
+            )
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(where)
     else:

@@ -32,7 +32,7 @@ class Slab:
         file, sign = os.memfd_create("parallel-dit"), secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
         slab = cls(file, ranks, 0)
-        slab.data[:len(sign)] = torch.frombuffer(bytearray(sign), dtype=torch.uint8)
+        slab.data[: len(sign)] = torch.frombuffer(bytearray(sign), dtype=torch.uint8)
         return slab, [os.getpid(), file, sign.hex()]
 
     @classmethod
@@ -50,7 +50,7 @@ class Slab:
             return 0
         at = 0
         for part in parts:
-            self.data[at: at + len(part)] = part
+            self.data[at : at + len(part)] = part
             at += len(part)
         self.sent += 1
         return self.sent
@@ -67,4 +67,6 @@ class Slab:
 
     def _counts(self) -> list[int]:
         """Of the other ranks."""
-        return [count for count, in COUNT.iter_unpack(os.pread(self.file.fileno(), COUNT.size * self.ranks, 0))][1:]
+        return [
+            count for (count,) in COUNT.iter_unpack(os.pread(self.file.fileno(), COUNT.size * self.ranks, 0))
+        ][1:]

@@ -15,8 +15,19 @@ from torch import Tensor
 
 LENGTH = struct.Struct("<Q")
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Most dimensions of a tensor, and most elements along those that are not 0: beyond them strides overflow.
 MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 40
@@ -43,9 +54,15 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
     # large elements first, so that all lie at multiples of their size
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in NAMES:
-            raise ValueError(f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of {', '.join(map(str, NAMES))}.")
+            raise ValueError(
+                f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of {', '.join(map(str, NAMES))}."
+            )
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(data)]}
+        table[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(data)],
+        }
         at += len(data)
         if runs and len(data) and _side_by_side(runs[-1], data):
             runs[-1] = runs[-1].as_strided((len(runs[-1]) + len(data),), (1,))
@@ -67,10 +84,17 @@ def places(text: bytes, size: int) -> list[Place]:
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
-    found, at = sorted((_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)), 0
+    found, at = (
+        sorted(
+            (_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)
+        ),
+        0,
+    )
     for place in found:
         if place.lo != at:
-            raise ValueError(f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it ends")
+            raise ValueError(
+                f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it ends"
+            )
         at = place.hi
     if at != size:
         raise ValueError(f"the tensors fill {at} bytes of {size}")
@@ -83,7 +107,13 @@ def _place(name: str, entry: dict) -> Place:
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise ValueError(f"the tensor {name!r} has the unknown dtype {str(entry['dtype'])[:20]!r}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > MAX_ELEMENTS:
+    if (
+        not _are_sizes(shape)
+        or not _are_sizes(offsets)
+        or len(offsets) != 2
+        or len(shape) > MAX_DIMENSIONS
+        or math.prod(filter(None, shape)) > MAX_ELEMENTS
+    ):
         raise ValueError(f"the tensor {name!r} has no valid shape and offsets")
     dtype, (lo, hi) = DTYPES[entry["dtype"]], offsets
     if math.prod(shape) * dtype.itemsize != hi - lo or lo % dtype.itemsize:
@@ -97,10 +127,10 @@ def _are_sizes(numbers) -> bool:
 
 def unpack(found: list[Place], data: Tensor) -> dict[str, Tensor]:
     """The tensors at their places of ``data`` (uint8), as views of it."""
-    return {place.name: _view(data[place.lo: place.hi], place) for place in found}
+    return {place.name: _view(data[place.lo : place.hi], place) for place in found}
 
 
 def _view(data: Tensor, place: Place) -> Tensor:
     if place.dtype is torch.bool:
-        return (data != 0).view(place.shape)            # a byte that is neither 0 nor 1 is no bool to index with
+        return (data != 0).view(place.shape)  # a byte that is neither 0 nor 1 is no bool to index with
     return data.view(place.dtype).view(place.shape)

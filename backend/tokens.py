@@ -57,27 +57,33 @@ class TokenGrid:
         x = latent.reshape(*latent.shape[:2], *self.extent)
         missing = [count * step - size for count, step, size in zip(self.counts, self.patch, self.extent)]
         x = F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0]), mode="circular") if any(missing) else x
-        return x.reshape(*latent.shape[:2], *x.shape[2:][-(latent.ndim - 2):])
+        return x.reshape(*latent.shape[:2], *x.shape[2:][-(latent.ndim - 2) :])
 
     @property
     def padded(self) -> "TokenGrid":
         """The grid of a latent that ``pad`` has returned: what a model's own patchify and unpatchify see."""
         sides = tuple(count * step for count, step in zip(self.counts, self.patch))
-        return TokenGrid((self.shape[0], *sides[-(len(self.shape) - 1):]), self.patch)
+        return TokenGrid((self.shape[0], *sides[-(len(self.shape) - 1) :]), self.patch)
 
     def to_tokens(self, latent: Tensor) -> Tensor:
         """(B, C, [T,] H, W) -> (B, N, F)."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
         x = _words(self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw))
         tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, x.shape[-1])
-        for i, j, k in product(range(pt), range(ph), range(x.shape[-1])):        # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
+        for i, j, k in product(
+            range(pt), range(ph), range(x.shape[-1])
+        ):  # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
             tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
         return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, C, [T,] H, W), the padding cropped."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
-        x = _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw)).permute(0, 4, 1, 5, 2, 6, 3, 7).contiguous()
+        x = (
+            _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw))
+            .permute(0, 4, 1, 5, 2, 6, 3, 7)
+            .contiguous()
+        )
         x = x.view(tokens.dtype).view(tokens.shape[0], -1, t * pt, h * ph, w * pw)
         x = x[:, :, : self.extent[0], : self.extent[1], : self.extent[2]]
         return x.reshape(tokens.shape[0], -1, *self.shape[1:])
@@ -127,7 +133,9 @@ class NestedGrid:
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, 1, L), padding cropped."""
-        return torch.cat([part.to_latent(x).flatten(1)[:, None] for part, x in zip(self.parts, self.divide(tokens))], dim=2)
+        return torch.cat(
+            [part.to_latent(x).flatten(1)[:, None] for part, x in zip(self.parts, self.divide(tokens))], dim=2
+        )
 
     def per_row(self, factors: list[Tensor]) -> Tensor:
         """A number (0-d) for each part -> (N, 1), the number of every row."""

@@ -27,7 +27,24 @@ from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora import lora_stack
-from .protocol import LORAS, Arrange, Cancelled, Describe, Described, Failure, Load, Loaded, ModelCall, Ping, Progress, Result, Sample, Shutdown, Unload, Welcome
+from .protocol import (
+    LORAS,
+    Arrange,
+    Cancelled,
+    Describe,
+    Described,
+    Failure,
+    Load,
+    Loaded,
+    ModelCall,
+    Ping,
+    Progress,
+    Result,
+    Sample,
+    Shutdown,
+    Unload,
+    Welcome,
+)
 from .server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -61,7 +78,7 @@ class Worker:
                 try:
                     self.engine.sample(message, Callbacks())
                 except Stopped:
-                    pass                            # rank 0 tells the client
+                    pass  # rank 0 tells the client
             elif isinstance(message, ModelCall):
                 self.engine.forward(message)
 
@@ -75,10 +92,12 @@ class Worker:
         try:
             self.engine.load(key, message.path, message.weight_dtype, on_progress)
             print(self.engine.models[key].report)
-        except Exception as error:                  # out of memory, a disk that fails: this rank's peers must hear of it
+        except Exception as error:  # out of memory, a disk that fails: this rank's peers must hear of it
             traceback.print_exc()
             reason = f"rank {self.mesh.rank}: {error}"
-        answers = self.dispatcher.answers([reason, None if reason else self.engine.models[key].report.as_dict()])
+        answers = self.dispatcher.answers(
+            [reason, None if reason else self.engine.models[key].report.as_dict()]
+        )
         reasons, self.reports[key] = [why for why, _ in answers if why], [report for _, report in answers]
         if reasons:
             self.engine.unload(key)
@@ -90,7 +109,11 @@ class Worker:
         self.engine.rearrange(config, self.mesh)
         meshes.close(old)
         self.dispatcher = Dispatcher(self.mesh.control)
-        self.reports = {key: self.dispatcher.answers(self.engine.models[key].report.as_dict()) for key in self.reports if key in self.engine.models}
+        self.reports = {
+            key: self.dispatcher.answers(self.engine.models[key].report.as_dict())
+            for key in self.reports
+            if key in self.engine.models
+        }
 
 
 class Leader(Worker):
@@ -99,8 +122,20 @@ class Leader(Worker):
     def __init__(self, config: ParallelConfig, device: str, address: str, token: str):
         super().__init__(config, device)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
-        self.server = Server(address, token, welcome, models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()))
-        self.handlers = {Arrange: self.on_arrange, Load: self.on_load, Describe: self.on_describe, Unload: self.on_unload, Sample: self.on_sample, ModelCall: self.on_call}
+        self.server = Server(
+            address,
+            token,
+            welcome,
+            models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()),
+        )
+        self.handlers = {
+            Arrange: self.on_arrange,
+            Load: self.on_load,
+            Describe: self.on_describe,
+            Unload: self.on_unload,
+            Sample: self.on_sample,
+            ModelCall: self.on_call,
+        }
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -132,7 +167,9 @@ class Leader(Worker):
         except TypeError as error:
             raise ConfigError(f"the configuration is not one of this version: {error}.") from None
         if config.world_size != self.mesh.world_size:
-            raise ConfigError(f"{config.product}, but this backend has {self.mesh.world_size}; start another.")
+            raise ConfigError(
+                f"{config.product}, but this backend has {self.mesh.world_size}; start another."
+            )
         self.dispatcher.tell(message)
         self.arrange(config)
         self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
@@ -151,10 +188,18 @@ class Leader(Worker):
         if stack:
             self.dispatcher.tell(message)
         name = self.engine.name(key, stack)
-        job.reply(Loaded(name, self.engine.models[key].family.name, {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}))
+        job.reply(
+            Loaded(
+                name,
+                self.engine.models[key].family.name,
+                {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]},
+            )
+        )
 
     def on_describe(self, job: Job, message: Describe):
-        job.reply(Described(*self.engine.describe(message, self.paths.get(message.model.partition(LORAS)[0], ""))))
+        job.reply(
+            Described(*self.engine.describe(message, self.paths.get(message.model.partition(LORAS)[0], "")))
+        )
 
     def on_unload(self, job: Job, message: Unload):
         self.dispatcher.tell(message)
@@ -167,9 +212,16 @@ class Leader(Worker):
             job.reply(Cancelled(0))
             return
         self.dispatcher.tell(message)
-        total, previews = len(message.tensors["sigmas"]) - 1, Previews(message.preview_seconds, time.monotonic)
+        total, previews = (
+            len(message.tensors["sigmas"]) - 1,
+            Previews(message.preview_seconds, time.monotonic),
+        )
         tensors = {}
-        callbacks = Callbacks(lambda step, make_x0: progress(job, step, total, previews, make_x0), job.cancelled.is_set, lambda x0: tensors.update(denoised=x0))
+        callbacks = Callbacks(
+            lambda step, make_x0: progress(job, step, total, previews, make_x0),
+            job.cancelled.is_set,
+            lambda x0: tensors.update(denoised=x0),
+        )
         try:
             samples, stats = self.engine.sample(message, callbacks)
         except Stopped as stopped:
@@ -208,10 +260,12 @@ def model_key(message: Load) -> str:
 
 def exit_with_parent():
     """End this rank when standard input, a pipe that the launcher holds open, reaches its end: the launcher's death by any signal closes it."""
+
     def watch():
         while os.read(0, 4096):
             pass
         os._exit(0)
+
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -227,9 +281,9 @@ def main():
         exit_with_parent()
     token = os.environ.pop("PARALLEL_DIT_TOKEN")
     config = ParallelConfig(**json.loads(options.config)).validate()
-    config = replace(config, gpus="")               # the launcher made exactly those visible, numbered from 0
+    config = replace(config, gpus="")  # the launcher made exactly those visible, numbered from 0
     device = config.resolve_device(torch.cuda.device_count())
-    gc.freeze()                                     # what is imported stays: no collection looks through it again
+    gc.freeze()  # what is imported stays: no collection looks through it again
     if int(os.environ["RANK"]) == 0:
         Leader(config, device, options.address, token).lead()
     else:
@@ -244,4 +298,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)                # at once: destructors of process groups wait for peers that may be gone
+    os._exit(status)  # at once: destructors of process groups wait for peers that may be gone

@@ -31,18 +31,32 @@ TRANSFER = "Flux, 1024 px, two rows"
 def call(model: str) -> ModelCall:
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=generator)
-    return ModelCall(model, tensors={
-        "x": randn(*SHAPE), "time": torch.full((2,), 0.5), "cond.c_crossattn": randn(2, 512, TINY["joint_attention_dim"]), "cond.y": randn(2, common.FLUX["pooled_projection_dim"])})
+    return ModelCall(
+        model,
+        tensors={
+            "x": randn(*SHAPE),
+            "time": torch.full((2,), 0.5),
+            "cond.c_crossattn": randn(2, 512, TINY["joint_attention_dim"]),
+            "cond.y": randn(2, common.FLUX["pooled_projection_dim"]),
+        },
+    )
 
 
 @torch.inference_mode()
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
     """Milliseconds of each call."""
-    backend, kept, forward = backends.backend_for(config), KeptArguments(), plain(model) if config.device == "cpu" else None
+    backend, kept, forward = (
+        backends.backend_for(config),
+        KeptArguments(),
+        plain(model) if config.device == "cpu" else None,
+    )
     message = call(backend.load(model).model)
     found = {"prompts sent": [], "prompts kept": [], "less a forward": []}
     for _ in range(count + 2):
-        for name, shortened in (("prompts sent", lambda: message), ("prompts kept", lambda: kept.shortened(message))):
+        for name, shortened in (
+            ("prompts sent", lambda: message),
+            ("prompts kept", lambda: kept.shortened(message)),
+        ):
             began = time.perf_counter()
             result = backend.sample(shortened(), meanwhile=kept.holds)
             took = time.perf_counter() - began
@@ -56,19 +70,35 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
 
 def plain(model: str):
     """A forward of the transformer at ``model``, by itself, on the CPU in float32, with the inputs of ``call`` in the form that it takes."""
-    transformer, tensors = FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval(), call(model).tensors
+    transformer, tensors = (
+        FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval(),
+        call(model).tensors,
+    )
     grid = TokenGrid(SHAPE[1:], (1, 2, 2))
     tokens, positions = grid.to_tokens(tensors["x"]), torch.zeros(grid.tokens, 3)
     prompt = tensors["cond.c_crossattn"]
     return lambda: transformer(
-        hidden_states=tokens, encoder_hidden_states=prompt, pooled_projections=tensors["cond.y"], timestep=tensors["time"], img_ids=positions, txt_ids=torch.zeros(prompt.shape[1], 3))
+        hidden_states=tokens,
+        encoder_hidden_states=prompt,
+        pooled_projections=tensors["cond.y"],
+        timestep=tensors["time"],
+        img_ids=positions,
+        txt_ids=torch.zeros(prompt.shape[1], 3),
+    )
 
 
 def measure(count: int, device: str) -> dict[str, list[float]]:
-    configs = {"1 rank": ParallelConfig(device=device), "2 ranks, cfg": ParallelConfig(device=device, cfg_degree=2)}
+    configs = {
+        "1 rank": ParallelConfig(device=device),
+        "2 ranks, cfg": ParallelConfig(device=device, cfg_degree=2),
+    }
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         common.save_model(folder, device, **TINY)
         try:
-            return {f"{PREFIX}, {name}, {kind}": values for name, config in configs.items() for kind, values in overheads(config, folder, count).items()}
+            return {
+                f"{PREFIX}, {name}, {kind}": values
+                for name, config in configs.items()
+                for kind, values in overheads(config, folder, count).items()
+            }
         finally:
             backends.close_all()

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-os.environ["OMP_NUM_THREADS"] = "1"             # before torch is loaded, and for every rank
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for every rank
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-import pack                                     # noqa: F401, it makes parallel_dit importable
+import pack  # noqa: F401, it makes parallel_dit importable
 import psutil
 import report
 import torch
@@ -32,8 +32,16 @@ from parallel_dit.backend.protocol import Sample
 
 #: Flux's shape at 177M parameters: 14 blocks of equal work at 1024 image and 128 text tokens.
 FLUX = dict(
-    in_channels=64, num_layers=4, num_single_layers=10, attention_head_dim=64, num_attention_heads=12,
-    joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=False, axes_dims_rope=(8, 28, 28))
+    in_channels=64,
+    num_layers=4,
+    num_single_layers=10,
+    attention_head_dim=64,
+    num_attention_heads=12,
+    joint_attention_dim=768,
+    pooled_projection_dim=768,
+    guidance_embeds=False,
+    axes_dims_rope=(8, 28, 28),
+)
 #: Where spawned ranks find the checkpoint.
 MODEL_VARIABLE = "PARALLEL_DIT_BENCHMARK_MODEL"
 #: Other processes are quiet where they use at most this part of all cores (percent).
@@ -43,18 +51,33 @@ QUIET_PERCENT = 5.0
 def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--quick", action="store_true", help="one round of few steps: shows that it runs, measures little")
+    result.add_argument(
+        "--quick", action="store_true", help="one round of few steps: shows that it runs, measures little"
+    )
     result.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
-    result.add_argument("--patience", type=float, default=60.0, help="longest wait in seconds for other processes to be quiet, before each round")
-    result.add_argument("--out", default=str(report.OUT), help="folder for the numbers and the chart (output/benchmarks)")
-    result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants one GPU for each rank")
+    result.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="longest wait in seconds for other processes to be quiet, before each round",
+    )
+    result.add_argument(
+        "--out", default=str(report.OUT), help="folder for the numbers and the chart (output/benchmarks)"
+    )
+    result.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants one GPU for each rank"
+    )
     return result
 
 
 def model_options(result: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Options of the benchmarks that sample."""
-    result.add_argument("--model", help="a diffusers folder of a Flux transformer (default: 177M random parameters)")
-    result.add_argument("--side", type=int, default=64, help="side of the square latent (64: 1024 image tokens)")
+    result.add_argument(
+        "--model", help="a diffusers folder of a Flux transformer (default: 177M random parameters)"
+    )
+    result.add_argument(
+        "--side", type=int, default=64, help="side of the square latent (64: 1024 image tokens)"
+    )
     result.add_argument("--text", type=int, default=128, help="text tokens")
     return result
 
@@ -76,14 +99,18 @@ def save_model(folder: str | Path, device: str = "cpu", **config):
     (model.to(torch.bfloat16) if device == "cuda" else model).save_pretrained(folder)
 
 
-def request(model: str, steps: int, guided: bool = False, side: int = 64, text: int = 128, **settings) -> Sample:
+def request(
+    model: str, steps: int, guided: bool = False, side: int = 64, text: int = 128, **settings
+) -> Sample:
     """A text-to-image request of ``steps`` Euler steps for the model at ``model``; ``guided`` evaluates a negative prompt too."""
     config = json.loads(Path(model, "config.json").read_text())
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, config["in_channels"] // 4, side, side, generator=generator)
     tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": torch.linspace(1, 0, steps + 1)}
     for branch in ("positive", "negative")[: 2 if guided else 1]:
-        tensors[f"{branch}.c_crossattn"] = torch.randn(1, text, config["joint_attention_dim"], generator=generator)
+        tensors[f"{branch}.c_crossattn"] = torch.randn(
+            1, text, config["joint_attention_dim"], generator=generator
+        )
         tensors[f"{branch}.y"] = torch.randn(1, config["pooled_projection_dim"], generator=generator)
         if config["guidance_embeds"]:
             tensors[f"{branch}.guidance"] = torch.full((1,), 3.5)
@@ -104,7 +131,16 @@ def spawn(script: str, ranks: int, device: str, model: str | None = None):
         env = {**os.environ, MODEL_VARIABLE: model or folder}
         if sys.platform == "linux":
             env["GLOO_SOCKET_IFNAME"] = "lo"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         sys.exit(subprocess.run([*command, script, *sys.argv[1:]], env=env).returncode)
 
 
@@ -192,22 +228,32 @@ def wait_until_quiet(patience: float) -> float:
     while (busy := busy_percent()) > QUIET_PERCENT and time.monotonic() < deadline:
         pass
     if busy > QUIET_PERCENT:
-        print(f"warning: other processes use {busy:.0f}% of the cores; this round's numbers are noisy", file=sys.stderr, flush=True)
+        print(
+            f"warning: other processes use {busy:.0f}% of the cores; this round's numbers are noisy",
+            file=sys.stderr,
+            flush=True,
+        )
     return busy
 
 
-def interleave(scenarios: dict[str, Callable], rounds: int, patience: float) -> tuple[dict[str, list], list[float]]:
+def interleave(
+    scenarios: dict[str, Callable], rounds: int, patience: float
+) -> tuple[dict[str, list], list[float]]:
     """Results of each scenario by round, and how busy other processes were (percent) before each. Every rank calls this with the same scenarios."""
     found, busy, names = {name: [] for name in scenarios}, [], list(scenarios)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     for round in range(rounds):
         if leader:
             busy.append(wait_until_quiet(patience))
-        for name in names[round % len(names):] + names[: round % len(names)]:
+        for name in names[round % len(names) :] + names[: round % len(names)]:
             meet()
             found[name].append(scenarios[name]())
             if leader:
-                print(f"round {round + 1}/{rounds}: {name} {json.dumps(found[name][-1])}", file=sys.stderr, flush=True)
+                print(
+                    f"round {round + 1}/{rounds}: {name} {json.dumps(found[name][-1])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return found, busy
 
 
@@ -235,7 +281,9 @@ class Contest:
 def contest(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
     """Let two functions take turns, after each has run once (which touches every weight)."""
     results = {name: action() for name, action in contenders.items()}
-    clocked = {name: lambda action=action: timed(action, options.device) for name, action in contenders.items()}
+    clocked = {
+        name: lambda action=action: timed(action, options.device) for name, action in contenders.items()
+    }
     found, busy = interleave(clocked, options.rounds, options.patience)
     seconds, cpu = ({name: [times[i] for times in rounds] for name, rounds in found.items()} for i in (0, 1))
     a, b = results.values()

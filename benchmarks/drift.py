@@ -33,8 +33,14 @@ def request(steps: int, cfg: float) -> Sample:
     """All prompts as one batch."""
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(1))
     linear = torch.linspace(1, 0, steps + 1)
-    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": SHIFT * linear / (1 + (SHIFT - 1) * linear)}
-    for branch, prompts in (("positive", PROMPTS), ("negative", [""] * len(PROMPTS)))[: 1 if cfg == 1.0 else 2]:
+    tensors = {
+        "noise": noise,
+        "latent": torch.zeros_like(noise),
+        "sigmas": SHIFT * linear / (1 + (SHIFT - 1) * linear),
+    }
+    for branch, prompts in (("positive", PROMPTS), ("negative", [""] * len(PROMPTS)))[
+        : 1 if cfg == 1.0 else 2
+    ]:
         encoded = [shapes.encode_prompt(prompt) for prompt in prompts]
         tensors[f"{branch}.c_crossattn"] = torch.cat([text for text, _ in encoded])
         tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
@@ -54,8 +60,12 @@ class Pipeline:
         self.engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
         self.engine.load("demo", model, "fp32")
 
-    def __call__(self, steps: int, cfg: float, patches: int, warmup: int, stale_kv: str = "reuse") -> torch.Tensor:
-        message = replace(request(steps, cfg), num_pipeline_patch=patches, warmup_steps=warmup, stale_kv=stale_kv)
+    def __call__(
+        self, steps: int, cfg: float, patches: int, warmup: int, stale_kv: str = "reuse"
+    ) -> torch.Tensor:
+        message = replace(
+            request(steps, cfg), num_pipeline_patch=patches, warmup_steps=warmup, stale_kv=stale_kv
+        )
         return self.engine.sample(message, Callbacks())[0]
 
 
@@ -69,11 +79,18 @@ def rows(pipeline: Pipeline, quick: bool):
             for stale_kv in ("reuse", "extrapolate"):
                 samples = pipeline(steps, cfg, patches, warmup, stale_kv)
                 db = psnr(samples, serial)
-                found[stale_kv] = (db.mean().item(), db.min().item(), ((samples - serial).norm() / serial.norm()).item())
+                found[stale_kv] = (
+                    db.mean().item(),
+                    db.min().item(),
+                    ((samples - serial).norm() / serial.norm()).item(),
+                )
             yield steps, cfg, patches, warmup, found
 
 
-HEAD = ["| steps | cfg | patches M | warm-up W | reuse: PSNR mean / worst (dB) | relative error | extrapolate: PSNR mean / worst (dB) | relative error |", "|---|---|---|---|---|---|---|---|"]
+HEAD = [
+    "| steps | cfg | patches M | warm-up W | reuse: PSNR mean / worst (dB) | relative error | extrapolate: PSNR mean / worst (dB) | relative error |",
+    "|---|---|---|---|---|---|---|---|",
+]
 
 
 def table(found) -> str:
@@ -87,21 +104,39 @@ def table(found) -> str:
 
 def numbers(table: str) -> list[tuple[int, dict]]:
     """(W, {stale_kv: (mean dB, worst dB)}) of every row of a table."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[len(HEAD):]]
-    return [(int(row[3]), {name: tuple(map(float, row[column].split("/"))) for name, column in (("reuse", 4), ("extrapolate", 6))}) for row in cells]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[len(HEAD) :]
+    ]
+    return [
+        (
+            int(row[3]),
+            {
+                name: tuple(map(float, row[column].split("/")))
+                for name, column in (("reuse", 4), ("extrapolate", 6))
+            },
+        )
+        for row in cells
+    ]
 
 
 def conclusion(table: str) -> str:
     """What the numbers say of ``stale_kv``, by the worst prompt, and which default follows. Raises AssertionError where ParallelConfig has another."""
     found, lines = numbers(table), []
     for warmup in sorted({warmup for warmup, _ in found}):
-        gains = [tuple(b - a for a, b in zip(row["reuse"], row["extrapolate"])) for each, row in found if each == warmup]
+        gains = [
+            tuple(b - a for a, b in zip(row["reuse"], row["extrapolate"]))
+            for each, row in found
+            if each == warmup
+        ]
         lost = [worst for _, worst in gains if worst < 0]
         lines.append(
             f"With W = {warmup} `extrapolate` gains {min(mean for mean, _ in gains):.1f} to {max(mean for mean, _ in gains):.1f} dB in the mean; at the worst prompt it is better in {len(gains) - len(lost)} of {len(gains)} cases"
-            + (f" and loses up to {-min(lost):.1f} dB in the others." if lost else "."))
+            + (f" and loses up to {-min(lost):.1f} dB in the others." if lost else ".")
+        )
     default = "extrapolate" if all(row["extrapolate"][1] >= row["reuse"][1] for _, row in found) else "reuse"
-    assert len(found) == 1 or ParallelConfig().stale_kv == default, f"the default of stale_kv is {ParallelConfig().stale_kv}, but by these numbers it should be {default}:\n{table}"
+    assert len(found) == 1 or ParallelConfig().stale_kv == default, (
+        f"the default of stale_kv is {ParallelConfig().stale_kv}, but by these numbers it should be {default}:\n{table}"
+    )
     lines.append(f"So `{default}` is the default{': the other can be worse' if default == 'reuse' else ''}.")
     return "\n".join(lines)
 
@@ -137,11 +172,17 @@ to 0.47 in the last), gains up to 0.8 in the mean and 1.5 at the worst prompt wi
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=str(ROOT / "demo" / "shapes-flux"))
     parser.add_argument("--quick", action="store_true", help="one case in place of the table")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
-    parser.add_argument("--text", type=Path, help="Markdown file whose text is written again around its table, without measuring")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="Markdown file whose text is written again around its table, without measuring",
+    )
     options = parser.parse_args()
     if options.text:
         options.text.write_text(text(table_in(options.text.read_text())))

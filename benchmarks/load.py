@@ -29,9 +29,14 @@ def forget(model: str):
 
 def load(engine: Engine, model: str, device: str) -> tuple[float, int]:
     """Seconds until every weight is there, and the bytes read."""
+
     def action():
         engine.load("model", model, "default")
-        weights = [weight for weight in engine.models["model"].transformer.parameters() if weight.device.type != "meta"]
+        weights = [
+            weight
+            for weight in engine.models["model"].transformer.parameters()
+            if weight.device.type != "meta"
+        ]
         for weight in weights:
             weight.reshape(-1)[::PAGE].sum()
 
@@ -44,12 +49,14 @@ def load(engine: Engine, model: str, device: str) -> tuple[float, int]:
 
 def scenario(engine: Engine | None, model: str, options):
     """A function that loads on the ranks with an engine: (seconds, bytes) of every rank."""
+
     def run():
         if options.cold:
             forget(model)
         common.meet()
         found = load(engine, model, options.device) if engine else (0.0, 0)
         return common.of_all_ranks(*found)
+
     return run
 
 
@@ -60,28 +67,66 @@ def rows_of(found: dict[str, list], ranks: int) -> list[dict]:
         sharers = 1 if name == "1 rank" else ranks
         for rank in range(sharers):
             read = rounds[0][rank][1]
-            rows.append({"scenario": name, "rank": rank, "seconds": common.spread([loads[rank][0] for loads in rounds]), "bytes": read, "of_fair_share": read * sharers / whole})
+            rows.append(
+                {
+                    "scenario": name,
+                    "rank": rank,
+                    "seconds": common.spread([loads[rank][0] for loads in rounds]),
+                    "bytes": read,
+                    "of_fair_share": read * sharers / whole,
+                }
+            )
     return rows
 
 
 def show(rows: list[dict], **facts):
-    report.table(["", "rank", "seconds", "MB read", "x checkpoint / ranks"],
-                 [[r["scenario"], str(r["rank"]), report.shown(r["seconds"], 3), f"{r['bytes'] / 1e6:.1f}", f"{r['of_fair_share']:.3f}"] for r in rows])
-    report.write("load", "Loading a checkpoint", "seconds", [report.Bar(f"{r['scenario']}, rank {r['rank']}", **r["seconds"]) for r in rows], rows=rows, **facts)
+    report.table(
+        ["", "rank", "seconds", "MB read", "x checkpoint / ranks"],
+        [
+            [
+                r["scenario"],
+                str(r["rank"]),
+                report.shown(r["seconds"], 3),
+                f"{r['bytes'] / 1e6:.1f}",
+                f"{r['of_fair_share']:.3f}",
+            ]
+            for r in rows
+        ],
+    )
+    report.write(
+        "load",
+        "Loading a checkpoint",
+        "seconds",
+        [report.Bar(f"{r['scenario']}, rank {r['rank']}", **r["seconds"]) for r in rows],
+        rows=rows,
+        **facts,
+    )
 
 
 def main():
     parser = common.parser(__doc__, rounds=5)
-    parser.add_argument("--model", help="a checkpoint of a supported family (default: 177M random parameters)")
+    parser.add_argument(
+        "--model", help="a checkpoint of a supported family (default: 177M random parameters)"
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cold", action="store_true", help="have the files forgotten by the system's cache before each load")
+    parser.add_argument(
+        "--cold", action="store_true", help="have the files forgotten by the system's cache before each load"
+    )
     options = common.parse(parser)
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
     model = os.environ[common.MODEL_VARIABLE]
     make = lambda config: Engine(config, mesh.build(config, options.device))
-    engines = {f"{options.ranks} stages": make(ParallelConfig(pipefusion_degree=options.ranks)), f"{options.ranks} tp ranks": make(ParallelConfig(tensor_parallel_degree=options.ranks))}
-    engines = {"1 rank": Engine(ParallelConfig(), mesh.single(options.device)) if os.environ["RANK"] == "0" else None, **engines}
+    engines = {
+        f"{options.ranks} stages": make(ParallelConfig(pipefusion_degree=options.ranks)),
+        f"{options.ranks} tp ranks": make(ParallelConfig(tensor_parallel_degree=options.ranks)),
+    }
+    engines = {
+        "1 rank": Engine(ParallelConfig(), mesh.single(options.device))
+        if os.environ["RANK"] == "0"
+        else None,
+        **engines,
+    }
     scenarios = {name: scenario(engine, model, options) for name, engine in engines.items()}
     for run in scenarios.values():
         run()

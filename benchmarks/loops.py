@@ -13,7 +13,12 @@ class PlainLoop:
 
     def __init__(self, model: str, device: str, ulysses: int = 1):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.transformer = FluxTransformer2DModel.from_pretrained(model, torch_dtype=dtype).eval().requires_grad_(False).to(device)
+        self.transformer = (
+            FluxTransformer2DModel.from_pretrained(model, torch_dtype=dtype)
+            .eval()
+            .requires_grad_(False)
+            .to(device)
+        )
         self.device = device
         if ulysses > 1:
             with _one_accelerator(device):
@@ -23,17 +28,36 @@ class PlainLoop:
     def __call__(self, sample: Sample) -> torch.Tensor:
         """The latent (B, C, H, W) of the request's positive prompt in float32, on the CPU."""
         noise, dtype = sample.tensors["noise"], self.transformer.dtype
-        given = {name.removeprefix("positive."): value.to(self.device, dtype) for name, value in sample.tensors.items() if name.startswith("positive.")}
+        given = {
+            name.removeprefix("positive."): value.to(self.device, dtype)
+            for name, value in sample.tensors.items()
+            if name.startswith("positive.")
+        }
         batch, channels, height, width = noise.shape
         rows, columns = height // 2, width // 2
-        x = noise.reshape(batch, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1).to(self.device)
+        x = (
+            noise.reshape(batch, channels, rows, 2, columns, 2)
+            .permute(0, 2, 4, 1, 3, 5)
+            .reshape(batch, rows * columns, -1)
+            .to(self.device)
+        )
         fixed = dict(
-            encoder_hidden_states=given["c_crossattn"], pooled_projections=given["y"], guidance=given.get("guidance"), return_dict=False,
-            img_ids=_image_ids(rows, columns).to(self.device, dtype), txt_ids=torch.zeros(given["c_crossattn"].shape[1], 3, device=self.device, dtype=dtype))
+            encoder_hidden_states=given["c_crossattn"],
+            pooled_projections=given["y"],
+            guidance=given.get("guidance"),
+            return_dict=False,
+            img_ids=_image_ids(rows, columns).to(self.device, dtype),
+            txt_ids=torch.zeros(given["c_crossattn"].shape[1], 3, device=self.device, dtype=dtype),
+        )
         for sigma, sigma_next in sample.tensors["sigmas"].to(self.device).unfold(0, 2, 1):
             velocity = self.transformer(hidden_states=x.to(dtype), timestep=sigma.expand(batch), **fixed)[0]
             x = x + (sigma_next - sigma) * velocity.float()
-        return x.reshape(batch, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(noise.shape).cpu()
+        return (
+            x.reshape(batch, rows, columns, channels, 2, 2)
+            .permute(0, 3, 1, 4, 2, 5)
+            .reshape(noise.shape)
+            .cpu()
+        )
 
 
 def _image_ids(rows: int, columns: int) -> torch.Tensor:

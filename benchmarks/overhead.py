@@ -20,18 +20,41 @@ GOAL = 1.02
 def contest(options, model: str) -> common.Contest:
     sample = common.request(model, options.steps, side=options.side, text=options.text)
     one, plain = common.alone(options.device, model), loops.PlainLoop(model, options.device)
-    return common.contest({"engine": lambda: one.sample(sample, Callbacks())[0], "plain loop": lambda: plain(sample)}, options)
+    return common.contest(
+        {"engine": lambda: one.sample(sample, Callbacks())[0], "plain loop": lambda: plain(sample)}, options
+    )
 
 
 def show(found: common.Contest, options):
     ratio = common.ratios(found.seconds["engine"], found.seconds["plain loop"])
     by_cpu = common.ratios(found.cpu["engine"], found.cpu["plain loop"])
-    report.table(["1 rank", "seconds", "x plain loop", "by CPU", "goal", ""],
-                 [["plain loop", report.shown(common.spread(found.seconds["plain loop"]), 3), "1", "1", "", ""],
-                  ["engine", report.shown(common.spread(found.seconds["engine"]), 3), report.shown(ratio, 3), report.shown(by_cpu, 3), f"<= {GOAL}", report.verdict(ratio["median"] <= GOAL)]])
+    report.table(
+        ["1 rank", "seconds", "x plain loop", "by CPU", "goal", ""],
+        [
+            ["plain loop", report.shown(common.spread(found.seconds["plain loop"]), 3), "1", "1", "", ""],
+            [
+                "engine",
+                report.shown(common.spread(found.seconds["engine"]), 3),
+                report.shown(ratio, 3),
+                report.shown(by_cpu, 3),
+                f"<= {GOAL}",
+                report.verdict(ratio["median"] <= GOAL),
+            ],
+        ],
+    )
     print(f"relative difference of the latents: {found.difference:.1e}")
-    report.write("overhead", "Time of the engine on one rank over a plain diffusers loop", "less is better", [report.Bar("engine", **ratio, goal=GOAL)],
-                 ratio=ratio, by_cpu=by_cpu, difference=found.difference, rounds=found.seconds, busy_percent=found.busy, options=vars(options))
+    report.write(
+        "overhead",
+        "Time of the engine on one rank over a plain diffusers loop",
+        "less is better",
+        [report.Bar("engine", **ratio, goal=GOAL)],
+        ratio=ratio,
+        by_cpu=by_cpu,
+        difference=found.difference,
+        rounds=found.seconds,
+        busy_percent=found.busy,
+        options=vars(options),
+    )
 
 
 def main():

@@ -24,18 +24,41 @@ def contest(options, model: str) -> common.Contest:
     sample = common.request(model, options.steps, side=options.side, text=options.text)
     ours = common.engine(ParallelConfig(ulysses_degree=options.ranks), options.device, model)
     theirs = loops.PlainLoop(model, options.device, options.ranks)
-    return common.contest({"ours": lambda: ours.sample(sample, Callbacks())[0], "diffusers": lambda: theirs(sample)}, options)
+    return common.contest(
+        {"ours": lambda: ours.sample(sample, Callbacks())[0], "diffusers": lambda: theirs(sample)}, options
+    )
 
 
 def show(found: common.Contest, options):
     ratio = common.ratios(found.seconds["diffusers"], found.seconds["ours"])
     by_cpu = common.ratios(found.cpu["diffusers"], found.cpu["ours"])
-    report.table([f"Ulysses, {options.ranks} ranks", "seconds", "x diffusers", "by CPU", "goal", ""],
-                 [["diffusers", report.shown(common.spread(found.seconds["diffusers"]), 3), "1", "1", "", ""],
-                  ["ours", report.shown(common.spread(found.seconds["ours"]), 3), report.shown(ratio, 3), report.shown(by_cpu, 3), f">= {GOAL:g}", report.verdict(ratio["median"] >= GOAL)]])
+    report.table(
+        [f"Ulysses, {options.ranks} ranks", "seconds", "x diffusers", "by CPU", "goal", ""],
+        [
+            ["diffusers", report.shown(common.spread(found.seconds["diffusers"]), 3), "1", "1", "", ""],
+            [
+                "ours",
+                report.shown(common.spread(found.seconds["ours"]), 3),
+                report.shown(ratio, 3),
+                report.shown(by_cpu, 3),
+                f">= {GOAL:g}",
+                report.verdict(ratio["median"] >= GOAL),
+            ],
+        ],
+    )
     print(f"relative difference of the latents: {found.difference:.1e}")
-    report.write("peers", "Speed of our Ulysses over diffusers' own", "times", [report.Bar("ours", **ratio, goal=GOAL)],
-                 ratio=ratio, by_cpu=by_cpu, difference=found.difference, rounds=found.seconds, busy_percent=found.busy, options=vars(options))
+    report.write(
+        "peers",
+        "Speed of our Ulysses over diffusers' own",
+        "times",
+        [report.Bar("ours", **ratio, goal=GOAL)],
+        ratio=ratio,
+        by_cpu=by_cpu,
+        difference=found.difference,
+        rounds=found.seconds,
+        busy_percent=found.busy,
+        options=vars(options),
+    )
 
 
 def main():

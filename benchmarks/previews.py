@@ -31,11 +31,18 @@ def sampled(backend, message, seconds: float) -> dict:
 def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Percent of sampling, of each round."""
     backend, found = backends.backend_for(config), {"made": [], "slower": [], "CPU": []}
-    message = common.request(model, steps, guided=config.cfg_degree == 2, num_pipeline_patch=PATCHES if config.pipefusion_degree > 1 else 1)
+    message = common.request(
+        model,
+        steps,
+        guided=config.cfg_degree == 2,
+        num_pipeline_patch=PATCHES if config.pipefusion_degree > 1 else 1,
+    )
     message = replace(message, model=backend.load(model).model)
     backend.sample(message)
     for _ in range(rounds):
-        first, shown, again, last = (sampled(backend, message, seconds) for seconds in (0.0, SECONDS, SECONDS, 0.0))
+        first, shown, again, last = (
+            sampled(backend, message, seconds) for seconds in (0.0, SECONDS, SECONDS, 0.0)
+        )
         assert shown["previews"] > 0 and again["previews"] > 0 and not first["previews"]
         both = lambda name, a, b: a[name] + b[name]
         found["made"].append(100 * both("preview_seconds", shown, again) / both("seconds", shown, again))
@@ -48,6 +55,12 @@ def measure(rounds: int, steps: int, device: str, ways: list[str]) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         common.save_model(folder, device, **MODEL)
         try:
-            return {f"previews, {way}, {name}": values for way in ways for name, values in costs(ParallelConfig(device=device, **WAYS[way]), folder, rounds, steps).items()}
+            return {
+                f"previews, {way}, {name}": values
+                for way in ways
+                for name, values in costs(
+                    ParallelConfig(device=device, **WAYS[way]), folder, rounds, steps
+                ).items()
+            }
         finally:
             backends.close_all()

@@ -48,23 +48,37 @@ def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
     """Write NAME.json with ``facts`` (of which ``options`` holds the folder) and the versions, and NAME.png with the bars; say where."""
     out = Path(facts["options"]["out"])
     out.mkdir(parents=True, exist_ok=True)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__, "cores": psutil.cpu_count()}
-    (out / f"{name}.json").write_text(json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1))
-    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(out / f"{name}.png", f"{title} ({unit})", bars)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "cores": psutil.cpu_count(),
+    }
+    (out / f"{name}.json").write_text(
+        json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1)
+    )
+    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(
+        out / f"{name}.png", f"{title} ({unit})", bars
+    )
     print(f"wrote {out / name}.json and .png")
 
 
 def _has_matplotlib() -> bool:
     try:
         import matplotlib  # noqa: F401  (is it there?)
+
         return True
     except ImportError:
-        print("matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better one.", file=sys.stderr)
+        print(
+            "matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better one.",
+            file=sys.stderr,
+        )
         return False
 
 
 def _matplotlib_chart(path: Path, title: str, bars: list[Bar]):
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

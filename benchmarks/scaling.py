@@ -20,9 +20,14 @@ from parallel_dit.backend.config import ParallelConfig
 WHOLE = 28
 #: Method -> least speed-up on two ranks, and least part of the ceiling.
 GOALS = {
-    "cfg": (1.9, 0.97), "ulysses": (1.75, 0.90), "ring": (1.75, 0.90), "tp": (1.75, 0.90),
-    "pipefusion M=2": (1.8, None), "pipefusion M=4": (1.7, None),
-    "pipefusion M=2, 28 steps": (1.7, None), "pipefusion M=4, 28 steps": (1.7, None),
+    "cfg": (1.9, 0.97),
+    "ulysses": (1.75, 0.90),
+    "ring": (1.75, 0.90),
+    "tp": (1.75, 0.90),
+    "pipefusion M=2": (1.8, None),
+    "pipefusion M=4": (1.7, None),
+    "pipefusion M=2, 28 steps": (1.7, None),
+    "pipefusion M=4, 28 steps": (1.7, None),
 }
 CEILING = "ceiling"
 
@@ -42,9 +47,22 @@ class Run:
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
     """The ways to use ``ranks`` ranks."""
-    found = {"cfg": ParallelConfig(cfg_degree=2)} if ranks == 2 else {"cfg x ulysses": ParallelConfig(cfg_degree=2, ulysses_degree=ranks // 2)} if ranks % 2 == 0 else {}
-    found |= {"ulysses": ParallelConfig(ulysses_degree=ranks), "ring": ParallelConfig(ring_degree=ranks), "tp": ParallelConfig(tensor_parallel_degree=ranks)}
-    return found | {f"pipefusion M={patches}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=patches) for patches in (ranks, 2 * ranks)}
+    found = (
+        {"cfg": ParallelConfig(cfg_degree=2)}
+        if ranks == 2
+        else {"cfg x ulysses": ParallelConfig(cfg_degree=2, ulysses_degree=ranks // 2)}
+        if ranks % 2 == 0
+        else {}
+    )
+    found |= {
+        "ulysses": ParallelConfig(ulysses_degree=ranks),
+        "ring": ParallelConfig(ring_degree=ranks),
+        "tp": ParallelConfig(tensor_parallel_degree=ranks),
+    }
+    return found | {
+        f"pipefusion M={patches}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=patches)
+        for patches in (ranks, 2 * ranks)
+    }
 
 
 def runs(options, model: str) -> dict[str, Run]:
@@ -52,14 +70,22 @@ def runs(options, model: str) -> dict[str, Run]:
     rank, found, engines = int(os.environ["RANK"]), {}, {}
     steps = 2 if options.quick else options.steps
     request = lambda config, guided: common.request(
-        model, steps + (3 if config.patches > 1 else 0), guided, options.side, options.text, num_pipeline_patch=config.num_pipeline_patch)
+        model,
+        steps + (3 if config.patches > 1 else 0),
+        guided,
+        options.side,
+        options.text,
+        num_pipeline_patch=config.num_pipeline_patch,
+    )
     for name, config in methods(options.ranks).items():
         if options.only and not name.startswith(options.only):
             continue
         if config.topology() not in engines:
             engines[config.topology()] = common.engine(config, options.device, model)
         guided = config.cfg_degree == 2
-        found[name] = Run(engines[config.topology()], request(config, guided), "1 rank, cfg" if guided else "1 rank")
+        found[name] = Run(
+            engines[config.topology()], request(config, guided), "1 rank, cfg" if guided else "1 rank"
+        )
     one = common.alone(options.device, model)
     idle = lambda engine: engine if rank == 0 else None
     found["1 rank"] = Run(idle(one), request(ParallelConfig(), False), "1 rank")
@@ -98,20 +124,52 @@ def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int)
     values = lambda name, key: [result[key] for result in found[name]]
     ceiling, rows = common.ratios(values("1 rank", "step"), values(CEILING, "step")), []
     for name, run in scenarios.items():
-        for key, label in (("step", name), ("whole", f"{name}, {WHOLE} steps"))[: 2 if run.patches > 1 else 1]:
+        for key, label in (("step", name), ("whole", f"{name}, {WHOLE} steps"))[
+            : 2 if run.patches > 1 else 1
+        ]:
             speedup = common.ratios(values(run.reference, key), values(name, key))
-            part, (goal, part_goal) = speedup["median"] / ceiling["median"], GOALS.get(label, (None, None)) if ranks == 2 else (None, None)
-            met = None if goal is None else speedup["median"] >= goal and (part_goal is None or part >= part_goal)
-            rows.append({"scenario": label + (" (projected)" if key == "whole" else ""), "seconds": common.spread(values(name, key)), "speedup": speedup,
-                         "by_cpu": common.ratios(values(run.reference, "cpu"), values(name, "cpu"))["median"], "of_ceiling": part, "goal": goal, "goal_of_ceiling": part_goal, "met": met})
+            part, (goal, part_goal) = (
+                speedup["median"] / ceiling["median"],
+                GOALS.get(label, (None, None)) if ranks == 2 else (None, None),
+            )
+            met = (
+                None
+                if goal is None
+                else speedup["median"] >= goal and (part_goal is None or part >= part_goal)
+            )
+            rows.append(
+                {
+                    "scenario": label + (" (projected)" if key == "whole" else ""),
+                    "seconds": common.spread(values(name, key)),
+                    "speedup": speedup,
+                    "by_cpu": common.ratios(values(run.reference, "cpu"), values(name, "cpu"))["median"],
+                    "of_ceiling": part,
+                    "goal": goal,
+                    "goal_of_ceiling": part_goal,
+                    "met": met,
+                }
+            )
     return rows
 
 
 def show(rows: list[dict], **facts):
     number = lambda value: "" if value is None else f"{value:.2f}"
-    report.table(["scenario", "seconds", "x 1 rank", "by CPU", "of ceiling", "goal x", "goal of ceiling", ""],
-                 [[r["scenario"], report.shown(r["seconds"], 3), report.shown(r["speedup"]), number(r["by_cpu"]), number(r["of_ceiling"]), number(r["goal"]),
-                   number(r["goal_of_ceiling"]), report.verdict(r["met"])] for r in rows])
+    report.table(
+        ["scenario", "seconds", "x 1 rank", "by CPU", "of ceiling", "goal x", "goal of ceiling", ""],
+        [
+            [
+                r["scenario"],
+                report.shown(r["seconds"], 3),
+                report.shown(r["speedup"]),
+                number(r["by_cpu"]),
+                number(r["of_ceiling"]),
+                number(r["goal"]),
+                number(r["goal_of_ceiling"]),
+                report.verdict(r["met"]),
+            ]
+            for r in rows
+        ],
+    )
     bars = [report.Bar(r["scenario"], **r["speedup"], goal=r["goal"]) for r in rows]
     report.write("scaling", f"Speed-up of {facts['ranks']} ranks over one", "times", bars, rows=rows, **facts)
 
@@ -119,16 +177,31 @@ def show(rows: list[dict], **facts):
 def main():
     parser = common.model_options(common.parser(__doc__, rounds=5))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a run; PipeFusion takes 3 more (default 3)")
-    parser.add_argument("--only", default="", help="only the methods whose names begin so, beside one rank and the ceiling: cfg, pipefusion, ...")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="steps of a run; PipeFusion takes 3 more (default 3)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only the methods whose names begin so, beside one rank and the ceiling: cfg, pipefusion, ...",
+    )
     options = common.parse(parser)
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
     scenarios = runs(options, os.environ[common.MODEL_VARIABLE])
-    actions = {name: lambda name=name, run=run: measure_on_all(run, name, options.device) for name, run in scenarios.items()}
+    actions = {
+        name: lambda name=name, run=run: measure_on_all(run, name, options.device)
+        for name, run in scenarios.items()
+    }
     found, busy = common.interleave(actions, options.rounds, options.patience)
     if os.environ["RANK"] == "0":
-        show(rows_of(found, scenarios, options.ranks), ranks=options.ranks, busy_percent=busy, rounds=found, options=vars(options))
+        show(
+            rows_of(found, scenarios, options.ranks),
+            ranks=options.ranks,
+            busy_percent=busy,
+            rounds=found,
+            options=vars(options),
+        )
     common.leave()
 
 

@@ -46,7 +46,10 @@ def echo(path: str):
     with connection:
         try:
             while True:
-                frames.send(connection, protocol.Result(tensors={"samples": frames.receive(connection).tensors["noise"]}))
+                frames.send(
+                    connection,
+                    protocol.Result(tensors={"samples": frames.receive(connection).tensors["noise"]}),
+                )
         except ConnectionError:
             return
 
@@ -100,7 +103,10 @@ def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
 
 
 def measure_requeue(count: int, device: str) -> dict[str, list[float]]:
-    configs = {"1 rank": ParallelConfig(device=device), "2 ranks, ulysses": ParallelConfig(device=device, ulysses_degree=2)}
+    configs = {
+        "1 rank": ParallelConfig(device=device),
+        "2 ranks, ulysses": ParallelConfig(device=device, ulysses_degree=2),
+    }
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         common.save_model(folder, device, **TINY)
         try:
@@ -113,20 +119,39 @@ def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> l
     """Print the rows (label, spread, goal) and return them."""
     rows = [(name, common.spread(values), goals[name]) for name, values in found.items()]
     if rows:
-        report.table(["", unit, "goal", ""], [[name, report.shown(s), f"<= {goal:g}", report.verdict(s["median"] <= goal)] for name, s, goal in rows])
+        report.table(
+            ["", unit, "goal", ""],
+            [
+                [name, report.shown(s), f"<= {goal:g}", report.verdict(s["median"] <= goal)]
+                for name, s, goal in rows
+            ],
+        )
     return rows
 
 
 def main():
     parser = common.parser(__doc__, rounds=50)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
-    parser.add_argument("--ways", nargs="+", choices=previews.WAYS, default=list(previews.WAYS), help="ways of two ranks in which previews are measured (default: all)")
-    parser.add_argument("--steps", type=int, default=24, help="steps of a sampling with previews (default 24)")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=previews.WAYS,
+        default=list(previews.WAYS),
+        help="ways of two ranks in which previews are measured (default: all)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="steps of a sampling with previews (default 24)"
+    )
     parser.add_argument("--echo", type=Path, metavar="SOCKET", help="be the other process")
     options = parser.parse_args()
     if options.echo:
         return echo(str(options.echo))
-    busy, count = common.wait_until_quiet(5.0 if options.quick else options.patience), 10 if options.quick else options.rounds
+    busy, count = (
+        common.wait_until_quiet(5.0 if options.quick else options.patience),
+        10 if options.quick else options.rounds,
+    )
     times, shares = {}, {}
     if {"latents", "calls"} & set(options.only):
         times |= measure_latents(count)
@@ -135,13 +160,42 @@ def main():
     if "calls" in options.only:
         times |= calls.measure(count, options.device)
     if "previews" in options.only:
-        shares = previews.measure(1 if options.quick else max(1, options.rounds // 5), 4 if options.quick else options.steps, options.device, options.ways)
+        shares = previews.measure(
+            1 if options.quick else max(1, options.rounds // 5),
+            4 if options.quick else options.steps,
+            options.device,
+            options.ways,
+        )
     transfer = common.spread(times[calls.TRANSFER])["median"] if calls.TRANSFER in times else 0.0
-    rows = show(times, {name: LATENTS[name][1] if name in LATENTS else calls.GOAL + transfer if name.startswith(calls.PREFIX) else REQUEUE_GOAL for name in times}, "milliseconds")
+    rows = show(
+        times,
+        {
+            name: LATENTS[name][1]
+            if name in LATENTS
+            else calls.GOAL + transfer
+            if name.startswith(calls.PREFIX)
+            else REQUEUE_GOAL
+            for name in times
+        },
+        "milliseconds",
+    )
     percent = show(shares, dict.fromkeys(shares, previews.GOAL), "percent of sampling")
-    bars = [report.Bar(f"{name} ({unit})", **s, goal=goal) for unit, of in (("ms", rows), ("%", percent)) for name, s, goal in of]
-    report.write("transport", "Socket cost", "ms, %", bars, spreads={name: s for name, s, _ in rows + percent}, rounds=times | shares,
-                 goals={name: goal for name, _, goal in rows + percent}, busy_percent=[busy], options={**vars(options), "echo": None})
+    bars = [
+        report.Bar(f"{name} ({unit})", **s, goal=goal)
+        for unit, of in (("ms", rows), ("%", percent))
+        for name, s, goal in of
+    ]
+    report.write(
+        "transport",
+        "Socket cost",
+        "ms, %",
+        bars,
+        spreads={name: s for name, s, _ in rows + percent},
+        rounds=times | shares,
+        goals={name: goal for name, _, goal in rows + percent},
+        busy_percent=[busy],
+        options={**vars(options), "echo": None},
+    )
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ def image_ids(height: int, width: int, stride: int = 1) -> torch.Tensor:
 
     `stride` is how many full-size tokens one token spans each way: 2 for a half-size picture.
     """
-    rows, columns = (
-        torch.arange(side // 2) * stride + (stride - 1) / 2 for side in (height, width)
-    )
+    rows, columns = (torch.arange(side // 2) * stride + (stride - 1) / 2 for side in (height, width))
     return torch.cartesian_prod(torch.zeros(1), rows, columns)
 
 

@@ -11,7 +11,18 @@ from dataclasses import asdict, replace
 import torch
 
 from ..backend.config import ConfigError, ParallelConfig
-from ..backend.protocol import Arrange, BackendError, Describe, Described, Load, Loaded, ModelCall, Ping, Sample, Unload
+from ..backend.protocol import (
+    Arrange,
+    BackendError,
+    Describe,
+    Described,
+    Load,
+    Loaded,
+    ModelCall,
+    Ping,
+    Sample,
+    Unload,
+)
 from .client import BackendClient
 from .launcher import BackendProcess
 
@@ -34,14 +45,24 @@ class Backend:
     def welcome(self):
         return self.client.welcome
 
-    def load(self, path: str, weight_dtype: str = "default", keep=None, check=lambda: None, loras=(), on_progress=lambda progress: None) -> Loaded:
+    def load(
+        self,
+        path: str,
+        weight_dtype: str = "default",
+        keep=None,
+        check=lambda: None,
+        loras=(),
+        on_progress=lambda progress: None,
+    ) -> Loaded:
         """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs; with it, all others make
         room first. ``check`` and ``on_progress`` as in BackendClient.request. ``loras``: (path, strength) of each, in order."""
         key = (path, weight_dtype)
         with self._busy:
             for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
                 self._request(Unload(self.models.pop(other)), check)
-            loaded = self._request(Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress)
+            loaded = self._request(
+                Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress
+            )
             replaced, self.models[key] = self.models.get(key, loaded.base), loaded.base
             if replaced != loaded.base:  # the file has changed since
                 self._request(Unload(replaced), check)
@@ -63,7 +84,13 @@ class Backend:
         finally:
             self._busy.release()
 
-    def sample(self, message: Sample | ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False, meanwhile=lambda: None):
+    def sample(
+        self,
+        message: Sample | ModelCall,
+        on_progress=lambda progress: None,
+        should_cancel=lambda: False,
+        meanwhile=lambda: None,
+    ):
         """BackendClient.sample, with the rank and the reason where the backend ends."""
         with self._busy:
             return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
@@ -75,7 +102,9 @@ class Backend:
     def become(self, config: ParallelConfig, check=lambda: None):
         """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no longer loaded."""
         with self._busy:
-            self.client.welcome = self._request(Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check)
+            self.client.welcome = self._request(
+                Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check
+            )
             left = self._request(Ping(), check).models
         self.config, self.models = config, {key: model for key, model in self.models.items() if model in left}
 
@@ -123,13 +152,18 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
         if backend is not None and backend.alive(check):
             return backend
         _drop(key)
-        _backends[key] = _connect(config) if config.address else _changed(config, check) or _launch(config, check)
+        _backends[key] = (
+            _connect(config) if config.address else _changed(config, check) or _launch(config, check)
+        )
         return _backends[key]
 
 
 def keeps_weights(config: ParallelConfig, check=lambda: None) -> bool:
     """Whether ``backend_for(config)`` would find the weights of a backend that runs where they belong."""
-    return any(running.can_become(config) and running.config.same_weights(config) and running.alive(check) for running in list(_backends.values()))
+    return any(
+        running.can_become(config) and running.config.same_weights(config) and running.alive(check)
+        for running in list(_backends.values())
+    )
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
@@ -160,9 +194,20 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
             except BackendError as error:
                 logging.warning("parallel-dit: %s", error)
             else:
-                logging.info("parallel-dit: the ranks for %s go on as %s: %s", before.product, config.product, "each keeps its weights, which are the same" if before.same_weights(config) else "the model is loaded again, since each rank's share of the weights is another")
+                logging.info(
+                    "parallel-dit: the ranks for %s go on as %s: %s",
+                    before.product,
+                    config.product,
+                    "each keeps its weights, which are the same"
+                    if before.same_weights(config)
+                    else "the model is loaded again, since each rank's share of the weights is another",
+                )
                 return _backends.pop(key)
-        logging.info("parallel-dit: the ranks for %s end and the model is loaded again: %s are other ranks", before.product, config.product)
+        logging.info(
+            "parallel-dit: the ranks for %s end and the model is loaded again: %s are other ranks",
+            before.product,
+            config.product,
+        )
         _drop(key)
     return None
 
@@ -181,12 +226,18 @@ def _launch(config: ParallelConfig, check) -> Backend:
 def _connect(config: ParallelConfig) -> Backend:
     token = os.environ.get("PARALLEL_DIT_TOKEN", "")
     if not token:
-        raise ConfigError(f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the token that this backend was started with.")
+        raise ConfigError(
+            f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the token that this backend was started with."
+        )
     try:
         client = BackendClient(config.address, token)
     except OSError as error:
-        raise BackendError(f"No backend listens at {config.address} ({error}); start one there, or clear address to launch one here.") from error
+        raise BackendError(
+            f"No backend listens at {config.address} ({error}); start one there, or clear address to launch one here."
+        ) from error
     if client.welcome.degrees != config.degrees:
         client.close()
-        raise ConfigError(f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the same degrees.")
+        raise ConfigError(
+            f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the same degrees."
+        )
     return Backend(config, client)

@@ -30,7 +30,9 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
     elif scheme == "tcp" and host and port.isdigit():
         family, target = socket.AF_INET, (host, int(port))
     else:
-        raise ConfigError(f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or tcp:HOST:PORT, or leave it empty to launch a backend.")
+        raise ConfigError(
+            f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or tcp:HOST:PORT, or leave it empty to launch a backend."
+        )
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.settimeout(seconds)
     try:
@@ -77,7 +79,13 @@ class BackendClient:
             raise
         return self._accepted(reply)
 
-    def sample(self, message: protocol.Sample | protocol.ModelCall, on_progress=lambda progress: None, should_cancel=lambda: False, meanwhile=lambda: None):
+    def sample(
+        self,
+        message: protocol.Sample | protocol.ModelCall,
+        on_progress=lambda progress: None,
+        should_cancel=lambda: False,
+        meanwhile=lambda: None,
+    ):
         """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it. ``meanwhile()`` runs once it is sent, while the ranks work.
 
         ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end and is raised
@@ -117,10 +125,14 @@ class BackendClient:
             reply = self.request(protocol.Hello(token), check)
         except (BackendError, RefusedError) as error:
             self.close()
-            raise BackendError(f"The backend at {self.address} did not let this client in ({error}); check that PARALLEL_DIT_TOKEN is the token that it was started with.") from error
+            raise BackendError(
+                f"The backend at {self.address} did not let this client in ({error}); check that PARALLEL_DIT_TOKEN is the token that it was started with."
+            ) from error
         if not isinstance(reply, protocol.Welcome):
             self.close()
-            raise BackendError(f"The backend at {self.address} answered {type(reply).__name__} where Welcome belongs; it is another program or another version.")
+            raise BackendError(
+                f"The backend at {self.address} answered {type(reply).__name__} where Welcome belongs; it is another program or another version."
+            )
         return reply
 
     def _cancel(self):
@@ -143,7 +155,9 @@ class BackendClient:
             return frames.receive(self._socket) if self._selector.select(POLL_SECONDS) else None
         except OSError as error:
             self.close()
-            raise BackendError(f"The connection to the backend at {self.address} was lost ({error})") from error
+            raise BackendError(
+                f"The connection to the backend at {self.address} was lost ({error})"
+            ) from error
 
     def _send(self, message):
         if self.closed:
@@ -154,7 +168,9 @@ class BackendClient:
             raise RefusedError(f"The request cannot be sent: {error}") from error
         except OSError as error:
             self.close()
-            raise BackendError(f"The connection to the backend at {self.address} was lost ({error})") from error
+            raise BackendError(
+                f"The connection to the backend at {self.address} was lost ({error})"
+            ) from error
 
     def _accepted(self, reply):
         if not isinstance(reply, Failure):

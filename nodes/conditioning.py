@@ -11,7 +11,7 @@ from .families import Family
 REFUSED = {
     "control": "a ControlNet",
     "area": "an area (Conditioning Set Area)",
-    "set_area_to_bounds": "a mask whose bounds are an area (Conditioning Set Mask with set_cond_area \"mask bounds\")",
+    "set_area_to_bounds": 'a mask whose bounds are an area (Conditioning Set Mask with set_cond_area "mask bounds")',
     "hooks": "hooks (LoRA or other hooks on a prompt)",
     "gligen": "GLIGEN boxes",
     "default": "a default for the unmasked area (Cond Set Default Combine)",
@@ -35,14 +35,22 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
         for key, what in REFUSED.items():
             given = values.get(key)
             if given is not None and given is not False and key not in family.accepts:
-                raise RefusedError(f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {_remedy(key)}.")
+                raise RefusedError(
+                    f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {_remedy(key)}."
+                )
         for key in family.needs:
             if key not in values:
-                raise RefusedError(f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}.")
+                raise RefusedError(
+                    f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}."
+                )
 
 
 def _remedy(key: str) -> str:
-    return "remove that node, or sample with KSampler on the MODEL of Parallel Model" if key in _AROUND else "remove that node, or sample with KSampler and an ordinary MODEL"
+    return (
+        "remove that node, or sample with KSampler on the MODEL of Parallel Model"
+        if key in _AROUND
+        else "remove that node, or sample with KSampler and an ordinary MODEL"
+    )
 
 
 def latent_shapes(cond: dict) -> list[list[int]]:
@@ -51,13 +59,19 @@ def latent_shapes(cond: dict) -> list[list[int]]:
     return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
 
 
-def model_arguments(name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None) -> dict[str, torch.Tensor]:
+def model_arguments(
+    name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None
+) -> dict[str, torch.Tensor]:
     """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows; a list as KEY.0, KEY.1, ...
 
     ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are two. ``accepted``: the names that the backend takes.
     """
     arguments = _of_batch(cond, batch)
-    values = _beside(arguments, _of_batch(other, batch)) if other else {key: value.cond for key, value in arguments.items()}
+    values = (
+        _beside(arguments, _of_batch(other, batch))
+        if other
+        else {key: value.cond for key, value in arguments.items()}
+    )
     return as_tensors(name, family.translate(values), accepted)
 
 
@@ -66,7 +80,9 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
     found = {}
     for key, value in arguments.items():
         if key not in accepted:
-            raise RefusedError(f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}.")
+            raise RefusedError(
+                f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}."
+            )
         if isinstance(value, list) and all(isinstance(part, torch.Tensor) for part in value):
             found |= {f"{key}.{i}": part for i, part in enumerate(value)}
         elif key == "ref_latents_method" and value in REFERENCE_METHODS:
@@ -74,19 +90,32 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
         elif isinstance(value, (bool, int, float, torch.Tensor)):
             found[key] = torch.as_tensor(value)
         else:
-            raise RefusedError(f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the backend takes a tensor.")
+            raise RefusedError(
+                f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the backend takes a tensor."
+            )
     return found
 
 
 def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
-    return {key: value.process_cond(batch_size=batch, area=None) for key, value in cond["model_conds"].items() if key != "latent_shapes"}
+    return {
+        key: value.process_cond(batch_size=batch, area=None)
+        for key, value in cond["model_conds"].items()
+        if key != "latent_shapes"
+    }
 
 
 def _beside(own: dict, other: dict) -> dict:
     """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
-    same = lambda cond, others: not isinstance(cond, comfy.conds.CONDCrossAttn) or not together or cond.cond.shape == others.cond.shape
-    return {key: cond.cond if same(cond, other.get(key)) else cond.concat([other[key]])[: len(cond.cond)] for key, cond in own.items()}
+    same = lambda cond, others: (
+        not isinstance(cond, comfy.conds.CONDCrossAttn)
+        or not together
+        or cond.cond.shape == others.cond.shape
+    )
+    return {
+        key: cond.cond if same(cond, other.get(key)) else cond.concat([other[key]])[: len(cond.cond)]
+        for key, cond in own.items()
+    }
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
@@ -94,7 +123,11 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
 
     The weight (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
     """
-    told = {key: float(cond[limit]) for key, limit in (("from", "timestep_start"), ("until", "timestep_end")) if limit in cond}
+    told = {
+        key: float(cond[limit])
+        for key, limit in (("from", "timestep_start"), ("until", "timestep_end"))
+        if limit in cond
+    }
     if "mask" not in cond:
         return {**told, "strength": float(cond.get("strength", 1.0))}, None
     always = {key: value for key, value in cond.items() if key not in ("timestep_start", "timestep_end")}

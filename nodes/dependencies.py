@@ -20,7 +20,9 @@ def require_dependencies(requirements: Path = REQUIREMENTS):
     lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
     unmet = [line for line in filter(None, lines) if not _is_met(line)]
     if unmet:
-        raise MissingDependencyError(f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: {pip(unmet)}")
+        raise MissingDependencyError(
+            f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: {pip(unmet)}"
+        )
 
 
 def _is_met(requirement: str) -> bool:

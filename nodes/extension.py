@@ -21,4 +21,14 @@ class ParallelDiTExtension(ComfyExtension):
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
-        return [ParallelConfigNode, LoadParallelDiT, ParallelLoRA, ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom, ParallelModel, LoadDiffusersCLIPVAE, ParallelDemoLoader]
+        return [
+            ParallelConfigNode,
+            LoadParallelDiT,
+            ParallelLoRA,
+            ParallelSampler,
+            ParallelSamplerAdvanced,
+            ParallelSamplerCustom,
+            ParallelModel,
+            LoadDiffusersCLIPVAE,
+            ParallelDemoLoader,
+        ]

@@ -48,7 +48,9 @@ class Family:
 
 
 #: Classes of models that ComfyUI does not have, or not in every version.
-OURS = {"Sana": Sana, "Flux3": Flux3} | ({} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21})
+OURS = {"Sana": Sana, "Flux3": Flux3} | (
+    {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
+)
 #: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit models are given theirs.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
@@ -64,39 +66,90 @@ FAMILIES = {
     ),
     "chroma": Family(lambda config: "Chroma", unet.chroma, linear_shift=True),
     "sd3": Family(lambda config: "SD3", unet.sd3, needs=("pooled_output",)),
-    "pixart": Family(lambda config: "PixArtAlpha" if unet.is_pixart_alpha(config) else "PixArtSigma", unet.pixart),
+    "pixart": Family(
+        lambda config: "PixArtAlpha" if unet.is_pixart_alpha(config) else "PixArtSigma", unet.pixart
+    ),
     "hunyuan-dit": Family(
-        lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT", unet.hunyuan_dit,
-        needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl")),
-    "hunyuan-video": Family(unet.hunyuan_video_class, unet.hunyuan_video, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO),
+        lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
+        unet.hunyuan_dit,
+        needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
+    ),
+    "hunyuan-video": Family(
+        unet.hunyuan_video_class, unet.hunyuan_video, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO
+    ),
     "hunyuan-video-1.5": Family(
-        lambda config: "HunyuanVideo15", unet.hunyuan_video15, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO,
-        reads=lambda config: {"img_in.proj.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")}),
+        lambda config: "HunyuanVideo15",
+        unet.hunyuan_video15,
+        needs=("pooled_output",),
+        accepts=IMAGE_TO_VIDEO,
+        reads=lambda config: {
+            "img_in.proj.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")
+        },
+    ),
     "wan": Family(
-        unet.wan_class, unet.wan, accepts=IMAGE_TO_VIDEO,
-        reads=lambda config: {"patch_embedding.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")}),
+        unet.wan_class,
+        unet.wan,
+        accepts=IMAGE_TO_VIDEO,
+        reads=lambda config: {
+            "patch_embedding.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")
+        },
+    ),
     "cogvideox": Family(
-        lambda config: "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V", unet.cogvideox, accepts=IMAGE_TO_VIDEO[:1],
-        reads=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config.get("ofs_embed_dim")}),
+        lambda config: (
+            "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V"
+        ),
+        unet.cogvideox,
+        accepts=IMAGE_TO_VIDEO[:1],
+        reads=lambda config: {
+            "in_channels": config["in_channels"],
+            "ofs_proj_dim": config.get("ofs_embed_dim"),
+        },
+    ),
     "ltxv": Family(lambda config: "LTXV", unet.ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=arguments.ltxv),
-    "qwen-image": Family(lambda config: "QwenImage", unet.qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True),
+    "qwen-image": Family(
+        lambda config: "QwenImage", unet.qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True
+    ),
     "qwen-image-2.1": Family(
-        lambda config: "QwenImage21", unet.qwen_image21, accepts=REFERENCES, translate=arguments.qwen_image21,
-        reads=lambda config: {"reset_prefix_cache": lambda enabled: None}),             # it is on the ranks what it is
+        lambda config: "QwenImage21",
+        unet.qwen_image21,
+        accepts=REFERENCES,
+        translate=arguments.qwen_image21,
+        reads=lambda config: {"reset_prefix_cache": lambda enabled: None},
+    ),  # it is on the ranks what it is
     "z-image": Family(lambda config: "ZImage", unet.z_image),
     "krea2": Family(lambda config: "Krea2", unet.krea2, accepts=REFERENCES, pictures=True),
     "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
     "hidream": Family(lambda config: "HiDream", unet.hidream, needs=("pooled_output", "conditioning_llama3")),
-    "kandinsky5": Family(lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image", unet.kandinsky5, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO[1:]),
+    "kandinsky5": Family(
+        lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image",
+        unet.kandinsky5,
+        needs=("pooled_output",),
+        accepts=IMAGE_TO_VIDEO[1:],
+    ),
     "flux2": Family(lambda config: "Flux2", unet.flux2, accepts=REFERENCES),
     "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}, accepts=REFERENCES),
     "lumina2": Family(lambda config: "Lumina2", unet.lumina2),
     "ideogram4": Family(lambda config: "Ideogram4", unet.ideogram4),
     "ltx2": Family(
-        lambda config: "LTXAV", unet.ltx2, latents=(128, 8), translate=arguments.ltx2, reads=lambda config: {"preprocess_text_embeds": arguments.mark_unfinished(config)}),
-    **dict.fromkeys(("minimax-h3", "minimax-h3-curves"), Family(
-        lambda config: "MiniMaxH3", unet.minimax_h3, latents=(24, 32), translate=arguments.minimax_h3,
-        reads=lambda config: {"preprocess_text_embeds": lambda states: states, "patch_size": tuple(config["patch_size"])})),
+        lambda config: "LTXAV",
+        unet.ltx2,
+        latents=(128, 8),
+        translate=arguments.ltx2,
+        reads=lambda config: {"preprocess_text_embeds": arguments.mark_unfinished(config)},
+    ),
+    **dict.fromkeys(
+        ("minimax-h3", "minimax-h3-curves"),
+        Family(
+            lambda config: "MiniMaxH3",
+            unet.minimax_h3,
+            latents=(24, 32),
+            translate=arguments.minimax_h3,
+            reads=lambda config: {
+                "preprocess_text_embeds": lambda states: states,
+                "patch_size": tuple(config["patch_size"]),
+            },
+        ),
+    ),
 }
 
 
@@ -119,7 +172,9 @@ class ElsewhereModule(torch.nn.Module):
 def _supported_model(name: str):
     found = OURS.get(name) or getattr(comfy.supported_models, name, None)
     if found is None:
-        raise RefusedError(f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with a later version; update ComfyUI.")
+        raise RefusedError(
+            f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with a later version; update ComfyUI."
+        )
     return found
 
 
@@ -128,11 +183,15 @@ def family_named(loaded: Loaded) -> Family:
     if loaded.info.get("generic"):
         return Family(comfy_class=lambda config: "", unet_config=lambda config: {})
     if loaded.family not in FAMILIES:
-        raise RefusedError(f"the transformer's family is {loaded.family}, which these nodes do not know; they know {', '.join(FAMILIES)}.")
+        raise RefusedError(
+            f"the transformer's family is {loaded.family}, which these nodes do not know; they know {', '.join(FAMILIES)}."
+        )
     return FAMILIES[loaded.family]
 
 
-def weightless_patcher(loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher) -> comfy.model_patcher.ModelPatcher:
+def weightless_patcher(
+    loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher
+) -> comfy.model_patcher.ModelPatcher:
     """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family.
 
     ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's class.
@@ -141,11 +200,15 @@ def weightless_patcher(loaded: Loaded, transformer=ElsewhereModule, patcher=comf
     if loaded.info.get("generic"):
         model_config = generic.model_config(loaded.info["generic"])
     else:
-        model_config = _supported_model(family.comfy_class(config))({**family.unet_config(config), "disable_unet_model_creation": True})
+        model_config = _supported_model(family.comfy_class(config))(
+            {**family.unet_config(config), "disable_unet_model_creation": True}
+        )
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
     model.diffusion_model = transformer(getattr(torch, loaded.info["dtype"]), family.reads(config))
-    model.memory_required = lambda *shapes, **more: 0  # it runs elsewhere: ComfyUI need not make room for its activations
+    model.memory_required = lambda *shapes, **more: (
+        0
+    )  # it runs elsewhere: ComfyUI need not make room for its activations
     management = comfy.model_management
     return patcher(model, management.get_torch_device(), management.unet_offload_device())

@@ -14,7 +14,9 @@ class Flux3Model(comfy.model_base.BaseModel):
         if kwargs.get("cross_attn") is not None:
             found["c_crossattn"] = comfy.conds.CONDRegular(kwargs["cross_attn"])
         if kwargs.get("reference_latents") is not None:
-            found["ref_latents"] = comfy.conds.CONDList([self.process_latent_in(latent) for latent in kwargs["reference_latents"]])
+            found["ref_latents"] = comfy.conds.CONDList(
+                [self.process_latent_in(latent) for latent in kwargs["reference_latents"]]
+            )
         if kwargs.get("reference_latents_method") is not None:
             found["ref_latents_method"] = comfy.conds.CONDConstant(kwargs["reference_latents_method"])
         return found

@@ -9,7 +9,11 @@ import torch
 #: Keys of a CONDITIONING -> the transformer's arguments.
 ARGUMENTS = {"cross_attn": "c_crossattn", "pooled_output": "y", "attention_mask": "attention_mask"}
 #: The backend's prediction -> ComfyUI's model type.
-MODEL_TYPES = {"flow": comfy.model_base.ModelType.FLOW, "eps": comfy.model_base.ModelType.EPS, "v": comfy.model_base.ModelType.V_PREDICTION}
+MODEL_TYPES = {
+    "flow": comfy.model_base.ModelType.FLOW,
+    "eps": comfy.model_base.ModelType.EPS,
+    "v": comfy.model_base.ModelType.V_PREDICTION,
+}
 
 
 class GenericModel(comfy.model_base.BaseModel):
@@ -29,12 +33,26 @@ class GenericModel(comfy.model_base.BaseModel):
 def model_config(info: dict):
     """ComfyUI's description of a model, from Loaded.info of a fallback family."""
     scheduler, vae = info["pipeline"].get("scheduler", {}), info["pipeline"].get("vae", {})
-    settings = {"shift": scheduler.get("shift", 1.0)} if info["prediction"] == "flow" else {
-        "beta_schedule": {"scaled_linear": "linear", "linear": "sqrt_linear"}[scheduler.get("beta_schedule", "linear")],
-        "linear_start": scheduler.get("beta_start", 0.0001), "linear_end": scheduler.get("beta_end", 0.02), "timesteps": scheduler.get("num_train_timesteps", 1000),
-        "zsnr": bool(scheduler.get("rescale_betas_zero_snr"))}
-    members = {"latent_format": staticmethod(lambda: _latent_format(info, vae)), "sampling_settings": settings, "unet_extra_config": {}, "inpaint_model": lambda self: False,
-               "get_model": lambda self, state_dict: GenericModel(self, model_type=MODEL_TYPES[info["prediction"]])}
+    settings = (
+        {"shift": scheduler.get("shift", 1.0)}
+        if info["prediction"] == "flow"
+        else {
+            "beta_schedule": {"scaled_linear": "linear", "linear": "sqrt_linear"}[
+                scheduler.get("beta_schedule", "linear")
+            ],
+            "linear_start": scheduler.get("beta_start", 0.0001),
+            "linear_end": scheduler.get("beta_end", 0.02),
+            "timesteps": scheduler.get("num_train_timesteps", 1000),
+            "zsnr": bool(scheduler.get("rescale_betas_zero_snr")),
+        }
+    )
+    members = {
+        "latent_format": staticmethod(lambda: _latent_format(info, vae)),
+        "sampling_settings": settings,
+        "unet_extra_config": {},
+        "inpaint_model": lambda self: False,
+        "get_model": lambda self, state_dict: GenericModel(self, model_type=MODEL_TYPES[info["prediction"]]),
+    }
     config = type("Generic", (comfy.supported_models_base.BASE,), members)
     return config({"disable_unet_model_creation": True, "accepted": info["conditioning"]})
 

@@ -71,17 +71,31 @@ def describe(handle: ParallelDiT, message: Describe) -> Described:
     return ensure_loaded(handle)[0].describe(message)
 
 
-def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True) -> tuple[Backend, Loaded]:
+def _load(
+    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
+) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
-    if make_room and (at_hand is None or not at_hand.alive(check)) and not keeps_weights(config, check) and config.device != "cpu":
+    if (
+        make_room
+        and (at_hand is None or not at_hand.alive(check))
+        and not keeps_weights(config, check)
+        and config.device != "cpu"
+    ):
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
     backend = backend_for(config, check)
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
-    loaded = backend.load(path, weight_dtype, keep, check, loras, lambda progress: bar.update_absolute(progress.step, progress.total))
+    loaded = backend.load(
+        path,
+        weight_dtype,
+        keep,
+        check,
+        loras,
+        lambda progress: bar.update_absolute(progress.step, progress.total),
+    )
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
@@ -90,7 +104,11 @@ def _load(config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (
 
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
     """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was pressed, or its GPU is full."""
-    config, path, weight_dtype = handle.config, handle.path, handle.weight_dtype    # not the handle, which must not live as long as its patcher's clones
+    config, path, weight_dtype = (
+        handle.config,
+        handle.path,
+        handle.weight_dtype,
+    )  # not the handle, which must not live as long as its patcher's clones
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)

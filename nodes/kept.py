@@ -43,7 +43,16 @@ class KeptArguments:
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
                 continue
             known, probes = self.known.setdefault(name, {}), _probes(value)
-            key = next((key for key, (copy, own) in known.items() if copy.shape == value.shape and copy.dtype == value.dtype and numpy.array_equal(own, probes)), None)
+            key = next(
+                (
+                    key
+                    for key, (copy, own) in known.items()
+                    if copy.shape == value.shape
+                    and copy.dtype == value.dtype
+                    and numpy.array_equal(own, probes)
+                ),
+                None,
+            )
             if key is not None:
                 kept[name] = key
                 self.taken.append((known[key][0], value))
@@ -61,7 +70,9 @@ def _probes(value: torch.Tensor) -> numpy.ndarray:
     """Eight bytes each at about PROBES places of a tensor of at least LEAST_BYTES, wherever it is."""
     words = value.numel() * value.element_size() // 8
     if value.device.type == "cpu":
-        return _bytes(value)[: 8 * words].view(numpy.int64)[::max(1, words // PROBES) | 1].copy()          # an odd step: not the same column of every row
+        return (
+            _bytes(value)[: 8 * words].view(numpy.int64)[:: max(1, words // PROBES) | 1].copy()
+        )  # an odd step: not the same column of every row
     step = max(1, value.numel() // PROBES) | 1
     return _bytes(value.reshape(-1)[::step].cpu())
 
@@ -72,7 +83,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b)
     x, y = _bytes(a), _bytes(b)
     whole = len(x) // 8 * 8
-    return numpy.array_equal(x[:whole].view(numpy.int64), y[:whole].view(numpy.int64)) and numpy.array_equal(x[whole:], y[whole:])
+    return numpy.array_equal(x[:whole].view(numpy.int64), y[:whole].view(numpy.int64)) and numpy.array_equal(
+        x[whole:], y[whole:]
+    )
 
 
 def _bytes(value: torch.Tensor) -> numpy.ndarray:

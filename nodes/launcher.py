@@ -30,21 +30,37 @@ VERDICT_SECONDS = 8.0
 _LONGEST_SOCKET_PATH = 100
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
-    "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
 }
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str, token: str) -> dict:
     """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with ours."""
-    env = {name: value for name, value in parent.items() if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)}
+    env = {
+        name: value
+        for name, value in parent.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
-    env["CUDA_VISIBLE_DEVICES"] = _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), config) if device == "cuda" else ""
+    env["CUDA_VISIBLE_DEVICES"] = (
+        _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), config) if device == "cuda" else ""
+    )
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
@@ -62,10 +78,29 @@ def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
 def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[str]:
     """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's own."""
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(config.world_size), "--max-restarts", "0", "--monitor-interval", "0.1",
-        "--log-dir", str(folder / "ranks"), "--tee", "3",
-        "-m", "backend.worker", "--address", address, "--config", json.dumps(asdict(config)), "--exit-with-parent",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(config.world_size),
+        "--max-restarts",
+        "0",
+        "--monitor-interval",
+        "0.1",
+        "--log-dir",
+        str(folder / "ranks"),
+        "--tee",
+        "3",
+        "-m",
+        "backend.worker",
+        "--address",
+        address,
+        "--config",
+        json.dumps(asdict(config)),
+        "--exit-with-parent",
     ]
 
 
@@ -91,8 +126,14 @@ class BackendProcess:
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
             self._agent = subprocess.Popen(
-                launch_command(seen, self.address, self.folder), cwd=self.folder, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                env=sanitized_environment(dict(os.environ), config, device, self._token), start_new_session=True)
+                launch_command(seen, self.address, self.folder),
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=sanitized_environment(dict(os.environ), config, device, self._token),
+                start_new_session=True,
+            )
         atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
@@ -114,7 +155,9 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._log_was_named = True
-            raise BackendError(f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}.") from None
+            raise BackendError(
+                f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}."
+            ) from None
         self._client = client
         return client
 

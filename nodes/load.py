@@ -24,7 +24,10 @@ GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
 
 def model_paths() -> dict[str, str]:
     """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers that hold a transformer."""
-    paths = {name: folder_paths.get_full_path("diffusion_models", name) for name in folder_paths.get_filename_list("diffusion_models")}
+    paths = {
+        name: folder_paths.get_full_path("diffusion_models", name)
+        for name in folder_paths.get_filename_list("diffusion_models")
+    }
     for kind in GGUF_FOLDERS & folder_paths.folder_names_and_paths.keys():
         for root in folder_paths.get_folder_paths(kind):
             names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
@@ -52,7 +55,9 @@ def skips_negative(cfg: float, sampler_name: str) -> bool:
 def check_guidance(cfg: float, sampler_name: str, config: ParallelConfig):
     """ConfigError where ``cfg`` leaves half of the ranks without work."""
     if config.cfg_degree == 2 and skips_negative(cfg, sampler_name):
-        raise ConfigError("cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg.")
+        raise ConfigError(
+            "cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
+        )
 
 
 class LoadParallelDiT(io.ComfyNode):
@@ -66,11 +71,27 @@ class LoadParallelDiT(io.ComfyNode):
             category="parallel",
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
-                ParallelConfigType.Input("config", tooltip="From Parallel Config: on how many ranks, and how they share the work."),
-                io.Combo.Input("model_name", options=list(model_paths()), tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack."),
-                io.Combo.Input("weight_dtype", options=WEIGHT_DTYPES, default="default", optional=True, tooltip="Precision of the weights and of the computation. default = that of the file on a GPU, fp32 on the CPU."),
+                ParallelConfigType.Input(
+                    "config", tooltip="From Parallel Config: on how many ranks, and how they share the work."
+                ),
+                io.Combo.Input(
+                    "model_name",
+                    options=list(model_paths()),
+                    tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=WEIGHT_DTYPES,
+                    default="default",
+                    optional=True,
+                    tooltip="Precision of the weights and of the computation. default = that of the file on a GPU, fp32 on the CPU.",
+                ),
             ],
-            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For ParallelSampler, or as a MODEL through ParallelModel.")],
+            outputs=[
+                ParallelDiTType.Output(
+                    display_name="dit", tooltip="For ParallelSampler, or as a MODEL through ParallelModel."
+                )
+            ],
             hidden=[io.Hidden.prompt, io.Hidden.unique_id],
         )
 
@@ -81,7 +102,9 @@ class LoadParallelDiT(io.ComfyNode):
             check_guidance(cfg, sampler_name, config)
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
-            raise RefusedError(f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page.")
+            raise RefusedError(
+                f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page."
+            )
         if not config.address:
             require_dependencies()
         dit = handle.load(config, os.path.abspath(path), weight_dtype)
@@ -100,5 +123,7 @@ def _guidance_of_samplers(prompt: dict, loader_id: str):
             yield from _guidance_of_samplers(prompt, key)
         if node["class_type"].startswith("ParallelSampler"):
             cfg, sampler_name = inputs.get("cfg"), inputs.get("sampler_name")
-            if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):  # a linked one is not known yet
+            if isinstance(cfg, (int, float)) and isinstance(
+                sampler_name, str
+            ):  # a linked one is not known yet
                 yield cfg, sampler_name

@@ -26,13 +26,29 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
             category="parallel",
             description="Text encoders and VAE of a diffusers folder, for models that ComfyUI has no loader for (SANA, FLUX.3, CogView 4, ...). Prompts are encoded by diffusers' own pipeline.",
             inputs=[
-                io.Combo.Input("model_name", options=list(diffusers_folders()), tooltip="A pipeline's folder in models/diffusers; that of Load Parallel DiT."),
-                io.Combo.Input("device", options=["default", "cpu"], default="default", optional=True, tooltip="Where the text encoders run, as in CLIPLoader."),
+                io.Combo.Input(
+                    "model_name",
+                    options=list(diffusers_folders()),
+                    tooltip="A pipeline's folder in models/diffusers; that of Load Parallel DiT.",
+                ),
+                io.Combo.Input(
+                    "device",
+                    options=["default", "cpu"],
+                    default="default",
+                    optional=True,
+                    tooltip="Where the text encoders run, as in CLIPLoader.",
+                ),
             ],
             outputs=[
-                io.Clip.Output(display_name="clip", tooltip="For CLIP Text Encode. Prompts are plain text: weights, (word:1.2), are read as text."),
+                io.Clip.Output(
+                    display_name="clip",
+                    tooltip="For CLIP Text Encode. Prompts are plain text: weights, (word:1.2), are read as text.",
+                ),
                 io.Vae.Output(display_name="vae", tooltip="For VAE Decode and VAE Encode."),
-                io.Clip.Output(display_name="negative_clip", tooltip="For the CLIP Text Encode of the negative prompt, where the pipeline encodes that otherwise: SANA puts an instruction in front of the other one."),
+                io.Clip.Output(
+                    display_name="negative_clip",
+                    tooltip="For the CLIP Text Encode of the negative prompt, where the pipeline encodes that otherwise: SANA puts an instruction in front of the other one.",
+                ),
             ],
         )
 
@@ -40,7 +56,9 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
     def execute(cls, model_name, device="default") -> io.NodeOutput:
         path = diffusers_folders().get(model_name)
         if path is None or not os.path.isdir(path):
-            raise RefusedError(f"model_name is {model_name!r}, which is no diffusers folder in models/diffusers; put it there and refresh the page.")
+            raise RefusedError(
+                f"model_name is {model_name!r}, which is no diffusers folder in models/diffusers; put it there and refresh the page."
+            )
         require_dependencies()
         folder, management = Path(path), comfy.model_management
         text = open_text(folder)

@@ -22,11 +22,29 @@ class ParallelLoRA(io.ComfyNode):
             category="parallel",
             description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of these nodes to add several.",
             inputs=[
-                ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT or another Parallel LoRA."),
-                io.Combo.Input("lora_name", options=folder_paths.get_filename_list("loras"), tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, PEFT or LyCORIS write them."),
-                io.Float.Input("strength", default=1.0, min=-100.0, max=100.0, step=0.01, tooltip="How much of the LoRA is added; 0 adds nothing, negative values subtract it."),
+                ParallelDiTType.Input(
+                    "dit", tooltip="The transformer, from Load Parallel DiT or another Parallel LoRA."
+                ),
+                io.Combo.Input(
+                    "lora_name",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, PEFT or LyCORIS write them.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How much of the LoRA is added; 0 adds nothing, negative values subtract it.",
+                ),
             ],
-            outputs=[ParallelDiTType.Output(display_name="dit", tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The transformer without the LoRA stays usable too.")],
+            outputs=[
+                ParallelDiTType.Output(
+                    display_name="dit",
+                    tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The transformer without the LoRA stays usable too.",
+                )
+            ],
         )
 
     @classmethod
@@ -37,7 +55,9 @@ class ParallelLoRA(io.ComfyNode):
             return io.NodeOutput(dit)
         path = folder_paths.get_full_path("loras", lora_name)
         if path is None:
-            raise RefusedError(f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh the page.")
+            raise RefusedError(
+                f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh the page."
+            )
         found = with_lora(dit, path, strength)
         warning = found.loaded.info["warnings"][-1]
         if warning:

@@ -41,7 +41,19 @@ REFUSED_OPTIONS = {
     "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
-HARMLESS_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "prefetch_dynamic_vbars", "easycache", "lazycache", "context_window", "qwen_image21_cache"}
+HARMLESS_OPTIONS = {
+    "cond_or_uncond",
+    "uuids",
+    "sigmas",
+    "sample_sigmas",
+    "wrappers",
+    "callbacks",
+    "prefetch_dynamic_vbars",
+    "easycache",
+    "lazycache",
+    "context_window",
+    "qwen_image21_cache",
+}
 
 
 class ParallelModel(io.ComfyNode):
@@ -55,9 +67,17 @@ class ParallelModel(io.ComfyNode):
             category="parallel",
             description="A Parallel DiT as a MODEL: ComfyUI's own samplers, guiders and schedulers, with each call of the model on several GPUs. PipeFusion runs drained here: its stages wait for each other at every step, so Parallel Sampler is faster with it.",
             inputs=[
-                ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT. All methods are exact here. PipeFusion is drained at every step, which costs its speed (not its memory saving); Ulysses, ring, tensor, data parallelism and CFG keep theirs."),
+                ParallelDiTType.Input(
+                    "dit",
+                    tooltip="The transformer, from Load Parallel DiT. All methods are exact here. PipeFusion is drained at every step, which costs its speed (not its memory saving); Ulysses, ring, tensor, data parallelism and CFG keep theirs.",
+                ),
             ],
-            outputs=[io.Model.Output(display_name="model", tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach into the transformer (ControlNet, attention patches) are refused.")],
+            outputs=[
+                io.Model.Output(
+                    display_name="model",
+                    tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach into the transformer (ControlNet, attention patches) are refused.",
+                )
+            ],
         )
 
     @classmethod
@@ -68,8 +88,12 @@ class ParallelModel(io.ComfyNode):
 def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     """A MODEL whose transformer is the one that ``dit`` names."""
     patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
-    patcher.model.memory_usage_factor = 0.0     # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
-    patcher.model.process_timestep = lambda timestep, **arguments: timestep      # the ranks make those of frames and tokens from the mask, which comes with the arguments
+    patcher.model.memory_usage_factor = (
+        0.0  # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
+    )
+    patcher.model.process_timestep = lambda timestep, **arguments: (
+        timestep
+    )  # the ranks make those of frames and tokens from the mask, which comes with the arguments
     transformer, sampling = patcher.model.diffusion_model, patcher.model.model_sampling
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
@@ -93,7 +117,9 @@ class RemoteTransformer(ElsewhereModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(f"this MODEL comes from Parallel Model, whose transformer is on the ranks: a node that reads diffusion_model.{name} cannot be used with it.") from None
+            raise AttributeError(
+                f"this MODEL comes from Parallel Model, whose transformer is on the ranks: a node that reads diffusion_model.{name} cannot be used with it."
+            ) from None
 
     def hold_backend(self, executor, *args, **kwargs):
         """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the sampling; the next one starts another."""
@@ -114,13 +140,23 @@ class RemoteTransformer(ElsewhereModule):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
-        given = {name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None}
+        given = {
+            name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None
+        }
         family = family_named(loaded)
         tensors = as_tensors("the graph", family.translate(given), loaded.info["conditioning"])
         tensors = fill_zeros(tensors, x.shape[0], family, family.unet_config(loaded.info["config"]))
         self._tell_of_idle_ranks(x.shape[0])
-        call = ModelCall(loaded.model, self.dit.config.attention, latent_shapes=[list(shape[1:]) for shape in shapes], tensors={
-            "x": x, "time": timestep / self.time_scale, **{f"cond.{name}": value for name, value in tensors.items()}})
+        call = ModelCall(
+            loaded.model,
+            self.dit.config.attention,
+            latent_shapes=[list(shape[1:]) for shape in shapes],
+            tensors={
+                "x": x,
+                "time": timestep / self.time_scale,
+                **{f"cond.{name}": value for name, value in tensors.items()},
+            },
+        )
         output = self._answer(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
@@ -128,7 +164,9 @@ class RemoteTransformer(ElsewhereModule):
         management, result = comfy.model_management, None
         try:
             result, holds = self._ask(backend, call)
-            if result is not None and ("missing" in result.stats or not holds):        # the ranks are others, or have served others; or a prompt has changed a little
+            if result is not None and (
+                "missing" in result.stats or not holds
+            ):  # the ranks are others, or have served others; or a prompt has changed a little
                 self.kept.reset()
                 result, _ = self._ask(backend, call)
         finally:
@@ -142,28 +180,42 @@ class RemoteTransformer(ElsewhereModule):
     def _ask(self, backend: Backend, call: ModelCall) -> tuple[Result | None, bool]:
         """(The answer to the shortened call, whether what it left out is what the ranks keep)."""
         found = []
-        result = backend.sample(self.kept.shortened(call), should_cancel=comfy.model_management.processing_interrupted, meanwhile=lambda: found.append(self.kept.holds()))
+        result = backend.sample(
+            self.kept.shortened(call),
+            should_cancel=comfy.model_management.processing_interrupted,
+            meanwhile=lambda: found.append(self.kept.holds()),
+        )
         return result, all(found)
 
     def _check_options(self, control, options: dict):
         if control is not None:
-            raise RefusedError("the conditioning has a ControlNet ('control'), whose residuals go into the transformer's blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader.")
+            raise RefusedError(
+                "the conditioning has a ControlNet ('control'), whose residuals go into the transformer's blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader."
+            )
         for name, value in options.items():
             inner = [str(key) for key, entry in value.items() if entry] if isinstance(value, dict) else []
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
-                raise RefusedError(f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own loader.")
+                raise RefusedError(
+                    f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own loader."
+                )
             if name == "qwen_image21_cache" and value.get("dtype", "default") != "default":
-                raise RefusedError(f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 Cache), but the ranks of Parallel Model keep them as they are; set dtype to default or remove that node.")
+                raise RefusedError(
+                    f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 Cache), but the ranks of Parallel Model keep them as they are; set dtype to default or remove that node."
+                )
             if name not in HARMLESS_OPTIONS and name not in REFUSED_OPTIONS:
-                self._say_once(f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do not see it.")
+                self._say_once(
+                    f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do not see it."
+                )
 
     def _tell_of_idle_ranks(self, batch: int):
         config = self.dit.config
         groups = config.cfg_degree * config.data_parallel_degree
         if batch % groups:
-            self._say_once(f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree {config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
-                           "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, or where prompts of different lengths are called one by one, use ulysses_degree instead.")
+            self._say_once(
+                f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree {config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
+                "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, or where prompts of different lengths are called one by one, use ulysses_degree instead."
+            )
 
     def _say_once(self, text: str):
         if text not in self._said:
@@ -173,14 +225,19 @@ class RemoteTransformer(ElsewhereModule):
 
 def _refused(what: str):
     def method(self, *args, **kwargs):
-        raise RefusedError(f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; remove that node or use ComfyUI's own loader.")
+        raise RefusedError(
+            f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; remove that node or use ComfyUI's own loader."
+        )
+
     return method
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
     """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused where ComfyUI would do nothing."""
 
-    add_patches = _refused("a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights")
+    add_patches = _refused(
+        "a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights"
+    )
     add_hook_patches = _refused("a LoRA hook or another hook on weights")
     add_weight_wrapper = _refused("a wrapper of weights")
     get_key_patches = _refused("a merge of models")

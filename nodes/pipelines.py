@@ -18,17 +18,33 @@ from .dependencies import pip
 #: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of blocks.
 INDEXES = ("model_index.json", "modular_model_index.json")
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
-_MASKED = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+_MASKED = (
+    "prompt_embeds",
+    "prompt_attention_mask",
+    "negative_prompt_embeds",
+    "negative_prompt_attention_mask",
+)
 #: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer is not given.
 RETURNS = {
-    "SanaPipeline": _MASKED, "SanaVideoPipeline": _MASKED, "MochiPipeline": _MASKED, "AuraFlowPipeline": ("prompt_embeds", None, "negative_prompt_embeds", None),
-    "CogView3PlusPipeline": _BOTH, "CogView4Pipeline": _BOTH, "SkyReelsV2Pipeline": _BOTH, "OvisImagePipeline": (*_BOTH, None, None),
+    "SanaPipeline": _MASKED,
+    "SanaVideoPipeline": _MASKED,
+    "MochiPipeline": _MASKED,
+    "AuraFlowPipeline": ("prompt_embeds", None, "negative_prompt_embeds", None),
+    "CogView3PlusPipeline": _BOTH,
+    "CogView4Pipeline": _BOTH,
+    "SkyReelsV2Pipeline": _BOTH,
+    "OvisImagePipeline": (*_BOTH, None, None),
     "QwenImage21Pipeline": ("prompt_embeds", "prompt_embeds_mask", None),
 }
 #: Pipelines made of blocks whose block "text_encoder" gives ``prompt_embeds``.
 OF_BLOCKS = ("Flux3ModularPipeline", "Flux3DistilledModularPipeline")
 #: diffusers' name -> key of a CONDITIONING.
-KEYS = {"prompt_embeds": "cond", "prompt_attention_mask": "attention_mask", "prompt_embeds_mask": "attention_mask", "pooled_prompt_embeds": "pooled_output"}
+KEYS = {
+    "prompt_embeds": "cond",
+    "prompt_attention_mask": "attention_mask",
+    "prompt_embeds_mask": "attention_mask",
+    "pooled_prompt_embeds": "pooled_output",
+}
 #: How the parts of a folder begin that encode prompts.
 _TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
 
@@ -49,10 +65,14 @@ def pipeline_class(folder: Path) -> str:
     """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here tells how it encodes prompts."""
     index = _index(folder)
     if index is None:
-        raise RefusedError(f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a VAE; download the whole folder that is published for diffusers, not its transformer alone.")
+        raise RefusedError(
+            f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a VAE; download the whole folder that is published for diffusers, not its transformer alone."
+        )
     name = index.get("_class_name")
     if name not in (*RETURNS, *OF_BLOCKS):
-        raise RefusedError(f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, VAELoader) where it has that model's encoders.")
+        raise RefusedError(
+            f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, VAELoader) where it has that model's encoders."
+        )
     return name
 
 
@@ -68,36 +88,73 @@ def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     _require(folder, ["vae"], "latents are decoded")
     import diffusers
 
-    return _read(folder, "vae", lambda: diffusers.AutoModel.from_pretrained(str(folder / "vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True)).eval().requires_grad_(False)
+    return (
+        _read(
+            folder,
+            "vae",
+            lambda: diffusers.AutoModel.from_pretrained(
+                str(folder / "vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            ),
+        )
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def _open_pipeline(folder: Path, name: str) -> TextPipeline:
-    parts = {part: value for part, value in _index(folder).items() if isinstance(value, list) and len(value) == 2}
+    parts = {
+        part: value for part, value in _index(folder).items() if isinstance(value, list) and len(value) == 2
+    }
     used = [part for part, (library, _) in parts.items() if part.startswith(_TEXT_PARTS) and library]
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
-        raise RefusedError(f"the folder {folder.name} brings code of its own for its {foreign}, which is not run; use a folder whose text encoders are classes of transformers.")
+        raise RefusedError(
+            f"the folder {folder.name} brings code of its own for its {foreign}, which is not run; use a folder whose text encoders are classes of transformers."
+        )
     if not any(part.startswith("text_encoder") for part in used):
-        raise RefusedError(f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be encoded with it; download the whole folder that is published for diffusers.")
+        raise RefusedError(
+            f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be encoded with it; download the whole folder that is published for diffusers."
+        )
     _require(folder, used, "prompts are encoded")
     from diffusers import DiffusionPipeline
 
-    pipeline = _read(folder, "text encoders", lambda: DiffusionPipeline.from_pretrained(
-        str(folder), **dict.fromkeys(parts.keys() - set(used)), dtype={"default": "auto"}, use_safetensors=True, local_files_only=True))
+    pipeline = _read(
+        folder,
+        "text encoders",
+        lambda: DiffusionPipeline.from_pretrained(
+            str(folder),
+            **dict.fromkeys(parts.keys() - set(used)),
+            dtype={"default": "auto"},
+            use_safetensors=True,
+            local_files_only=True,
+        ),
+    )
     returns, own = RETURNS[name], inspect.signature(pipeline.encode_prompt).parameters
     # the pipeline's call has defaults of its own (lengths, instructions), which it hands on
-    defaults = {key: p.default for key, p in inspect.signature(type(pipeline).__call__).parameters.items() if key in own and p.default is not p.empty}
+    defaults = {
+        key: p.default
+        for key, p in inspect.signature(type(pipeline).__call__).parameters.items()
+        if key in own and p.default is not p.empty
+    }
 
     def encode(text: str, negative: bool, device: torch.device) -> dict:
         separate = negative and "negative_prompt" in own
         prompts = {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
         given = {**prompts, "device": device, "do_classifier_free_guidance": separate}
         try:
-            found = pipeline.encode_prompt(**defaults | {key: value for key, value in given.items() if key in own})
-        except NameError as reason:                             # diffusers leaves out the import of a package that is not there
-            raise RefusedError(f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not have; run: {pip([reason.name])}") from reason
+            found = pipeline.encode_prompt(
+                **defaults | {key: value for key, value in given.items() if key in own}
+            )
+        except NameError as reason:  # diffusers leaves out the import of a package that is not there
+            raise RefusedError(
+                f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not have; run: {pip([reason.name])}"
+            ) from reason
         told = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
-        return {KEYS[key.removeprefix("negative_")]: value for key, value in told.items() if key.startswith("negative_") == separate}
+        return {
+            KEYS[key.removeprefix("negative_")]: value
+            for key, value in told.items()
+            if key.startswith("negative_") == separate
+        }
 
     return TextPipeline(name, _modules({part: getattr(pipeline, part) for part in used}), encode)
 
@@ -109,16 +166,31 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
     block = blocks.sub_blocks["text_encoder"]
     specs = {spec.name: spec for spec in block.expected_components}
     _require(folder, list(specs), "prompts are encoded")
-    load = lambda spec: spec.load(pretrained_model_name_or_path=str(folder), subfolder=spec.name, local_files_only=True, **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}))
+    load = lambda spec: spec.load(
+        pretrained_model_name_or_path=str(folder),
+        subfolder=spec.name,
+        local_files_only=True,
+        **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}),
+    )
     parts = _read(folder, "text encoder", lambda: {key: load(spec) for key, spec in specs.items()})
     pipeline = block.init_pipeline()
     pipeline.update_components(**parts)
     # its negative prompts are encoded as any prompt
-    return TextPipeline(name, _modules(parts), lambda text, negative, device: {"cond": pipeline(prompt=text, output="prompt_embeds")})
+    return TextPipeline(
+        name,
+        _modules(parts),
+        lambda text, negative, device: {"cond": pipeline(prompt=text, output="prompt_embeds")},
+    )
 
 
 def _modules(parts: dict) -> torch.nn.ModuleDict:
-    return torch.nn.ModuleDict({part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}).eval().requires_grad_(False)
+    return (
+        torch.nn.ModuleDict(
+            {part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}
+        )
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def _index(folder: Path) -> dict | None:
@@ -130,7 +202,9 @@ def _index(folder: Path) -> dict | None:
 def _require(folder: Path, parts: list[str], purpose: str):
     missing = [part for part in parts if not (folder / part).is_dir()]
     if missing:
-        raise RefusedError(f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download the whole folder that is published for diffusers.")
+        raise RefusedError(
+            f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download the whole folder that is published for diffusers."
+        )
 
 
 def _read(folder: Path, what: str, action: Callable):
@@ -138,5 +212,9 @@ def _read(folder: Path, what: str, action: Callable):
     try:
         return action()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as reason:
-        first = next((line.strip() for line in str(reason).splitlines() if line.strip()), type(reason).__name__)
-        raise RefusedError(f"the {what} of the folder {folder.name} cannot be read ({first}); download its files (.safetensors, configurations and tokenizer) again.") from reason
+        first = next(
+            (line.strip() for line in str(reason).splitlines() if line.strip()), type(reason).__name__
+        )
+        raise RefusedError(
+            f"the {what} of the folder {folder.name} cannot be read ({first}); download its files (.safetensors, configurations and tokenizer) again."
+        ) from reason

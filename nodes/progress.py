@@ -18,8 +18,22 @@ class Reporter:
     ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes. ``holds_last``: the last step is reported by ``last`` alone.
     """
 
-    def __init__(self, callback, latent: torch.Tensor, total: int, ranks: int, disable_pbar: bool, holds_last: bool = False):
-        self.callback, self.latest, self.total, self.ranks, self.holds_last = callback, latent, total, ranks, holds_last
+    def __init__(
+        self,
+        callback,
+        latent: torch.Tensor,
+        total: int,
+        ranks: int,
+        disable_pbar: bool,
+        holds_last: bool = False,
+    ):
+        self.callback, self.latest, self.total, self.ranks, self.holds_last = (
+            callback,
+            latent,
+            total,
+            ranks,
+            holds_last,
+        )
         self.bar = tqdm(total=total, disable=disable_pbar)
         self.say, self.began, self.said = node_text(), time.monotonic(), float("-inf")
 

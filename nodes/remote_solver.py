@@ -31,13 +31,24 @@ class RemoteSolver:
         self.dit, self.sampler_name, self.wants_denoised = dit, sampler_name, wants_denoised
         self.backend, self.loaded = ensure_loaded(dit)
 
-    def __call__(self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
+    def __call__(
+        self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+    ):
         """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space -> samples likewise. ``executor``: ComfyUI's own loop."""
         if len(sigmas) < 2:  # no step: it scales the latent and asks nothing of the model
-            return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar)
+            return executor(
+                guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+            )
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
         management = comfy.model_management
-        with Reporter(callback, noise, len(sigmas) - 1, self.backend.welcome.world_size, disable_pbar, holds_last=self.wants_denoised) as reporter:
+        with Reporter(
+            callback,
+            noise,
+            len(sigmas) - 1,
+            self.backend.welcome.world_size,
+            disable_pbar,
+            holds_last=self.wants_denoised,
+        ) as reporter:
             result = self.backend.sample(request, reporter, management.processing_interrupted)
             if result is None:
                 management.throw_exception_if_processing_interrupted()
@@ -54,13 +65,25 @@ class RemoteSolver:
             tensors["denoise_mask"] = denoise_mask
         if self.sampler_name in HALF_LOG_SNR:
             percent_to_sigma = guider.inner_model.model_sampling.percent_to_sigma
-            tensors["percent_sigmas"] = torch.tensor([percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64)
+            tensors["percent_sigmas"] = torch.tensor(
+                [percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64
+            )
         config = self.dit.config
         return Sample(
-            model=self.loaded.model, sampler=self.sampler_name, cfg=float(guider.cfg), seed=seed, denoised=self.wants_denoised, prompts=prompts,
-            num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv, attention=config.attention,
+            model=self.loaded.model,
+            sampler=self.sampler_name,
+            cfg=float(guider.cfg),
+            seed=seed,
+            denoised=self.wants_denoised,
+            prompts=prompts,
+            num_pipeline_patch=config.num_pipeline_patch,
+            warmup_steps=config.warmup_steps,
+            stale_kv=config.stale_kv,
+            attention=config.attention,
             preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
-            latent_shapes=latent_shapes(guider.conds["positive"][0]), tensors=tensors)
+            latent_shapes=latent_shapes(guider.conds["positive"][0]),
+            tensors=tensors,
+        )
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
         """(Sample.prompts, their tensors)."""
@@ -71,8 +94,12 @@ class RemoteSolver:
         for side in sides:
             for index, cond in enumerate(guider.conds[side], 1):
                 name = side if index == 1 else f"{side}{index}"
-                other = next((one for one in everyone if one is not cond), None) if len(everyone) == 2 else None
-                arguments = model_arguments(side, cond, batch, self.loaded.info["conditioning"], family, other)
+                other = (
+                    next((one for one in everyone if one is not cond), None) if len(everyone) == 2 else None
+                )
+                arguments = model_arguments(
+                    side, cond, batch, self.loaded.info["conditioning"], family, other
+                )
                 for key, value in fill_zeros(arguments, batch, family, unet_config).items():
                     tensors[f"{name}.{key}"] = value
                 prompts[name], weight = mixing(cond, noise)

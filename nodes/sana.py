@@ -18,8 +18,14 @@ class SanaModel(comfy.model_base.BaseModel):
     """Arguments: the prompt's hidden states, and which of their rows are no padding."""
 
     def extra_conds(self, **kwargs):
-        found = {name: kwargs.get(key) for name, key in (("c_crossattn", "cross_attn"), ("attention_mask", "attention_mask"))}
-        return {**super().extra_conds(**kwargs), **{name: comfy.conds.CONDRegular(value) for name, value in found.items() if value is not None}}
+        found = {
+            name: kwargs.get(key)
+            for name, key in (("c_crossattn", "cross_attn"), ("attention_mask", "attention_mask"))
+        }
+        return {
+            **super().extra_conds(**kwargs),
+            **{name: comfy.conds.CONDRegular(value) for name, value in found.items() if value is not None},
+        }
 
 
 class Sana(comfy.supported_models_base.BASE):

@@ -19,14 +19,20 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
     own = model.get_model_object("model_sampling")
     kinds = comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.ModelSamplingDiscreteFlow
     if not isinstance(own, comfy.model_sampling.CONST) or not isinstance(own, kinds):
-        raise RefusedError(f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its training; set shift to 0.")
+        raise RefusedError(
+            f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its training; set shift to 0."
+        )
     if hasattr(own, "audio_shift"):
-        raise RefusedError(f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the video's, which one shift does not tell; set shift to 0.")
+        raise RefusedError(
+            f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the video's, which one shift does not tell; set shift to 0."
+        )
     exponential = isinstance(own, kinds[0]) and not family.linear_shift
 
     class ModelSampling(kinds[0] if exponential else kinds[1], comfy.model_sampling.CONST):
         """As ComfyUI's nodes make it."""
 
     shifted = ModelSampling(model.model.model_config)
-    shifted.set_parameters(shift=shift, **({} if exponential else {"multiplier": getattr(own, "multiplier", 1.0)}))
+    shifted.set_parameters(
+        shift=shift, **({} if exponential else {"multiplier": getattr(own, "multiplier", 1.0)})
+    )
     model.add_object_patch("model_sampling", shifted)

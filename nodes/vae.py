@@ -62,11 +62,17 @@ class DiffusersVAE(comfy.sd.VAE):
 
     def __init__(self, vae: torch.nn.Module):
         """``vae``: an autoencoder of diffusers, in the precision in which it computes."""
-        super().__init__(sd=comfy.taesd.taesd.TAESD().state_dict())     # a small one, for whatever else this version's object holds
+        super().__init__(
+            sd=comfy.taesd.taesd.TAESD().state_dict()
+        )  # a small one, for whatever else this version's object holds
         self.first_stage_model = AUTOENCODERS.get(type(vae).__name__, Autoencoder)(vae)
         self.vae_dtype, self.size = vae.dtype, None
-        self.disable_offload = True                                      # diffusers' modules run where all of their weights are
-        self.patcher = comfy.model_patcher.ModelPatcher(self.first_stage_model, load_device=self.device, offload_device=comfy.model_management.vae_offload_device())
+        self.disable_offload = True  # diffusers' modules run where all of their weights are
+        self.patcher = comfy.model_patcher.ModelPatcher(
+            self.first_stage_model,
+            load_device=self.device,
+            offload_device=comfy.model_management.vae_offload_device(),
+        )
         self._measure(vae)
         self.model_size()
 
@@ -74,8 +80,18 @@ class DiffusersVAE(comfy.sd.VAE):
         """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls back to where memory does not suffice."""
         side = 512 // self.upscale_ratio
         decode = lambda part: self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
-        return self.process_output(comfy.utils.tiled_scale(
-            samples, decode, tile_x or side, tile_y or side, side // 4 if overlap is None else overlap, upscale_amount=self.upscale_ratio, out_channels=self.output_channels, output_device=self.output_device))
+        return self.process_output(
+            comfy.utils.tiled_scale(
+                samples,
+                decode,
+                tile_x or side,
+                tile_y or side,
+                side // 4 if overlap is None else overlap,
+                upscale_amount=self.upscale_ratio,
+                out_channels=self.output_channels,
+                output_device=self.output_device,
+            )
+        )
 
     def _measure(self, vae):
         """Channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames) without values."""
@@ -83,16 +99,24 @@ class DiffusersVAE(comfy.sd.VAE):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))
         config, packed = vae.config, 4 if isinstance(model, PackedAutoencoder) else 1
         self.latent_channels = (config.get("latent_channels") or config["z_dim"]) * packed
-        is_video = not isinstance(model, PictureAutoencoder) and any(isinstance(module, torch.nn.Conv3d) for module in vae.modules())
-        decoded = lambda *frames: model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
+        is_video = not isinstance(model, PictureAutoencoder) and any(
+            isinstance(module, torch.nn.Conv3d) for module in vae.modules()
+        )
+        decoded = lambda *frames: (
+            model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
+        )
         shape = decoded(*[2] * is_video)
         space = shape[-1] // 2
-        self.latent_dim, self.output_channels, self.pad_channel_value = 3 if is_video else 2, shape[1], 1.0 if shape[1] == 4 else None   # opaque
+        self.latent_dim, self.output_channels, self.pad_channel_value = (
+            3 if is_video else 2,
+            shape[1],
+            1.0 if shape[1] == 4 else None,
+        )  # opaque
         self.upscale_ratio = self.downscale_ratio = space
         pixels = space * space
         if is_video:
             time = decoded(3)[2] - shape[2]
-            behind = 2 * time - shape[2]                                 # frames that the first latent frame lacks
+            behind = 2 * time - shape[2]  # frames that the first latent frame lacks
             self.upscale_ratio = (lambda frames: max(0, frames * time - behind), space, space)
             self.downscale_ratio = (lambda frames: max(0, (frames + behind) // time), space, space)
             self.upscale_index_formula = self.downscale_index_formula = (time, space, space)

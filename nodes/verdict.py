@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: torchrun's failure table (torch.distributed.elastic.multiprocessing.errors).
-_FAILURE = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: \d+\)")
+_FAILURE = re.compile(
+    r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: \d+\)"
+)
 #: What a rank says when it was another one that went away.
-_CONSEQUENCE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error|recvvalue failed|store.*(timeout|timed out)", re.IGNORECASE)
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error|recvvalue failed|store.*(timeout|timed out)",
+    re.IGNORECASE,
+)
 _LONGEST = 400
 
 
@@ -64,7 +69,9 @@ def _recorded_errors(folder: Path):
             record = json.loads(path.read_text())["message"]
         except ValueError:  # the rank was killed while it wrote
             continue
-        yield RankFailure(int(path.parent.name), 1, _one_line(record["message"]), float(record["extraInfo"]["timestamp"]))
+        yield RankFailure(
+            int(path.parent.name), 1, _one_line(record["message"]), float(record["extraInfo"]["timestamp"])
+        )
 
 
 def _last_words(folder: Path, rank: int) -> str:

@@ -31,8 +31,17 @@ from backend.loading.checkpoint import Checkpoint, open_checkpoint
 from backend.models.fallback import is_video
 from backend.protocol import Sample
 
-METHODS = [dict(cfg_degree=2), dict(data_parallel_degree=2), dict(ulysses_degree=2), dict(ring_degree=2), dict(tensor_parallel_degree=2), dict(tensor_parallel_degree=2, split_scheme="row"),
-           dict(tensor_parallel_degree=2, split_scheme="column"), dict(pipefusion_degree=2, num_pipeline_patch=1), dict(pipefusion_degree=2, num_pipeline_patch=3)]
+METHODS = [
+    dict(cfg_degree=2),
+    dict(data_parallel_degree=2),
+    dict(ulysses_degree=2),
+    dict(ring_degree=2),
+    dict(tensor_parallel_degree=2),
+    dict(tensor_parallel_degree=2, split_scheme="row"),
+    dict(tensor_parallel_degree=2, split_scheme="column"),
+    dict(pipefusion_degree=2, num_pipeline_patch=1),
+    dict(pipefusion_degree=2, num_pipeline_patch=3),
+]
 #: Largest relative difference of exact methods (float32), and what stale keys and values may do to random weights in a few steps.
 EXACT, STALE = 1e-5, 0.25
 #: Facts of a family that say how blocks are taken apart.
@@ -40,13 +49,22 @@ FACTS = ("block_lists", "joined", "image", "text", "returns", "text_position", "
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--size", default="12x16", help="rows x columns of the latent (12x16)")
     parser.add_argument("--frames", type=int, default=3, help="of the latent of a video model")
-    parser.add_argument("--latents", default="", help="shapes of the latents of a model that denoises several at once, 24x3x12x16,32x2x15 for MiniMax-H3")
+    parser.add_argument(
+        "--latents",
+        default="",
+        help="shapes of the latents of a model that denoises several at once, 24x3x12x16,32x2x15 for MiniMax-H3",
+    )
     parser.add_argument("--text", type=int, default=9, help="text tokens")
-    parser.add_argument("--conditioning", help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model arguments, for families that need more than a prompt")
+    parser.add_argument(
+        "--conditioning",
+        help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model arguments, for families that need more than a prompt",
+    )
     parser.add_argument("--json", type=Path, help="write the results there too")
     return parser.parse_args()
 
@@ -55,18 +73,46 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
     """Three Euler steps with two prompts, of as many samples as there are replicas."""
     family, generator = checkpoint.family, torch.Generator().manual_seed(3)
     frames = [chosen.frames] if is_video(getattr(diffusers, family.transformer)) else []
-    shapes = [list(map(int, part.split("x"))) for part in chosen.latents.split(",")] if family.nested and chosen.latents else []
-    shape = (1, sum(map(math.prod, shapes))) if family.nested else (family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
+    shapes = (
+        [list(map(int, part.split("x"))) for part in chosen.latents.split(",")]
+        if family.nested and chosen.latents
+        else []
+    )
+    shape = (
+        (1, sum(map(math.prod, shapes)))
+        if family.nested
+        else (family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
+    )
     noise = torch.randn(2, *shape, generator=generator)
     if family.schedule:
         sigmas = torch.cat([family.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
     else:
         sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
-    given = load_file(chosen.conditioning) if chosen.conditioning else {
-        f"{branch}.{name}": torch.randn(1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator)
-        for branch in ("positive", "negative") for name, width in family.widths(checkpoint.config).items()} | {
-        f"{branch}.guidance": torch.tensor([3.5]) for branch in ("positive", "negative") if "guidance" in family.conditioning}
-    return Sample("model", "euler", 3.0, 0, num_pipeline_patch=config.num_pipeline_patch, latent_shapes=shapes, tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given})
+    given = (
+        load_file(chosen.conditioning)
+        if chosen.conditioning
+        else {
+            f"{branch}.{name}": torch.randn(
+                1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator
+            )
+            for branch in ("positive", "negative")
+            for name, width in family.widths(checkpoint.config).items()
+        }
+        | {
+            f"{branch}.guidance": torch.tensor([3.5])
+            for branch in ("positive", "negative")
+            if "guidance" in family.conditioning
+        }
+    )
+    return Sample(
+        "model",
+        "euler",
+        3.0,
+        0,
+        num_pipeline_patch=config.num_pipeline_patch,
+        latent_shapes=shapes,
+        tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given},
+    )
 
 
 def latent(model: str, chosen, config: ParallelConfig, place: mesh.Mesh) -> torch.Tensor:
@@ -81,7 +127,10 @@ def latent(model: str, chosen, config: ParallelConfig, place: mesh.Mesh) -> torc
 def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
     """One method's difference, or why it does not run."""
     config = ParallelConfig(**degrees)
-    row = {"model": Path(model).name, "method": ", ".join(f"{name} {value}" for name, value in degrees.items())}
+    row = {
+        "model": Path(model).name,
+        "method": ", ".join(f"{name} {value}" for name, value in degrees.items()),
+    }
     try:
         difference = latent(model, chosen, config, mesh.build(config, "cpu")) - reference
     except UnsupportedError as reason:
@@ -93,7 +142,9 @@ def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
 
 def facts(model: str) -> str:
     family = open_checkpoint(model).family
-    return f"{model}: family {family.name}\n" + "\n".join(f"  {name}: {getattr(family, name)}" for name in FACTS)
+    return f"{model}: family {family.name}\n" + "\n".join(
+        f"  {name}: {getattr(family, name)}" for name in FACTS
+    )
 
 
 def check(chosen) -> list[dict]:
@@ -108,15 +159,33 @@ def check(chosen) -> list[dict]:
             rows.append(compare(model, chosen, degrees, reference))
             if dist.get_rank() == 0:
                 row = rows[-1]
-                print(f"  {'ok  ' if row['passed'] else 'FAIL'} {row['method']}: {row.get('refused') or format(row['error'], '.1e')}{' (stale)' if row.get('stale') else ''}", flush=True)
+                print(
+                    f"  {'ok  ' if row['passed'] else 'FAIL'} {row['method']}: {row.get('refused') or format(row['error'], '.1e')}{' (stale)' if row.get('stale') else ''}",
+                    flush=True,
+                )
     return rows
 
 
 def main():
     chosen = options()
     if "RANK" not in os.environ:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__, *sys.argv[1:]]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            *sys.argv[1:],
+        ]
         sys.exit(subprocess.run(command, env=environment).returncode)
     dist.init_process_group("gloo")
     rows = check(chosen)

@@ -55,12 +55,38 @@ class ComfyServer:
             self.port = probe.getsockname()[1]
         self.folder, self.log = folder, folder / "server.log"
         command = [
-            os.environ.get("COMFYUI_PYTHON", sys.executable), str(checkout / "main.py"), "--cpu", "--listen", "127.0.0.1", "--port", str(self.port),
-            "--base-directory", str(folder), "--database-url", f"sqlite:///{folder}/comfyui.db", "--disable-auto-launch", "--disable-api-nodes",
-            "--preview-method", "latent2rgb", "--use-pytorch-cross-attention"]        # as on a GPU; the attention that it takes on a CPU adds masks of truth values as numbers
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+            os.environ.get("COMFYUI_PYTHON", sys.executable),
+            str(checkout / "main.py"),
+            "--cpu",
+            "--listen",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--base-directory",
+            str(folder),
+            "--database-url",
+            f"sqlite:///{folder}/comfyui.db",
+            "--disable-auto-launch",
+            "--disable-api-nodes",
+            "--preview-method",
+            "latent2rgb",
+            "--use-pytorch-cross-attention",
+        ]  # as on a GPU; the attention that it takes on a CPU adds masks of truth values as numbers
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         self._wait_until_up()
 
     def _wait_until_up(self):
@@ -77,7 +103,9 @@ class ComfyServer:
             except OSError:
                 time.sleep(0.25)
         self.stop()
-        raise AssertionError(f"ComfyUI was not up after {START_SECONDS} s: {self.log.read_text(errors='replace')[-2000:]}")
+        raise AssertionError(
+            f"ComfyUI was not up after {START_SECONDS} s: {self.log.read_text(errors='replace')[-2000:]}"
+        )
 
     def fetch(self, path: str) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
@@ -87,7 +115,11 @@ class ComfyServer:
         return json.loads(self.fetch(path))
 
     def post(self, path: str, data: dict) -> tuple[int, dict]:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(data).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(data).encode(),
+            {"Content-Type": "application/json"},
+        )
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return answer.status, json.loads(answer.read() or "{}")
@@ -120,7 +152,7 @@ class ComfyServer:
         if not is_text:
             run.previews += payload[:4] == b"\0\0\0\1"
             if payload[:4] == b"\0\0\0\3":
-                run.texts.append(payload[8 + int.from_bytes(payload[4:8], "big"):].decode())
+                run.texts.append(payload[8 + int.from_bytes(payload[4:8], "big") :].decode())
             return
         message = json.loads(payload)
         kind, data = message["type"], message["data"]
@@ -153,7 +185,9 @@ class ComfyServer:
             if entry.name.isdigit():
                 try:
                     parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                    lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    lines[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
                 except OSError:
                     pass  # it ended while we looked
         mine, found = set(), {self.process.pid}

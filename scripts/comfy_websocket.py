@@ -13,7 +13,8 @@ class WebSocket:
         key = base64.b64encode(os.urandom(16)).decode()
         self._socket.sendall(
             f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode())
+            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
         self._buffer = b""
         while b"\r\n\r\n" not in self._buffer:
             self._buffer += self._socket.recv(4096)
@@ -32,7 +33,7 @@ class WebSocket:
             self._fill(start + size)
         except TimeoutError:
             return None  # what has arrived of the frame stays in the buffer
-        frame, self._buffer = self._buffer[: start + size], self._buffer[start + size:]
+        frame, self._buffer = self._buffer[: start + size], self._buffer[start + size :]
         return frame[0] & 15 == 1, frame[start:]
 
     def close(self):

@@ -19,7 +19,12 @@ from parallel_dit.nodes import backends
 PROMPT = "a red circle left of a blue square on black"
 MODEL = pack.ROOT / "demo" / "shapes-flux"
 #: Name -> ParallelConfig fields of the ways to use two ranks.
-METHODS = {"cfg": {"cfg_degree": 2}, "ulysses": {"ulysses_degree": 2}, "ring": {"ring_degree": 2}, "pipefusion": {"pipefusion_degree": 2}}
+METHODS = {
+    "cfg": {"cfg_degree": 2},
+    "ulysses": {"ulysses_degree": 2},
+    "ring": {"ring_degree": 2},
+    "pipefusion": {"pipefusion_degree": 2},
+}
 BAR = 30
 
 
@@ -39,17 +44,27 @@ def request(model: str, prompt: str, steps: int, cfg: float, seed: int) -> Sampl
 def show(progress):
     """A progress bar on the terminal."""
     filled = BAR * progress.step // progress.total
-    print(f"\r  [{'#' * filled}{'.' * (BAR - filled)}] step {progress.step}/{progress.total}", end="", file=sys.stderr, flush=True)
+    print(
+        f"\r  [{'#' * filled}{'.' * (BAR - filled)}] step {progress.step}/{progress.total}",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def paint(config: ParallelConfig, options) -> tuple[torch.Tensor, float]:
     """The latent (1, 16, 32, 32) in the model's space, and the median seconds of a run on a warm backend."""
-    print(f"{config.product} on the {config.resolve_device(torch.cuda.device_count())}: starting ...", file=sys.stderr)
+    print(
+        f"{config.product} on the {config.resolve_device(torch.cuda.device_count())}: starting ...",
+        file=sys.stderr,
+    )
     backend = backends.backend_for(config)
-    message = request(backend.load(str(MODEL)).model, options.prompt, options.steps, options.cfg, options.seed)
+    message = request(
+        backend.load(str(MODEL)).model, options.prompt, options.steps, options.cfg, options.seed
+    )
     message = replace(message, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps)
     seconds = []
-    for _ in range(options.repeat + 1):                     # the first one warms up
+    for _ in range(options.repeat + 1):  # the first one warms up
         began = time.perf_counter()
         result = backend.sample(message, show)
         seconds.append(time.perf_counter() - began)
@@ -72,13 +87,22 @@ def device() -> str:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", default=PROMPT, help=f'like "{PROMPT}"')
-    parser.add_argument("--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)")
+    parser.add_argument(
+        "--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg", type=float, default=2.5)
     parser.add_argument("--seed", type=int, default=10)
-    parser.add_argument("--repeat", type=int, default=3, help="timed runs on each number of ranks (the median is shown)")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="timed runs on each number of ranks (the median is shown)"
+    )
     parser.add_argument("--out", type=Path, default=pack.ROOT / "output" / "demo.png")
-    parser.add_argument("--comfyui", type=Path, metavar="PATH", help="queue workflows/demo.api.json in this ComfyUI, headless, instead")
+    parser.add_argument(
+        "--comfyui",
+        type=Path,
+        metavar="PATH",
+        help="queue workflows/demo.api.json in this ComfyUI, headless, instead",
+    )
     return parser.parse_args()
 
 
@@ -99,9 +123,11 @@ def main():
         backends.close_all()
     save(two, chosen.out)
     verdict = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
-    print(f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times as fast (medians of {chosen.repeat}).")
+    print(
+        f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times as fast (medians of {chosen.repeat})."
+    )
     print(f"The two latents differ by {((one - two).norm() / one.norm()).item():.1e} of their size.")
-    print(f"{chosen.out}: \"{chosen.prompt}\"{'' if verdict else ' (' + '; '.join(verdict.problems) + ')'}")
+    print(f'{chosen.out}: "{chosen.prompt}"{"" if verdict else " (" + "; ".join(verdict.problems) + ")"}')
 
 
 if __name__ == "__main__":

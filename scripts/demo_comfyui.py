@@ -29,14 +29,18 @@ def run(comfyui: Path, out: Path):
     try:
         print(f"Starting {comfyui} with {os.environ['COMFYUI_PYTHON']} ...")
         server = ComfyServer(folder, {"parallel-dit": pack.ROOT})
-        result = server.run(json.loads(WORKFLOW.read_text()), lambda step: print(f"\r  step {step}", end="", flush=True))
+        result = server.run(
+            json.loads(WORKFLOW.read_text()), lambda step: print(f"\r  step {step}", end="", flush=True)
+        )
         print()
         if result.status != "success":
             sys.exit(f"ComfyUI says: {result.message.strip()}")
         picture = next((folder / "output").rglob("*.png"))
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, out)
-        print(f"{out}: queued and painted in {result.seconds:.1f} s, {result.previews} previews; the ranks' start is in it.")
+        print(
+            f"{out}: queued and painted in {result.seconds:.1f} s, {result.previews} previews; the ranks' start is in it."
+        )
     except CannotStart as reason:
         sys.exit(str(reason))
     finally:

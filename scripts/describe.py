@@ -15,9 +15,13 @@ from backend.errors import UnsupportedError
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("--image-rows", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)")
+    parser.add_argument(
+        "--image-rows", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)"
+    )
     parser.add_argument("--text-rows", type=int, default=512, help="text tokens of a request")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
@@ -34,7 +38,9 @@ def main():
     chosen = options()
     config = ParallelConfig(**{field.name: getattr(chosen, field.name) for field in fields(ParallelConfig)})
     try:
-        plans = describe(config, chosen.model, chosen.image_rows, chosen.text_rows, chosen.batch, chosen.branches)
+        plans = describe(
+            config, chosen.model, chosen.image_rows, chosen.text_rows, chosen.batch, chosen.branches
+        )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))
     print(config.product)

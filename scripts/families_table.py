@@ -16,8 +16,20 @@ import diffusers
 from backend import models
 from backend.models.spec import Family
 
-README, BEGIN, END = ROOT / "README.md", "<!-- families: made by scripts/families_table.py -->\n", "<!-- end of families -->\n"
-HEAD = ("model", "transformer in diffusers", "files", "CFG, data", "Ulysses, ring, PipeFusion", "tensor parallel", "golden latents that hold it (distance)")
+README, BEGIN, END = (
+    ROOT / "README.md",
+    "<!-- families: made by scripts/families_table.py -->\n",
+    "<!-- end of families -->\n",
+)
+HEAD = (
+    "model",
+    "transformer in diffusers",
+    "files",
+    "CFG, data",
+    "Ulysses, ring, PipeFusion",
+    "tensor parallel",
+    "golden latents that hold it (distance)",
+)
 
 
 def golden_files() -> dict[str, list[str]]:
@@ -26,17 +38,38 @@ def golden_files() -> dict[str, list[str]]:
     distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
     for path in sorted((ROOT / "tests/golden").glob("*.json")):
         shapes = json.loads(path.read_text())["shapes"]
-        name = next((family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None), None)
-        found.setdefault(name, []).append(f"{path.stem} ({max(distance for case, distance in distances.items() if case.split('__')[0] == path.stem):.0e})")
+        name = next(
+            (family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None),
+            None,
+        )
+        found.setdefault(name, []).append(
+            f"{path.stem} ({max(distance for case, distance in distances.items() if case.split('__')[0] == path.stem):.0e})"
+        )
     return found
 
 
 def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]:
     """A family's cells; its title is the first words of its file."""
-    plan = "own plan" if family.tp_plan else "diffusers' plan" if getattr(diffusers, family.transformer)._tp_plan else ""
-    kinds = (("single file", family.layout.signature), ("folder", models.family_of_class(family.transformer) is family))
-    return (module.__doc__.partition(":")[0], family.transformer, ", ".join(kind for kind, there in kinds if there),
-            "yes", family.whole_only or "yes", f"megatron ({plan}), row, column, 2d" if plan else "row, column, 2d", ", ".join(golden.get(family.name, ())) or "none")
+    plan = (
+        "own plan"
+        if family.tp_plan
+        else "diffusers' plan"
+        if getattr(diffusers, family.transformer)._tp_plan
+        else ""
+    )
+    kinds = (
+        ("single file", family.layout.signature),
+        ("folder", models.family_of_class(family.transformer) is family),
+    )
+    return (
+        module.__doc__.partition(":")[0],
+        family.transformer,
+        ", ".join(kind for kind, there in kinds if there),
+        "yes",
+        family.whole_only or "yes",
+        f"megatron ({plan}), row, column, 2d" if plan else "row, column, 2d",
+        ", ".join(golden.get(family.name, ())) or "none",
+    )
 
 
 def table() -> str:

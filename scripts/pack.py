@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 if "parallel_dit" not in sys.modules:
-    spec = importlib.util.spec_from_file_location("parallel_dit", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    spec = importlib.util.spec_from_file_location(
+        "parallel_dit", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
     sys.modules["parallel_dit"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["parallel_dit"])

@@ -9,8 +9,10 @@ CLIP_SCENE = "a red fox trots through fresh snow at sunrise, camera follows from
 EDIT = "Make it a snowy winter evening, keep everything else as it is."
 BAD = "blurry, low quality, distorted, watermark"
 BAD_VIDEO = "blurry, static, overexposed, distorted hands, watermark"
-BAD_SOUND_AND_VIDEO = "blurry, low quality, still frame, frames, watermark, overlay, titles, has blurbox, has subtitles"
-SPOKEN_SCENE = "a close-up of an old clockmaker at his bench, he lifts a small brass gear to the light and says: \"Listen, it breathes.\" Soft ticking from many clocks fills the room"
+BAD_SOUND_AND_VIDEO = (
+    "blurry, low quality, still frame, frames, watermark, overlay, titles, has blurbox, has subtitles"
+)
+SPOKEN_SCENE = 'a close-up of an old clockmaker at his bench, he lifts a small brass gear to the light and says: "Listen, it breathes." Soft ticking from many clocks fills the room'
 LTX2 = "ltx-2-19b-dev-fp8.safetensors"
 
 
@@ -19,7 +21,9 @@ def clip(*names: str, **more) -> tuple[str, dict]:
     if len(names) == 1:
         return "CLIPLoader", {"clip_name": names[0], "device": "default", **more}
     more |= {"device": "default"} if len(names) == 2 else {}
-    return {2: "DualCLIPLoader", 3: "TripleCLIPLoader", 4: "QuadrupleCLIPLoader"}[len(names)], {f"clip_name{i}": name for i, name in enumerate(names, 1)} | more
+    return {2: "DualCLIPLoader", 3: "TripleCLIPLoader", 4: "QuadrupleCLIPLoader"}[len(names)], {
+        f"clip_name{i}": name for i, name in enumerate(names, 1)
+    } | more
 
 
 def picture(width: int = 1024, height: int = 1024, kind: str = "EmptySD3LatentImage") -> tuple[str, dict]:
@@ -30,8 +34,17 @@ def video(width: int, height: int, length: int, kind: str = "EmptyHunyuanLatentV
     return kind, {"width": width, "height": height, "length": length, "batch_size": 1}
 
 
-def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simple", shift: float = 0.0) -> dict:
-    return {"steps": steps, "cfg": cfg, "sampler_name": sampler, "scheduler": scheduler, "denoise": 1.0, "shift": shift}
+def solve(
+    steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simple", shift: float = 0.0
+) -> dict:
+    return {
+        "steps": steps,
+        "cfg": cfg,
+        "sampler_name": sampler,
+        "scheduler": scheduler,
+        "denoise": 1.0,
+        "shift": shift,
+    }
 
 
 #: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them (none: the model's folder does); latent; solve.
@@ -39,108 +52,337 @@ def solve(steps: int, cfg: float, sampler: str = "euler", scheduler: str = "simp
 #: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
     "sd35_txt2img": {
-        "title": "Stable Diffusion 3.5", "model": "sd3.5_large_fp8_scaled.safetensors", "checkpoint": "sd3.5_large_fp8_scaled.safetensors", "latent": picture(), "negative": BAD,
-        "solve": solve(20, 4.0, scheduler="sgm_uniform")},
+        "title": "Stable Diffusion 3.5",
+        "model": "sd3.5_large_fp8_scaled.safetensors",
+        "checkpoint": "sd3.5_large_fp8_scaled.safetensors",
+        "latent": picture(),
+        "negative": BAD,
+        "solve": solve(20, 4.0, scheduler="sgm_uniform"),
+    },
     "pixart_sigma_txt2img": {
-        "title": "PixArt-Sigma", "model": "PixArt-Sigma-XL-2-1024-MS", "clip": clip("t5xxl_fp16.safetensors", type="pixart"), "vae": "sdxl_vae.safetensors",
-        "latent": picture(kind="EmptyLatentImage"), "negative": BAD, "solve": solve(20, 4.5, "dpmpp_2m", "sgm_uniform")},
+        "title": "PixArt-Sigma",
+        "model": "PixArt-Sigma-XL-2-1024-MS",
+        "clip": clip("t5xxl_fp16.safetensors", type="pixart"),
+        "vae": "sdxl_vae.safetensors",
+        "latent": picture(kind="EmptyLatentImage"),
+        "negative": BAD,
+        "solve": solve(20, 4.5, "dpmpp_2m", "sgm_uniform"),
+    },
     "hunyuan_dit_txt2img": {
-        "title": "Hunyuan-DiT", "model": "HunyuanDiT-v1.2-Diffusers", "checkpoint": "hunyuan_dit_1.2.safetensors", "latent": picture(kind="EmptyLatentImage"), "negative": BAD,
-        "solve": solve(50, 5.0, "ddpm", "ddim_uniform")},
+        "title": "Hunyuan-DiT",
+        "model": "HunyuanDiT-v1.2-Diffusers",
+        "checkpoint": "hunyuan_dit_1.2.safetensors",
+        "latent": picture(kind="EmptyLatentImage"),
+        "negative": BAD,
+        "solve": solve(50, 5.0, "ddpm", "ddim_uniform"),
+    },
     "chroma_txt2img": {
-        "title": "Chroma", "model": "Chroma1-HD.safetensors", "clip": clip("t5xxl_fp16.safetensors", type="chroma"), "tokens": ("T5TokenizerOptions", {"min_padding": 0, "min_length": 0}),
-        "vae": "ae.safetensors", "latent": picture(), "negative": BAD, "solve": solve(26, 3.5, scheduler="beta", shift=1.0)},
+        "title": "Chroma",
+        "model": "Chroma1-HD.safetensors",
+        "clip": clip("t5xxl_fp16.safetensors", type="chroma"),
+        "tokens": ("T5TokenizerOptions", {"min_padding": 0, "min_length": 0}),
+        "vae": "ae.safetensors",
+        "latent": picture(),
+        "negative": BAD,
+        "solve": solve(26, 3.5, scheduler="beta", shift=1.0),
+    },
     "qwen_image_txt2img": {
-        "title": "Qwen-Image", "model": "qwen_image_fp8_e4m3fn.safetensors", "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"), "vae": "qwen_image_vae.safetensors",
-        "latent": picture(1328, 1328), "negative": "", "solve": solve(20, 4.0, shift=3.1)},
+        "title": "Qwen-Image",
+        "model": "qwen_image_fp8_e4m3fn.safetensors",
+        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
+        "vae": "qwen_image_vae.safetensors",
+        "latent": picture(1328, 1328),
+        "negative": "",
+        "solve": solve(20, 4.0, shift=3.1),
+    },
     "qwen_image_edit": {
-        "title": "Qwen-Image-Edit", "model": "qwen_image_edit_fp8_e4m3fn.safetensors", "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
-        "vae": "qwen_image_vae.safetensors", "image": ("ImageScaleToTotalPixels", {"upscale_method": "lanczos", "megapixels": 1.5, "resolution_steps": 1}), "encode": "TextEncodeQwenImageEdit",
-        "negative": "", "solve": solve(20, 2.5, shift=3.0), "note": "ComfyUI's template also patches the model with CFGNorm; `Parallel Model` takes it."},
+        "title": "Qwen-Image-Edit",
+        "model": "qwen_image_edit_fp8_e4m3fn.safetensors",
+        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
+        "vae": "qwen_image_vae.safetensors",
+        "image": (
+            "ImageScaleToTotalPixels",
+            {"upscale_method": "lanczos", "megapixels": 1.5, "resolution_steps": 1},
+        ),
+        "encode": "TextEncodeQwenImageEdit",
+        "negative": "",
+        "solve": solve(20, 2.5, shift=3.0),
+        "note": "ComfyUI's template also patches the model with CFGNorm; `Parallel Model` takes it.",
+    },
     "qwen_image21_txt2img": {
-        "title": "Qwen-Image 2.1", "model": "qwen_image_2.1_int8_convrot.safetensors", "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"), "vae": "qwen_image_2.1_vae_bf16.safetensors",
-        "latent": picture(kind="EmptyLatentImage"), "encode": "TextEncodeQwenImage21", "solve": solve(25, 1.0), "note": "ComfyUI 0.37 or later."},
+        "title": "Qwen-Image 2.1",
+        "model": "qwen_image_2.1_int8_convrot.safetensors",
+        "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
+        "vae": "qwen_image_2.1_vae_bf16.safetensors",
+        "latent": picture(kind="EmptyLatentImage"),
+        "encode": "TextEncodeQwenImage21",
+        "solve": solve(25, 1.0),
+        "note": "ComfyUI 0.37 or later.",
+    },
     "qwen_image21_edit": {
-        "title": "Qwen-Image 2.1, from a picture", "model": "qwen_image_2.1_int8_convrot.safetensors", "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
-        "vae": "qwen_image_2.1_vae_bf16.safetensors", "image": None, "encode": "TextEncodeQwenImage21", "solve": solve(25, 1.0),
-        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them <image1>, <image2> and so on."},
+        "title": "Qwen-Image 2.1, from a picture",
+        "model": "qwen_image_2.1_int8_convrot.safetensors",
+        "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
+        "vae": "qwen_image_2.1_vae_bf16.safetensors",
+        "image": None,
+        "encode": "TextEncodeQwenImage21",
+        "solve": solve(25, 1.0),
+        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them <image1>, <image2> and so on.",
+    },
     "flux_kontext_edit": {
-        "title": "Flux.1 Kontext", "model": "flux1-dev-kontext_fp8_scaled.safetensors", "clip": clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn_scaled.safetensors", type="flux"), "vae": "ae.safetensors",
-        "image": ("FluxKontextImageScale", {}), "guidance": 2.5, "solve": solve(20, 1.0)},
+        "title": "Flux.1 Kontext",
+        "model": "flux1-dev-kontext_fp8_scaled.safetensors",
+        "clip": clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn_scaled.safetensors", type="flux"),
+        "vae": "ae.safetensors",
+        "image": ("FluxKontextImageScale", {}),
+        "guidance": 2.5,
+        "solve": solve(20, 1.0),
+    },
     "z_image_txt2img": {
-        "title": "Z-Image Turbo", "model": "z_image_turbo_bf16.safetensors", "clip": clip("qwen_3_4b.safetensors", type="lumina2"), "vae": "ae.safetensors", "latent": picture(),
-        "solve": solve(8, 1.0, "res_multistep", shift=3.0)},
+        "title": "Z-Image Turbo",
+        "model": "z_image_turbo_bf16.safetensors",
+        "clip": clip("qwen_3_4b.safetensors", type="lumina2"),
+        "vae": "ae.safetensors",
+        "latent": picture(),
+        "solve": solve(8, 1.0, "res_multistep", shift=3.0),
+    },
     "krea2_txt2img": {
-        "title": "Krea 2 Turbo", "model": "krea2_turbo_fp8_scaled.safetensors", "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"), "vae": "qwen_image_vae.safetensors",
-        "latent": picture(kind="EmptyLatentImage"), "solve": solve(8, 1.0)},
+        "title": "Krea 2 Turbo",
+        "model": "krea2_turbo_fp8_scaled.safetensors",
+        "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
+        "vae": "qwen_image_vae.safetensors",
+        "latent": picture(kind="EmptyLatentImage"),
+        "solve": solve(8, 1.0),
+    },
     "flux2_txt2img": {
-        "title": "Flux.2 dev", "model": "flux2_dev_fp8mixed.safetensors", "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"), "vae": "flux2-vae.safetensors",
-        "latent": picture(kind="EmptyFlux2LatentImage"), "guidance": 4.0, "sigmas": ("Flux2Scheduler", {"steps": 20}), "solve": solve(20, 1.0)},
+        "title": "Flux.2 dev",
+        "model": "flux2_dev_fp8mixed.safetensors",
+        "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
+        "vae": "flux2-vae.safetensors",
+        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "guidance": 4.0,
+        "sigmas": ("Flux2Scheduler", {"steps": 20}),
+        "solve": solve(20, 1.0),
+    },
     "flux2_edit": {
-        "title": "Flux.2 dev, from a picture", "model": "flux2_dev_fp8mixed.safetensors", "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"), "vae": "flux2-vae.safetensors",
-        "image": ("ImageScaleToTotalPixels", {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1}), "latent": picture(kind="EmptyFlux2LatentImage"), "guidance": 4.0,
-        "sigmas": ("Flux2Scheduler", {"steps": 20}), "solve": solve(20, 1.0), "note": "One `Set Reference Latent` for each further picture."},
+        "title": "Flux.2 dev, from a picture",
+        "model": "flux2_dev_fp8mixed.safetensors",
+        "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
+        "vae": "flux2-vae.safetensors",
+        "image": (
+            "ImageScaleToTotalPixels",
+            {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1},
+        ),
+        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "guidance": 4.0,
+        "sigmas": ("Flux2Scheduler", {"steps": 20}),
+        "solve": solve(20, 1.0),
+        "note": "One `Set Reference Latent` for each further picture.",
+    },
     "lumina2_txt2img": {
-        "title": "Lumina-Image 2.0", "model": "lumina_2_model_bf16.safetensors", "clip": clip("gemma_2_2b_fp16.safetensors", type="lumina2"), "vae": "ae.safetensors", "latent": picture(),
-        "encode": "CLIPTextEncodeLumina2", "negative": BAD, "solve": solve(30, 4.0, "res_multistep")},
+        "title": "Lumina-Image 2.0",
+        "model": "lumina_2_model_bf16.safetensors",
+        "clip": clip("gemma_2_2b_fp16.safetensors", type="lumina2"),
+        "vae": "ae.safetensors",
+        "latent": picture(),
+        "encode": "CLIPTextEncodeLumina2",
+        "negative": BAD,
+        "solve": solve(30, 4.0, "res_multistep"),
+    },
     "hidream_txt2img": {
-        "title": "HiDream-I1 Full", "model": "hidream_i1_full_fp8.safetensors", "vae": "ae.safetensors", "latent": picture(), "negative": BAD, "solve": solve(50, 5.0, "uni_pc", shift=3.0),
-        "clip": clip("clip_l_hidream.safetensors", "clip_g_hidream.safetensors", "t5xxl_fp8_e4m3fn_scaled.safetensors", "llama_3.1_8b_instruct_fp8_scaled.safetensors")},
+        "title": "HiDream-I1 Full",
+        "model": "hidream_i1_full_fp8.safetensors",
+        "vae": "ae.safetensors",
+        "latent": picture(),
+        "negative": BAD,
+        "solve": solve(50, 5.0, "uni_pc", shift=3.0),
+        "clip": clip(
+            "clip_l_hidream.safetensors",
+            "clip_g_hidream.safetensors",
+            "t5xxl_fp8_e4m3fn_scaled.safetensors",
+            "llama_3.1_8b_instruct_fp8_scaled.safetensors",
+        ),
+    },
     "kandinsky5_t2v": {
-        "title": "Kandinsky 5 Lite", "model": "kandinsky5lite_t2v_sft_5s.safetensors", "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors", type="kandinsky5"),
-        "vae": "hunyuan_video_vae_bf16.safetensors", "latent": video(768, 512, 121, "Kandinsky5ImageToVideo"), "negative": BAD_VIDEO, "fps": 24.0,
-        "solve": solve(50, 5.0, "euler_ancestral", "beta", 5.0)},
+        "title": "Kandinsky 5 Lite",
+        "model": "kandinsky5lite_t2v_sft_5s.safetensors",
+        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors", type="kandinsky5"),
+        "vae": "hunyuan_video_vae_bf16.safetensors",
+        "latent": video(768, 512, 121, "Kandinsky5ImageToVideo"),
+        "negative": BAD_VIDEO,
+        "fps": 24.0,
+        "solve": solve(50, 5.0, "euler_ancestral", "beta", 5.0),
+    },
     "hunyuan_video_t2v": {
-        "title": "HunyuanVideo", "model": "hunyuan_video_t2v_720p_bf16.safetensors", "clip": clip("clip_l.safetensors", "llava_llama3_fp8_scaled.safetensors", type="hunyuan_video"),
-        "vae": "hunyuan_video_vae_bf16.safetensors", "latent": video(848, 480, 73), "guidance": 6.0, "fps": 24.0, "solve": solve(20, 1.0, shift=7.0)},
+        "title": "HunyuanVideo",
+        "model": "hunyuan_video_t2v_720p_bf16.safetensors",
+        "clip": clip("clip_l.safetensors", "llava_llama3_fp8_scaled.safetensors", type="hunyuan_video"),
+        "vae": "hunyuan_video_vae_bf16.safetensors",
+        "latent": video(848, 480, 73),
+        "guidance": 6.0,
+        "fps": 24.0,
+        "solve": solve(20, 1.0, shift=7.0),
+    },
     "hunyuan_video15_t2v": {
-        "title": "HunyuanVideo 1.5", "model": "hunyuanvideo1.5_720p_t2v_fp16.safetensors", "vae": "hunyuanvideo15_vae_fp16.safetensors", "latent": video(1280, 720, 121, "EmptyHunyuanVideo15Latent"),
-        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", "byt5_small_glyphxl_fp16.safetensors", type="hunyuan_video_15"), "negative": "", "fps": 24.0, "solve": solve(20, 6.0, shift=7.0)},
+        "title": "HunyuanVideo 1.5",
+        "model": "hunyuanvideo1.5_720p_t2v_fp16.safetensors",
+        "vae": "hunyuanvideo15_vae_fp16.safetensors",
+        "latent": video(1280, 720, 121, "EmptyHunyuanVideo15Latent"),
+        "clip": clip(
+            "qwen_2.5_vl_7b_fp8_scaled.safetensors",
+            "byt5_small_glyphxl_fp16.safetensors",
+            type="hunyuan_video_15",
+        ),
+        "negative": "",
+        "fps": 24.0,
+        "solve": solve(20, 6.0, shift=7.0),
+    },
     "cogvideox_t2v": {
-        "title": "CogVideoX 5B", "model": "CogVideoX-5b", "clip": clip("t5xxl_fp16.safetensors", type="cogvideox"), "vae": "cogvideox_vae.safetensors", "latent": video(720, 480, 49),
-        "negative": "", "fps": 8.0, "solve": solve(50, 6.0, "ddim")},
+        "title": "CogVideoX 5B",
+        "model": "CogVideoX-5b",
+        "clip": clip("t5xxl_fp16.safetensors", type="cogvideox"),
+        "vae": "cogvideox_vae.safetensors",
+        "latent": video(720, 480, 49),
+        "negative": "",
+        "fps": 8.0,
+        "solve": solve(50, 6.0, "ddim"),
+    },
     "ltxv_t2v": {
-        "title": "LTX-Video", "model": "ltx-video-2b-v0.9.safetensors", "clip": clip("t5xxl_fp16.safetensors", type="ltxv"), "checkpoint": "ltx-video-2b-v0.9.safetensors",
-        "latent": video(768, 512, 97, "EmptyLTXVLatentVideo"), "negative": BAD_VIDEO, "rate": 25.0, "fps": 24.0, "solve": solve(30, 3.0),
-        "sigmas": ("LTXVScheduler", {"steps": 30, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1})},
+        "title": "LTX-Video",
+        "model": "ltx-video-2b-v0.9.safetensors",
+        "clip": clip("t5xxl_fp16.safetensors", type="ltxv"),
+        "checkpoint": "ltx-video-2b-v0.9.safetensors",
+        "latent": video(768, 512, 97, "EmptyLTXVLatentVideo"),
+        "negative": BAD_VIDEO,
+        "rate": 25.0,
+        "fps": 24.0,
+        "solve": solve(30, 3.0),
+        "sigmas": (
+            "LTXVScheduler",
+            {"steps": 30, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1},
+        ),
+    },
     "ltx2_t2v": {
-        "title": "LTX-2 with sound", "model": LTX2, "clip": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"}), "checkpoint": LTX2,
-        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "negative": BAD_SOUND_AND_VIDEO, "rate": 24.0, "fps": 24.0, "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
-        "solve": solve(20, 4.0, "euler_ancestral"), "sigmas": ("LTXVScheduler", {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1}),
-        "note": "LTX-2.3's files work as well. ComfyUI's template makes half this size, then upscales the latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes."},
+        "title": "LTX-2 with sound",
+        "model": LTX2,
+        "clip": (
+            "LTXAVTextEncoderLoader",
+            {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"},
+        ),
+        "checkpoint": LTX2,
+        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"),
+        "negative": BAD_SOUND_AND_VIDEO,
+        "rate": 24.0,
+        "fps": 24.0,
+        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
+        "solve": solve(20, 4.0, "euler_ancestral"),
+        "sigmas": (
+            "LTXVScheduler",
+            {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1},
+        ),
+        "note": "LTX-2.3's files work as well. ComfyUI's template makes half this size, then upscales the latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes.",
+    },
     "ltx2_i2v": {
-        "title": "LTX-2 image to video with sound", "model": LTX2, "clip": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"}), "checkpoint": LTX2,
-        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "first_frame": ({"width": 1280, "height": 704}, 33), "negative": BAD_SOUND_AND_VIDEO, "rate": 25.0, "fps": 25.0,
-        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}), "solve": solve(20, 4.0), "sigmas": ("LTXVScheduler", {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1})},
+        "title": "LTX-2 image to video with sound",
+        "model": LTX2,
+        "clip": (
+            "LTXAVTextEncoderLoader",
+            {"text_encoder": "gemma_3_12B_it_fp4_mixed.safetensors", "ckpt_name": LTX2, "device": "default"},
+        ),
+        "checkpoint": LTX2,
+        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"),
+        "first_frame": ({"width": 1280, "height": 704}, 33),
+        "negative": BAD_SOUND_AND_VIDEO,
+        "rate": 25.0,
+        "fps": 25.0,
+        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
+        "solve": solve(20, 4.0),
+        "sigmas": (
+            "LTXVScheduler",
+            {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1},
+        ),
+    },
     "ltx25_t2v": {
-        "title": "LTX-2.5 distilled, with sound", "model": "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors", "clip": clip("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors", type="ltxv"),
-        "vae": "ltx-2.5-video-vae-bf16.safetensors", "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"), "rate": 24.0, "fps": 24.0, "sound": ("VAELoader", {"vae_name": "ltx-2.5-audio-vae-bf16.safetensors"}),
-        "solve": solve(8, 1.0, "euler_ancestral"), "sigmas": ("ManualSigmas", {"sigmas": "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"}),
-        "note": "ComfyUI's template makes half this size, then upscales the latent and samples it again."},
+        "title": "LTX-2.5 distilled, with sound",
+        "model": "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
+        "clip": clip("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors", type="ltxv"),
+        "vae": "ltx-2.5-video-vae-bf16.safetensors",
+        "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"),
+        "rate": 24.0,
+        "fps": 24.0,
+        "sound": ("VAELoader", {"vae_name": "ltx-2.5-audio-vae-bf16.safetensors"}),
+        "solve": solve(8, 1.0, "euler_ancestral"),
+        "sigmas": (
+            "ManualSigmas",
+            {"sigmas": "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"},
+        ),
+        "note": "ComfyUI's template makes half this size, then upscales the latent and samples it again.",
+    },
     "minimax_h3_t2v": {
-        "title": "MiniMax-H3 with sound", "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
-        "vae": "minimax_h3_video_vae_fp16.safetensors", "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}), "encode": "MiniMaxH3ImageToVideo",
-        "latent": ("", {"width": 864, "height": 480, "length": 124}), "fps": 24.0, "solve": solve(20, 1.0, "res_multistep"), "note": "A picture at first_frame or last_frame makes it an image to video."},
+        "title": "MiniMax-H3 with sound",
+        "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors",
+        "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
+        "vae": "minimax_h3_video_vae_fp16.safetensors",
+        "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}),
+        "encode": "MiniMaxH3ImageToVideo",
+        "latent": ("", {"width": 864, "height": 480, "length": 124}),
+        "fps": 24.0,
+        "solve": solve(20, 1.0, "res_multistep"),
+        "note": "A picture at first_frame or last_frame makes it an image to video.",
+    },
     "sana_txt2img": {
-        "title": "SANA 1.5", "model": "SANA1.5_1.6B_1024px_diffusers", "latent": picture(kind="EmptyHunyuanImageLatent"), "negative": "", "solve": solve(20, 4.5, "dpmpp_2m", shift=3.0),
-        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the negative one: each has its CLIP."},
+        "title": "SANA 1.5",
+        "model": "SANA1.5_1.6B_1024px_diffusers",
+        "latent": picture(kind="EmptyHunyuanImageLatent"),
+        "negative": "",
+        "solve": solve(20, 4.5, "dpmpp_2m", shift=3.0),
+        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the negative one: each has its CLIP.",
+    },
     "flux3_txt2img": {
-        "title": "FLUX.3", "model": "flux-3-image-klein-base", "latent": picture(kind="EmptyFlux2LatentImage"), "negative": "", "solve": solve(50, 3.5),
-        "note": "The prompt is encoded as it stands, without FLUX.3's prompt upsampler: write long captions."},
+        "title": "FLUX.3",
+        "model": "flux-3-image-klein-base",
+        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "negative": "",
+        "solve": solve(50, 3.5),
+        "note": "The prompt is encoded as it stands, without FLUX.3's prompt upsampler: write long captions.",
+    },
     "ideogram4_txt2img": {
-        "title": "Ideogram 4", "model": "ideogram4_fp8_scaled.safetensors", "clip": clip("qwen3vl_8b_fp8_scaled.safetensors", type="ideogram4"), "vae": "flux2-vae.safetensors",
-        "latent": picture(kind="EmptyFlux2LatentImage"), "sigmas": ("Ideogram4Scheduler", {"steps": 20, "width": 1024, "height": 1024, "mu": 0.0, "std": 1.75}), "solve": solve(20, 7.0),
-        "beside": ("ideogram4_unconditional_fp8_scaled.safetensors", {"cfg": 3.0, "start_percent": 0.7, "end_percent": 1.0}),
-        "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and both stay on the ranks."},
+        "title": "Ideogram 4",
+        "model": "ideogram4_fp8_scaled.safetensors",
+        "clip": clip("qwen3vl_8b_fp8_scaled.safetensors", type="ideogram4"),
+        "vae": "flux2-vae.safetensors",
+        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "sigmas": (
+            "Ideogram4Scheduler",
+            {"steps": 20, "width": 1024, "height": 1024, "mu": 0.0, "std": 1.75},
+        ),
+        "solve": solve(20, 7.0),
+        "beside": (
+            "ideogram4_unconditional_fp8_scaled.safetensors",
+            {"cfg": 3.0, "start_percent": 0.7, "end_percent": 1.0},
+        ),
+        "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and both stay on the ranks.",
+    },
 }
 
 
 def note_of(recipe: dict) -> str:
     """Which files go where, and how to share the work on more or fewer GPUs."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
-    holds = ("VAEs and the prompt's projection" if "sound" in recipe else "VAE") if "clip" in recipe else "VAE and text encoders"
+    holds = (
+        ("VAEs and the prompt's projection" if "sound" in recipe else "VAE")
+        if "clip" in recipe
+        else "VAE and text encoders"
+    )
     more = [recipe["beside"][0]] if "beside" in recipe else []
-    files = [", ".join(f"- `models/diffusion_models/{name}`" if not i else f"`{name}`" for i, name in enumerate([model, *more])) if model.endswith(".safetensors") else f"- `models/diffusers/{model}`: the folder that is published for diffusers"]
+    files = [
+        ", ".join(
+            f"- `models/diffusion_models/{name}`" if not i else f"`{name}`"
+            for i, name in enumerate([model, *more])
+        )
+        if model.endswith(".safetensors")
+        else f"- `models/diffusers/{model}`: the folder that is published for diffusers"
+    ]
     if not checkpoint and "clip" not in recipe:
         files[0] += ", with text encoders and VAE"
     elif checkpoint == model:
@@ -148,13 +390,23 @@ def note_of(recipe: dict) -> str:
     elif checkpoint:
         files.append(f"- `models/checkpoints/{checkpoint}`, for its {holds}")
     if "clip" in recipe:
-        names = [value for key, value in recipe["clip"][1].items() if key.startswith(("clip_name", "text_encoder"))]
+        names = [
+            value for key, value in recipe["clip"][1].items() if key.startswith(("clip_name", "text_encoder"))
+        ]
         files.append("- `models/text_encoders`: " + ", ".join(f"`{name}`" for name in names))
-    vaes = [recipe[key] if key == "vae" else recipe[key][1].get("vae_name") for key in ("vae", "sound") if key in recipe]
+    vaes = [
+        recipe[key] if key == "vae" else recipe[key][1].get("vae_name")
+        for key in ("vae", "sound")
+        if key in recipe
+    ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
-    how = ("Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two do not fit." if "beside" in recipe else
-           "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: `ulysses_degree` or `pipefusion_degree` 2 beside it." if recipe["solve"]["cfg"] != 1.0 else
-           "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, `ulysses_degree` 1.")
+    how = (
+        "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two do not fit."
+        if "beside" in recipe
+        else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: `ulysses_degree` or `pipefusion_degree` 2 beside it."
+        if recipe["solve"]["cfg"] != 1.0
+        else "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, `ulysses_degree` 1."
+    )
     return "\n".join(["Two GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
 
 
@@ -168,42 +420,95 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         return key
 
     is_video, settings = "fps" in recipe, recipe["solve"]
-    checkpoint = add("CheckpointLoaderSimple", ckpt_name=recipe["checkpoint"]) if "checkpoint" in recipe else None
-    folder = None if "clip" in recipe or checkpoint else add("LoadDiffusersCLIPVAE", model_name=recipe["model"], device="default")
-    clip_ = [folder, 0] if folder else [add(recipe["clip"][0], **recipe["clip"][1]), 0] if "clip" in recipe else [checkpoint, 1]
+    checkpoint = (
+        add("CheckpointLoaderSimple", ckpt_name=recipe["checkpoint"]) if "checkpoint" in recipe else None
+    )
+    folder = (
+        None
+        if "clip" in recipe or checkpoint
+        else add("LoadDiffusersCLIPVAE", model_name=recipe["model"], device="default")
+    )
+    clip_ = (
+        [folder, 0]
+        if folder
+        else [add(recipe["clip"][0], **recipe["clip"][1]), 0]
+        if "clip" in recipe
+        else [checkpoint, 1]
+    )
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
-    config = add("ParallelConfig", **({"ulysses_degree": 2} if settings["cfg"] == 1.0 or "beside" in recipe else {"cfg_degree": 2}))
-    vae = [folder, 1] if folder else [add("VAELoader", vae_name=recipe["vae"]), 0] if "vae" in recipe else [checkpoint, 2]
+    config = add(
+        "ParallelConfig",
+        **({"ulysses_degree": 2} if settings["cfg"] == 1.0 or "beside" in recipe else {"cfg_degree": 2}),
+    )
+    vae = (
+        [folder, 1]
+        if folder
+        else [add("VAELoader", vae_name=recipe["vae"]), 0]
+        if "vae" in recipe
+        else [checkpoint, 2]
+    )
     audio_vae = [add(recipe["sound"][0], **recipe["sound"][1]), 0] if "sound" in recipe else None
     picture_ = None
     if "image" in recipe:
         picture_ = [add("LoadImage", image="example.png"), 0]
-        picture_ = [add(recipe["image"][0], image=picture_, **recipe["image"][1]), 0] if recipe["image"] else picture_
+        picture_ = (
+            [add(recipe["image"][0], image=picture_, **recipe["image"][1]), 0]
+            if recipe["image"]
+            else picture_
+        )
     if "first_frame" in recipe:
         size, compression = recipe["first_frame"]
-        scaled = [add("ImageScale", image=[add("LoadImage", image="example.png"), 0], upscale_method="lanczos", crop="center", **size), 0]
+        scaled = [
+            add(
+                "ImageScale",
+                image=[add("LoadImage", image="example.png"), 0],
+                upscale_method="lanczos",
+                crop="center",
+                **size,
+            ),
+            0,
+        ]
         picture_ = [add("LTXVPreprocess", image=scaled, img_compression=compression), 0]
-    load = lambda name: [add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"), 0]
+    load = lambda name: [
+        add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"),
+        0,
+    ]
     dit = load(recipe["model"])
 
     def prompt(text: str, title: str, clip_: list = clip_) -> list:
         encode = recipe.get("encode", "CLIPTextEncode")
-        inputs = {"CLIPTextEncode": {"text": text}, "CLIPTextEncodeLumina2": {"system_prompt": "superior", "user_prompt": text},
-                  "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": picture_}}[encode]
+        inputs = {
+            "CLIPTextEncode": {"text": text},
+            "CLIPTextEncodeLumina2": {"system_prompt": "superior", "user_prompt": text},
+            "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": picture_},
+        }[encode]
         return [add(encode, title, clip=clip_, **inputs), 0]
 
     is_edit = "image" in recipe
     text = SPOKEN_SCENE if "sound" in recipe else EDIT if is_edit else CLIP_SCENE if is_video else PHOTO
     if recipe.get("encode") == "MiniMaxH3ImageToVideo":
-        made = add("MiniMaxH3ImageToVideo", "Positive", clip=clip_, vae=vae, prompt=text, **recipe["latent"][1])
+        made = add(
+            "MiniMaxH3ImageToVideo", "Positive", clip=clip_, vae=vae, prompt=text, **recipe["latent"][1]
+        )
         plain, latent = [made, 0], [made, 1]
     elif recipe.get("encode") == "TextEncodeQwenImage21":
         seen = {"vae": vae, "images.image_1": picture_} if is_edit else {}
-        made = add("TextEncodeQwenImage21", "Prompts", clip=clip_, prompt=text, negative_prompt="", resolution=1024, **seen)
+        made = add(
+            "TextEncodeQwenImage21",
+            "Prompts",
+            clip=clip_,
+            prompt=text,
+            negative_prompt="",
+            resolution=1024,
+            **seen,
+        )
         plain, latent = [made, 0], [made, 2] if is_edit else None
     else:
-        plain, latent = prompt(text, "Positive"), [add("VAEEncode", pixels=picture_, vae=vae), 0] if is_edit else None
+        plain, latent = (
+            prompt(text, "Positive"),
+            [add("VAEEncode", pixels=picture_, vae=vae), 0] if is_edit else None,
+        )
     positive, size = plain, {}
     if is_edit and "encode" not in recipe:
         positive = [add("ReferenceLatent", conditioning=positive, latent=latent), 0]
@@ -217,7 +522,14 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     elif "negative" in recipe:
         negative = prompt(recipe["negative"], "Negative", [folder, 2] if folder else clip_)
     else:
-        negative = [add("ConditioningZeroOut", "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)", conditioning=plain), 0]
+        negative = [
+            add(
+                "ConditioningZeroOut",
+                "Negative" if settings["cfg"] != 1.0 else "Negative (unused at cfg 1.0)",
+                conditioning=plain,
+            ),
+            0,
+        ]
     if "rate" in recipe:
         both = add("LTXVConditioning", positive=positive, negative=negative, frame_rate=recipe["rate"])
         positive, negative = [both, 0], [both, 1]
@@ -229,9 +541,21 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         else:
             latent = [add(kind, **size), 0]
     if "first_frame" in recipe:
-        latent = [add("LTXVImgToVideoInplace", vae=vae, image=picture_, latent=latent, strength=1.0, bypass=False), 0]
+        latent = [
+            add("LTXVImgToVideoInplace", vae=vae, image=picture_, latent=latent, strength=1.0, bypass=False),
+            0,
+        ]
     if audio_vae and "rate" in recipe:
-        sound = [add("LTXVEmptyLatentAudio", audio_vae=audio_vae, frames_number=recipe["latent"][1]["length"], frame_rate=recipe["rate"], batch_size=1), 0]
+        sound = [
+            add(
+                "LTXVEmptyLatentAudio",
+                audio_vae=audio_vae,
+                frames_number=recipe["latent"][1]["length"],
+                frame_rate=recipe["rate"],
+                batch_size=1,
+            ),
+            0,
+        ]
         latent = [add("LTXVConcatAVLatent", video_latent=latent, audio_latent=sound), 0]
     sampled = sample(add, recipe, load, dit, positive, negative, latent, size)
     images, heard = sampled, sampled
@@ -241,27 +565,86 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     images = [add("VAEDecode", samples=images, vae=vae), 0]
     prefix = f"parallel-{name.rsplit('_', 1)[0].replace('_', '-')}"
     if audio_vae:
-        audio = [add("LTXVAudioVAEDecode", samples=heard, audio_vae=audio_vae) if "rate" in recipe else add("VAEDecodeAudio", samples=heard, vae=audio_vae), 0]
-        add("SaveVideo", video=[add("CreateVideo", images=images, audio=audio, fps=recipe["fps"]), 0], filename_prefix=prefix, **{"format": "auto", "format.codec": "auto"})
+        audio = [
+            add("LTXVAudioVAEDecode", samples=heard, audio_vae=audio_vae)
+            if "rate" in recipe
+            else add("VAEDecodeAudio", samples=heard, vae=audio_vae),
+            0,
+        ]
+        add(
+            "SaveVideo",
+            video=[add("CreateVideo", images=images, audio=audio, fps=recipe["fps"]), 0],
+            filename_prefix=prefix,
+            **{"format": "auto", "format.codec": "auto"},
+        )
     elif is_video:
-        add("SaveAnimatedWEBP", images=images, filename_prefix=prefix, fps=recipe["fps"], lossless=False, quality=85, method="default")
+        add(
+            "SaveAnimatedWEBP",
+            images=images,
+            filename_prefix=prefix,
+            fps=recipe["fps"],
+            lossless=False,
+            quality=85,
+            method="default",
+        )
     else:
         add("SaveImage", images=images, filename_prefix=prefix)
     return f"{recipe['title']} on several GPUs", note_of(recipe), graph
 
 
-def sample(add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict) -> list:
+def sample(
+    add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict
+) -> list:
     """The sampler of a recipe and what it is given beside prompts and latent; ``size``: links to a picture's width and height, where the latent has them."""
-    settings, wired = recipe["solve"], {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent}
+    settings, wired = (
+        recipe["solve"],
+        {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent},
+    )
     if "sigmas" not in recipe:
         return [add("ParallelSampler", **wired, seed=7, **settings), 0]
     kind, more = recipe["sigmas"]
     noise = [add("RandomNoise", noise_seed=7), 0]
-    sigmas = [add(kind, **more | {"LTXVScheduler": {"latent": latent}, "Flux2Scheduler": {key: size[key] for key in ("width", "height") if key in size}}.get(kind, {})), 0]
+    sigmas = [
+        add(
+            kind,
+            **more
+            | {
+                "LTXVScheduler": {"latent": latent},
+                "Flux2Scheduler": {key: size[key] for key in ("width", "height") if key in size},
+            }.get(kind, {}),
+        ),
+        0,
+    ]
     if "beside" not in recipe:
-        return [add("ParallelSamplerCustom", **wired, noise=noise, sigmas=sigmas, **{key: settings[key] for key in ("cfg", "sampler_name", "shift")}), 0]
+        return [
+            add(
+                "ParallelSamplerCustom",
+                **wired,
+                noise=noise,
+                sigmas=sigmas,
+                **{key: settings[key] for key in ("cfg", "sampler_name", "shift")},
+            ),
+            0,
+        ]
     other, override = recipe["beside"]
     models = [[add("ParallelModel", dit=one), 0] for one in (dit, load(other))]
-    guider = add("DualModelGuider", model=[add("CFGOverride", model=models[0], **override), 0], model_negative=models[1], positive=positive, negative=negative, cfg=settings["cfg"])
+    guider = add(
+        "DualModelGuider",
+        model=[add("CFGOverride", model=models[0], **override), 0],
+        model_negative=models[1],
+        positive=positive,
+        negative=negative,
+        cfg=settings["cfg"],
+    )
     solver = [add("KSamplerSelect", sampler_name=settings["sampler_name"]), 0]
-    return [add("SamplerCustomAdvanced", noise=noise, guider=[guider, 0], sampler=solver, sigmas=sigmas, latent_image=latent), 0]
+    return [
+        add(
+            "SamplerCustomAdvanced",
+            noise=noise,
+            guider=[guider, 0],
+            sampler=solver,
+            sigmas=sigmas,
+            latent_image=latent,
+        ),
+        0,
+    ]

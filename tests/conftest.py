@@ -43,10 +43,19 @@ def folder(tmp_path_factory):
 def rank_programs(request, tmp_path_factory):
     """(name of a module of tests, ranks) -> what its rank program will have found. Those that are asked for run from the first test on, one after the other: first
     those of few ranks, which leave room for other processes."""
-    wanted = dict.fromkeys((item.module, item.callspec.params["rows"]) for item in request.session.items if _has_program(item))
-    folders = {module: tmp_path_factory.mktemp("ranks") for module in dict.fromkeys(module for module, _ in wanted)}
+    wanted = dict.fromkeys(
+        (item.module, item.callspec.params["rows"]) for item in request.session.items if _has_program(item)
+    )
+    folders = {
+        module: tmp_path_factory.mktemp("ranks") for module in dict.fromkeys(module for module, _ in wanted)
+    }
     if wanted:
-        launch.fork_server()                    # here: it looks at the environment
-    yield launch.in_background({(module.__name__, ranks): partial(module.run_program, ranks, folders[module]) for module, ranks in sorted(wanted, key=itemgetter(1))})
+        launch.fork_server()  # here: it looks at the environment
+    yield launch.in_background(
+        {
+            (module.__name__, ranks): partial(module.run_program, ranks, folders[module])
+            for module, ranks in sorted(wanted, key=itemgetter(1))
+        }
+    )
     for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)

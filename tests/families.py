@@ -14,19 +14,82 @@ from backend.models import FAMILIES
 from backend.protocol import ModelCall, Sample
 
 #: ComfyUI's latent formats: model space = (VAE units - shift) * scale.
-WAN_MEAN = torch.tensor([-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921]).view(1, 16, 1, 1, 1)
-WAN_STD = torch.tensor([2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160]).view(1, 16, 1, 1, 1)
+WAN_MEAN = torch.tensor(
+    [
+        -0.7571,
+        -0.7089,
+        -0.9113,
+        0.1075,
+        -0.1745,
+        0.9653,
+        -0.1517,
+        1.5508,
+        0.4134,
+        -0.0715,
+        0.5517,
+        -0.3632,
+        -0.1922,
+        -0.9497,
+        0.2503,
+        -0.2921,
+    ]
+).view(1, 16, 1, 1, 1)
+WAN_STD = torch.tensor(
+    [
+        2.8184,
+        1.4541,
+        2.3275,
+        2.6558,
+        1.2196,
+        1.7708,
+        2.6052,
+        2.0743,
+        3.2687,
+        2.1526,
+        2.8652,
+        1.5579,
+        1.6382,
+        1.1253,
+        2.8251,
+        1.9160,
+    ]
+).view(1, 16, 1, 1, 1)
 WAN = (WAN_MEAN, 1.0 / WAN_STD)
 FLUX = (0.1159, 0.3611)
 #: The VAE's own numbers.
-MEAN, DEVIATION = (torch.tensor(inspect.signature(AutoencoderKLQwenImage21).parameters[name].default).view(1, 64, 1, 1) for name in ("latents_mean", "latents_std"))
+MEAN, DEVIATION = (
+    torch.tensor(inspect.signature(AutoencoderKLQwenImage21).parameters[name].default).view(1, 64, 1, 1)
+    for name in ("latents_mean", "latents_std")
+)
 QWEN21 = (MEAN, 1.0 / DEVIATION)
 #: Golden family -> (shift, scale).
 LATENT_FORMATS = {
-    "flux-dev": FLUX, "sd3": (0.0609, 1.5305), "wan21-t2v": WAN, "hunyuan-video": (0.0, 0.476986), "qwen-image": WAN, "ltxv": (0.0, 1.0),
-    "pixart-sigma": (0.0, 0.13025), "cogvideox": (0.0, 1.15258426), "z-image-turbo": FLUX, "chroma": FLUX, "hunyuan-dit": (0.0, 0.13025), "krea2": WAN,
-    "hunyuan-video15": (0.0, 1.03682), "kandinsky5": (0.0, 0.476986), "kandinsky5-image": FLUX, "hidream": FLUX, "sana": (0.0, 0.41407),
-    "minimax-h3": (0.0, 1.0), "minimax-h3-curves": (0.0, 1.0), "flux2-dev": (0.0, 1.0), "lumina2": FLUX, "ideogram4": (0.0, 1.0), "qwen-image21": QWEN21, "flux3": (0.0, 1.0), "ltx2": (0.0, 1.0), "ltx23": (0.0, 1.0),
+    "flux-dev": FLUX,
+    "sd3": (0.0609, 1.5305),
+    "wan21-t2v": WAN,
+    "hunyuan-video": (0.0, 0.476986),
+    "qwen-image": WAN,
+    "ltxv": (0.0, 1.0),
+    "pixart-sigma": (0.0, 0.13025),
+    "cogvideox": (0.0, 1.15258426),
+    "z-image-turbo": FLUX,
+    "chroma": FLUX,
+    "hunyuan-dit": (0.0, 0.13025),
+    "krea2": WAN,
+    "hunyuan-video15": (0.0, 1.03682),
+    "kandinsky5": (0.0, 0.476986),
+    "kandinsky5-image": FLUX,
+    "hidream": FLUX,
+    "sana": (0.0, 0.41407),
+    "minimax-h3": (0.0, 1.0),
+    "minimax-h3-curves": (0.0, 1.0),
+    "flux2-dev": (0.0, 1.0),
+    "lumina2": FLUX,
+    "ideogram4": (0.0, 1.0),
+    "qwen-image21": QWEN21,
+    "flux3": (0.0, 1.0),
+    "ltx2": (0.0, 1.0),
+    "ltx23": (0.0, 1.0),
 }
 #: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
 STREAMS = {"ltx2": (1.0, 1.0), "ltx23": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}
@@ -34,7 +97,10 @@ STREAMS = {"ltx2": (1.0, 1.0), "ltx23": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "m
 FILES_ALONE = ("minimax-h3-curves",)
 #: Key of a CONDITIONING -> ComfyUI's model argument, where they differ.
 ARGUMENTS = {
-    "cross_attn": "c_crossattn", "pooled_output": "y", "conditioning_byt5small": "txt_byt5", "conditioning_mt5xl": "encoder_hidden_states_t5",
+    "cross_attn": "c_crossattn",
+    "pooled_output": "y",
+    "conditioning_byt5small": "txt_byt5",
+    "conditioning_mt5xl": "encoder_hidden_states_t5",
     "conditioning_llama3": "encoder_hidden_states_llama3",
     "attention_mask_mt5xl": "text_embedding_mask_t5",
 }
@@ -47,7 +113,10 @@ def left_padded(prompt: torch.Tensor, rows: int = 512) -> torch.Tensor:
 
 #: Golden family -> what else ComfyUI's model makes of a CONDITIONING (arguments -> further arguments).
 FURTHER = {
-    "hunyuan-dit": lambda a: {"text_embedding_mask": a.pop("attention_mask"), "image_meta_size": torch.tensor([[320.0, 320.0, 320.0, 320.0, 0.0, 0.0]])},
+    "hunyuan-dit": lambda a: {
+        "text_embedding_mask": a.pop("attention_mask"),
+        "image_meta_size": torch.tensor([[320.0, 320.0, 320.0, 320.0, 0.0, 0.0]]),
+    },
     "z-image-turbo": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
     "pixart-sigma": lambda a: {"c_size": torch.tensor([[320.0, 320.0]]), "c_ar": torch.ones(1, 1)},
     "chroma": lambda a: {"guidance": torch.zeros(1)},
@@ -61,7 +130,11 @@ FURTHER = {
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the
 #: attention of random weights sharp and float32 rounding large. After the first step ComfyUI's latent is 4.9e-5 from one computed in float64, ours 2.7e-5.
 TOLERANCES = {"krea2": 2e-4}
-CASES = sorted(path.stem for path in GOLDEN.glob("*__*.safetensors") if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux-dev"))
+CASES = sorted(
+    path.stem
+    for path in GOLDEN.glob("*__*.safetensors")
+    if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux-dev")
+)
 
 
 def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:
@@ -70,13 +143,19 @@ def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:
     stored, shapes = load(name)
     with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
         args = json.loads(file.metadata()["args"])
-    tensors = {"noise": stored["noise"], "latent": to_model_space(family, stored["latent"], shapes), "sigmas": stored["sigmas"]}
+    tensors = {
+        "noise": stored["noise"],
+        "latent": to_model_space(family, stored["latent"], shapes),
+        "sigmas": stored["sigmas"],
+    }
     if "noise_mask" in stored:
         mask = stored["noise_mask"]
         tensors["denoise_mask"] = mask.unsqueeze(2) if mask.ndim < stored["noise"].ndim else mask
     for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:
         tensors |= {f"{branch}.{key}": value for key, value in arguments(family, stored, branch).items()}
-    return Sample(model, args["sampler"], args["cfg"], args["seed"], latent_shapes=shapes, tensors=tensors), stored["samples"]
+    return Sample(
+        model, args["sampler"], args["cfg"], args["seed"], latent_shapes=shapes, tensors=tensors
+    ), stored["samples"]
 
 
 def load(name: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
@@ -84,33 +163,53 @@ def load(name: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
     stored = load_file(GOLDEN / f"{name}.safetensors")
     shapes = [list(stored[f"noise.{i}"].shape[1:]) for i in range(len(STREAMS.get(name.split("__")[0], ())))]
     for whole in {key[:-2] for key in stored if key.endswith(".0") and shapes}:
-        stored[whole] = torch.cat([stored.pop(f"{whole}.{i}").flatten(1)[:, None] for i in range(len(shapes))], dim=2)
+        stored[whole] = torch.cat(
+            [stored.pop(f"{whole}.{i}").flatten(1)[:, None] for i in range(len(shapes))], dim=2
+        )
     return stored, shapes
 
 
 def _scale(family: str, shapes: list):
     if not shapes:
         return LATENT_FORMATS[family][1]
-    return torch.cat([torch.full((math.prod(shape),), factor) for shape, factor in zip(shapes, STREAMS[family])])
+    return torch.cat(
+        [torch.full((math.prod(shape),), factor) for shape, factor in zip(shapes, STREAMS[family])]
+    )
 
 
 def model_call(sample: Sample, family: str, batch: int) -> ModelCall:
     """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its own unless its latents share one; the prompts of a request take turns
     where they are alike, else all rows have the positive one."""
     x = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
-    times, turns = torch.linspace(0.9, 0.9 if sample.latent_shapes else 0.2, batch), [row % 2 for row in range(batch)]
+    times, turns = (
+        torch.linspace(0.9, 0.9 if sample.latent_shapes else 0.2, batch),
+        [row % 2 for row in range(batch)],
+    )
     conditioning = {}
     for key in (key.removeprefix("positive.") for key in sample.tensors if key.startswith("positive.")):
         positive, negative = sample.tensors[f"positive.{key}"], sample.tensors.get(f"negative.{key}")
         alike = positive.ndim and negative is not None and positive.shape == negative.shape
         conditioning[f"cond.{key}"] = torch.cat([positive, negative])[turns] if alike else positive
-    return ModelCall(sample.model, latent_shapes=sample.latent_shapes, tensors={"x": x, "time": times if FAMILIES[family].schedule is None else (1000 * times).round(), **conditioning})
+    return ModelCall(
+        sample.model,
+        latent_shapes=sample.latent_shapes,
+        tensors={
+            "x": x,
+            "time": times if FAMILIES[family].schedule is None else (1000 * times).round(),
+            **conditioning,
+        },
+    )
 
 
 def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:
     """The model arguments that ComfyUI makes of a CONDITIONING."""
-    found = {key.removeprefix(f"{branch}."): value for key, value in stored.items() if key.startswith(f"{branch}.")}
-    found = {ARGUMENTS.get(key, key): value.reshape(1) if key == "guidance" else value for key, value in found.items()}
+    found = {
+        key.removeprefix(f"{branch}."): value for key, value in stored.items() if key.startswith(f"{branch}.")
+    }
+    found = {
+        ARGUMENTS.get(key, key): value.reshape(1) if key == "guidance" else value
+        for key, value in found.items()
+    }
     further = FURTHER[family](found) if family in FURTHER else {}
     return found | further
 

@@ -15,7 +15,11 @@ def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
     forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
     count = lambda *_: at.append(counter.get_total_flops())
     blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]
-    hooks = [hook for block in blocks for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))]
+    hooks = [
+        hook
+        for block in blocks
+        for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))
+    ]
     with torch.inference_mode(), runner.running(model, built) as calls, sdpa_kernel(SDPBackend.MATH):
         calls.begin_evaluation(0.0)
         calls.modulate_ahead([built.sigmas[0]], ("positive",))

@@ -30,7 +30,7 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
         for key, job in jobs.items():
             try:
                 found[key].set_result(job())
-            except Exception as error:          # of the tests that ask for it
+            except Exception as error:  # of the tests that ask for it
                 found[key].set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -43,13 +43,22 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: 
     folder = folder / f"{program} {ranks}"
     folder.mkdir()
     out = folder / "found.json"
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)        # where the ranks meet
-    context = start_processes(_rank, (program, ranks, store.port, folder, (*arguments, str(out))), ranks, join=False, daemon=True, start_method="forkserver")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+    context = start_processes(
+        _rank,
+        (program, ranks, store.port, folder, (*arguments, str(out))),
+        ranks,
+        join=False,
+        daemon=True,
+        start_method="forkserver",
+    )
     deadline = time.monotonic() + seconds
     try:
         while not context.join(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
-                raise AssertionError(f"{program} on {ranks} ranks did not end in {seconds:.0f} s.\n{_output(folder)}")
+                raise AssertionError(
+                    f"{program} on {ranks} ranks did not end in {seconds:.0f} s.\n{_output(folder)}"
+                )
     except (ProcessRaisedException, ProcessExitedException) as error:
         raise AssertionError(f"{program} on {ranks} ranks: {error}\n{_output(folder)}") from None
     finally:
@@ -63,7 +72,9 @@ def fork_server():
     """Start the process that ranks are forked from. It has no threads yet, and none of this one's state."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+    with mock.patch.dict(
+        os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""
+    ):
         forkserver.ensure_running()
 
 
@@ -73,7 +84,14 @@ def _rank(rank: int, program: str, world: int, port: int, folder: Path, argument
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     importlib.import_module(program).main(*arguments)
 
 

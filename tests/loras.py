@@ -8,14 +8,30 @@ from safetensors.torch import save_file
 RANK, ALPHA = 3, 6.0
 #: Spelling -> (prefix, separator of names, role -> end of the key).
 SPELLINGS = {
-    "comfyui": ("diffusion_model.", ".", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
+    "comfyui": (
+        "diffusion_model.",
+        ".",
+        {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"},
+    ),
     "bare": ("", ".", {"up": ".lora_B.weight", "down": ".lora_A.weight"}),
     "kohya": ("lora_unet_", "_", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
     "peft": ("transformer.", ".", {"up": ".lora_B.weight", "down": ".lora_A.weight"}),
-    "peft default": ("base_model.model.", ".", {"up": ".lora_B.default.weight", "down": ".lora_A.default.weight"}),
-    "diffusers": ("transformer.", ".", {"up": ".lora.up.weight", "down": ".lora.down.weight", "alpha": ".alpha"}),
+    "peft default": (
+        "base_model.model.",
+        ".",
+        {"up": ".lora_B.default.weight", "down": ".lora_A.default.weight"},
+    ),
+    "diffusers": (
+        "transformer.",
+        ".",
+        {"up": ".lora.up.weight", "down": ".lora.down.weight", "alpha": ".alpha"},
+    ),
     "lycoris": ("lycoris_", "_", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
-    "onetrainer": ("lora_transformer_", "_", {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"}),
+    "onetrainer": (
+        "lora_transformer_",
+        "_",
+        {"up": ".lora_up.weight", "down": ".lora_down.weight", "alpha": ".alpha"},
+    ),
 }
 
 
@@ -28,8 +44,15 @@ def lora(shapes: dict[str, tuple[int, ...]], spelling: str, seed: int = 0) -> tu
     prefix, separator, ends = SPELLINGS[spelling]
     file, added = {}, {}
     for i, (module, shape) in enumerate(shapes.items()):
-        up, down = randn(shape[0], RANK, seed=seed + i) * 0.2, randn(RANK, *shape[1:], seed=seed + i + 1000) * 0.05
-        tensors = {"up": up.reshape(*up.shape, *[1] * (len(shape) - 2)), "down": down, "alpha": torch.tensor(ALPHA)}
+        up, down = (
+            randn(shape[0], RANK, seed=seed + i) * 0.2,
+            randn(RANK, *shape[1:], seed=seed + i + 1000) * 0.05,
+        )
+        tensors = {
+            "up": up.reshape(*up.shape, *[1] * (len(shape) - 2)),
+            "down": down,
+            "alpha": torch.tensor(ALPHA),
+        }
         file |= {prefix + module.replace(".", separator) + end: tensors[role] for role, end in ends.items()}
         added[module] = (ALPHA / RANK if "alpha" in ends else 1.0) * (up @ down.flatten(1)).reshape(shape)
     return file, added
@@ -43,15 +66,31 @@ def write_lora(path: Path, shapes: dict[str, tuple[int, ...]], spelling: str, se
 
 def write_mixed(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     """A file of every kind of adapter for the tiny Flux, whose single file has these ``shapes``: what a rank cannot do with its own rows and columns alone too."""
-    matrices = {name.removesuffix(".weight"): tuple(shape) for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
+    matrices = {
+        name.removesuffix(".weight"): tuple(shape)
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
     tensors, _ = lora(matrices, "kohya", seed=3)
-    qkv, mlp, linear1 = ("lora_unet_" + name for name in ("double_blocks_0_img_attn_qkv", "double_blocks_1_img_mlp_2", "single_blocks_0_linear1"))
-    for module, shape in ((qkv, shapes["double_blocks.0.img_attn.qkv.weight"]), (linear1, shapes["single_blocks.0.linear1.weight"])):
-        tensors[f"{module}.dora_scale"] = 0.5 + randn(1, shape[1]).abs()                        # norms of columns: over q, k and v
-    tensors["lora_unet_double_blocks_1_img_attn_qkv.dora_scale"] = 0.5 + randn(shapes["double_blocks.1.img_attn.qkv.weight"][0], 1).abs()
+    qkv, mlp, linear1 = (
+        "lora_unet_" + name
+        for name in ("double_blocks_0_img_attn_qkv", "double_blocks_1_img_mlp_2", "single_blocks_0_linear1")
+    )
+    for module, shape in (
+        (qkv, shapes["double_blocks.0.img_attn.qkv.weight"]),
+        (linear1, shapes["single_blocks.0.linear1.weight"]),
+    ):
+        tensors[f"{module}.dora_scale"] = 0.5 + randn(1, shape[1]).abs()  # norms of columns: over q, k and v
+    tensors["lora_unet_double_blocks_1_img_attn_qkv.dora_scale"] = (
+        0.5 + randn(shapes["double_blocks.1.img_attn.qkv.weight"][0], 1).abs()
+    )
     rows, columns = shapes["double_blocks.1.img_mlp.2.weight"]
     tensors = {key: value for key, value in tensors.items() if not key.startswith(mlp)}
     tensors |= {f"{mlp}.lokr_w1": randn(4, 8) * 0.1, f"{mlp}.lokr_w2": randn(rows // 4, columns // 8) * 0.1}
-    tensors |= {f"diffusion_model.{name}.diff_b": randn(shape[0]) * 0.1 for name, shape in matrices.items() if "img_attn.proj" in name or "linear1" in name}
+    tensors |= {
+        f"diffusion_model.{name}.diff_b": randn(shape[0]) * 0.1
+        for name, shape in matrices.items()
+        if "img_attn.proj" in name or "linear1" in name
+    }
     save_file(tensors, path)
     return path

@@ -17,7 +17,9 @@ def matrices(state: dict, pattern: re.Pattern = MATRICES) -> list[str]:
     return [key for key, value in state.items() if pattern.search(key) and value.ndim == 2]
 
 
-def float8(weight: torch.Tensor, kind: str = "float8_e4m3fn", rowwise: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def float8(
+    weight: torch.Tensor, kind: str = "float8_e4m3fn", rowwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scale): the largest value of the matrix, or of each row, becomes the largest of the format."""
     dtype, largest = FLOAT8[kind]
     scale = (weight.abs().amax(dim=1, keepdim=True) if rowwise else weight.abs().amax()) / largest
@@ -25,7 +27,7 @@ def float8(weight: torch.Tensor, kind: str = "float8_e4m3fn", rowwise: bool = Fa
 
 
 def legacy_fp8(state: dict) -> dict:
-    """"Scaled fp8": X.scale_weight, X.scale_input and the marker scaled_fp8."""
+    """ "Scaled fp8": X.scale_weight, X.scale_input and the marker scaled_fp8."""
     found = {**state, "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for key in matrices(state):
         found[key], scale = float8(state[key])
@@ -47,11 +49,20 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
         return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale.float()}, settings
     block, packed = {"mxfp8": (32, 1), "nvfp4": (16, 2)}[kind]
     tiles = -(-rows // 128) * 128, -(-columns // block // 4) * 4
-    numbers = lambda *shape, high=256: torch.randint(high, shape, generator=random, dtype=torch.int32).to(torch.uint8)
+    numbers = lambda *shape, high=256: torch.randint(high, shape, generator=random, dtype=torch.int32).to(
+        torch.uint8
+    )
     if kind == "mxfp8":
-        values = numbers(rows, columns, high=120).view(torch.float8_e4m3fn)          # below the NaN
-        return {"weight": values, "weight_scale": (numbers(*tiles, high=6) + 116).view(torch.float8_e8m0fnu)}, {}
-    return {"weight": numbers(rows, columns // packed), "weight_scale": numbers(*tiles, high=120).view(torch.float8_e4m3fn), "weight_scale_2": torch.tensor(2e-4)}, {}
+        values = numbers(rows, columns, high=120).view(torch.float8_e4m3fn)  # below the NaN
+        return {
+            "weight": values,
+            "weight_scale": (numbers(*tiles, high=6) + 116).view(torch.float8_e8m0fnu),
+        }, {}
+    return {
+        "weight": numbers(rows, columns // packed),
+        "weight_scale": numbers(*tiles, high=120).view(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(2e-4),
+    }, {}
 
 
 def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, dict]:
@@ -64,13 +75,20 @@ def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, di
         layers[name] = {"format": kind, **settings}
     if in_header:
         return found, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
-    texts = {f"{name}.comfy_quant": torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8) for name, text in layers.items()}
+    texts = {
+        f"{name}.comfy_quant": torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+        for name, text in layers.items()
+    }
     return found | texts, {}
 
 
 def write_scaled(path: Path, state: dict, kind: str) -> Path:
     """A safetensors file of ``kind``: legacy, header (fp8 described in the header) or one of KINDS."""
-    found, metadata = (legacy_fp8(state), {}) if kind == "legacy" else described(state, FIRST if kind == "header" else kind, kind == "header")
+    found, metadata = (
+        (legacy_fp8(state), {})
+        if kind == "legacy"
+        else described(state, FIRST if kind == "header" else kind, kind == "header")
+    )
     save_file(found, path, metadata)
     return path
 
@@ -88,7 +106,15 @@ def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Patt
     writer, values, random = gguf.GGUFWriter(str(path), "flux"), {}, np.random.default_rng(0)
     quantized = matrices(state, pattern)
     for key, tensor in state.items():
-        kind = kinds[quantized.index(key) % len(kinds)] if key in quantized else "F32" if tensor.ndim == 1 else "BF16" if len(key) % 2 else "F16"
+        kind = (
+            kinds[quantized.index(key) % len(kinds)]
+            if key in quantized
+            else "F32"
+            if tensor.ndim == 1
+            else "BF16"
+            if len(key) % 2
+            else "F16"
+        )
         kind = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         array = tensor.float().numpy()
@@ -109,7 +135,15 @@ def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Patt
 
 
 #: Where in a block its float16 scales are.
-SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+SCALES_AT = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
 
 
 def _random_blocks(random, shape, kind: str, block: int, size: int):
@@ -118,5 +152,7 @@ def _random_blocks(random, shape, kind: str, block: int, size: int):
 
     data = random.integers(0, 256, (shape[0], shape[-1] // block, size), dtype=np.uint8)
     for at in SCALES_AT[kind]:
-        data[..., at: at + 2] = random.uniform(1e-4, 1e-2, (*data.shape[:2], 1)).astype(np.float16).view(np.uint8)
+        data[..., at : at + 2] = (
+            random.uniform(1e-4, 1e-2, (*data.shape[:2], 1)).astype(np.float16).view(np.uint8)
+        )
     return data.reshape(shape[0], -1)

@@ -25,7 +25,9 @@ def imports(path: Path, at_start: bool = False) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found |= {module} | {f"{module.rstrip('.')}.{alias.name}" for alias in node.names if node.level == 0}
+            found |= {module} | {
+                f"{module.rstrip('.')}.{alias.name}" for alias in node.names if node.level == 0
+            }
     return found
 
 
@@ -41,13 +43,24 @@ def test_backend_never_imports_comfy(path):
 @pytest.mark.parametrize("path", NODES, ids=lambda p: p.name)
 def test_nodes_reach_the_backend_through_its_shared_files_only(path):
     reached = {m for m in imports(path) if m.startswith("..backend")}
-    assert reached <= {"..backend", "..backend.config", "..backend.frames", "..backend.protocol", "..backend.solver_names", "..backend.errors"}
+    assert reached <= {
+        "..backend",
+        "..backend.config",
+        "..backend.frames",
+        "..backend.protocol",
+        "..backend.solver_names",
+        "..backend.errors",
+    }
     assert not [m for m in imports(path, at_start=path.name in LATE) if under(m, HEAVY)]
 
 
 @pytest.mark.parametrize("name", STDLIB_ONLY)
 def test_shared_files_need_nothing(name):
-    assert not [m for m in imports(ROOT / "backend" / name) if m.split(".")[0] in ("torch", "safetensors", "diffusers")]
+    assert not [
+        m
+        for m in imports(ROOT / "backend" / name)
+        if m.split(".")[0] in ("torch", "safetensors", "diffusers")
+    ]
 
 
 @pytest.mark.parametrize("name", ["client.py", "launcher.py", "backends.py", "verdict.py"])
@@ -63,15 +76,21 @@ def test_collectives_live_in_their_rooms(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "backend" / "parallel").glob("*.py")), ids=lambda p: p.name)
 def test_parallel_methods_name_no_family(path):
-    families = [p.stem for p in (ROOT / "backend" / "models").glob("*.py") if p.stem not in ("__init__", "spec")]
-    code = "\n".join(ast.unparse(node) for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)).lower()
+    families = [
+        p.stem for p in (ROOT / "backend" / "models").glob("*.py") if p.stem not in ("__init__", "spec")
+    ]
+    code = "\n".join(
+        ast.unparse(node) for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)
+    ).lower()
     assert not [family for family in families if f"{family}." in code or f"'{family}'" in code]
 
 
 def assigned(path: Path) -> dict[str, ast.expr]:
     """The module's own names that an assignment gives a value, and the values."""
     statements = ast.parse(path.read_text()).body
-    return {ast.unparse(n.targets[0]): n.value for n in statements if isinstance(n, ast.Assign)} | {ast.unparse(n.target): n.value for n in statements if isinstance(n, ast.AnnAssign)}
+    return {ast.unparse(n.targets[0]): n.value for n in statements if isinstance(n, ast.Assign)} | {
+        ast.unparse(n.target): n.value for n in statements if isinstance(n, ast.AnnAssign)
+    }
 
 
 FAMILY_FILES = [path for path in sorted((ROOT / "backend/models").glob("*.py")) if "FAMILY" in assigned(path)]
@@ -81,11 +100,17 @@ FAMILY_FILES = [path for path in sorted((ROOT / "backend/models").glob("*.py")) 
 def test_a_family_is_data(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 200
-    assert not [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    assert not [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    ]
 
 
 def test_every_family_file_is_in_the_registry():
-    assert sorted(ast.unparse(module) for module in assigned(ROOT / "backend/models/__init__.py")["MODULES"].elts) == [path.stem for path in FAMILY_FILES]
+    assert sorted(
+        ast.unparse(module) for module in assigned(ROOT / "backend/models/__init__.py")["MODULES"].elts
+    ) == [path.stem for path in FAMILY_FILES]
 
 
 def test_root_package_needs_no_comfyui():

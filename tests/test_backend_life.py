@@ -44,7 +44,16 @@ def steps_after_cancel(backend, request) -> tuple[int, float]:
     return reply.step - 3, step
 
 
-@pytest.mark.parametrize("degrees, patches", [({"pipefusion_degree": 2}, 1), ({"pipefusion_degree": 2}, 4), ({"ulysses_degree": 2}, 1), ({"cfg_degree": 2}, 1)], ids=str)
+@pytest.mark.parametrize(
+    "degrees, patches",
+    [
+        ({"pipefusion_degree": 2}, 1),
+        ({"pipefusion_degree": 2}, 4),
+        ({"ulysses_degree": 2}, 1),
+        ({"cfg_degree": 2}, 1),
+    ],
+    ids=str,
+)
 def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees, patches):
     """Steps of some tenths of a second, so that the client's reaction is short beside them."""
     backend = backends.backend_for(ParallelConfig(device="cpu", **degrees))
@@ -57,11 +66,12 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     began = time.monotonic()
     result = backend.sample(replace(request, num_pipeline_patch=1))
     assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4
-    assert time.monotonic() - began < 20 * seconds          # the ranks do not go on with the other 57 steps
+    assert time.monotonic() - began < 20 * seconds  # the ranks do not go on with the other 57 steps
 
 
 def test_degrees_change_on_the_same_ranks(checkpoint):
     """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads its stage. No process starts again."""
+
     def changed(**degrees):
         backend, seen = backends.backend_for(ParallelConfig(device="cpu", **degrees)), []
         left = backend.client.request(protocol.Ping()).models
@@ -79,11 +89,23 @@ def test_degrees_change_on_the_same_ranks(checkpoint):
         assert same is backend and left and read == [0, 0] and not progress
     for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
         same, left, read, progress = changed(**degrees)
-        assert same is backend and not left and progress and all(0 < size < 0.75 * Path(checkpoint).stat().st_size for size in read)
+        assert (
+            same is backend
+            and not left
+            and progress
+            and all(0 < size < 0.75 * Path(checkpoint).stat().st_size for size in read)
+        )
     assert backend.welcome.pids == pids
 
 
-@pytest.mark.parametrize("config, words", [({"ulysses_degree": 3}, "= 3 ranks, but this backend has 2"), ({"degree": 2}, "not one of this version"), ({"cfg_degree": 3}, "two branches")])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"ulysses_degree": 3}, "= 3 ranks, but this backend has 2"),
+        ({"degree": 2}, "not one of this version"),
+        ({"cfg_degree": 3}, "two branches"),
+    ],
+)
 def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
     with pytest.raises(protocol.RefusedError, match=words):
         backend.client.request(protocol.Arrange(config))
@@ -130,7 +152,11 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_no_process_outlives_a_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(tests=str(Path(__file__).parent))], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(tests=str(Path(__file__).parent))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 3 and all(map(alive, pids))
     parent.kill()

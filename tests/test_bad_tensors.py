@@ -34,29 +34,68 @@ BROKEN = {
     "not a number": lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else None,
 }
 #: Not wrong: a longer schedule, a prompt or a reference of another length.
-RIGHT = {("sigmas", "wider"), ("sigmas", "another batch"), *((name, what) for name in ("positive.c_crossattn", "positive.clip_fea", "positive.txt_byt5") for what in ("shorter", "longer"))}
+RIGHT = {
+    ("sigmas", "wider"),
+    ("sigmas", "another batch"),
+    *(
+        (name, what)
+        for name in ("positive.c_crossattn", "positive.clip_fea", "positive.txt_byt5")
+        for what in ("shorter", "longer")
+    ),
+}
 #: Variants whose requests have arguments that the golden families' have not: those alone are broken.
-FURTHER = ("flux-kontext", "flux-fill", "flux2-edit", "flux3-edit", "ltx2-i2v", "qwen-image-edit", "wan21-i2v", "wan22-ti2v", "hunyuan-video-i2v-v2", "hunyuan-video15-i2v", "ltxv-i2v", "ltx25-i2v", "minimax-h3-guides", "cogvideox-1.5-i2v")
+FURTHER = (
+    "flux-kontext",
+    "flux-fill",
+    "flux2-edit",
+    "flux3-edit",
+    "ltx2-i2v",
+    "qwen-image-edit",
+    "wan21-i2v",
+    "wan22-ti2v",
+    "hunyuan-video-i2v-v2",
+    "hunyuan-video15-i2v",
+    "ltxv-i2v",
+    "ltx25-i2v",
+    "minimax-h3-guides",
+    "cogvideox-1.5-i2v",
+)
 
 
 def changes(tensors: dict, keys) -> dict[tuple[str, str], dict]:
     """(name, what is wrong) -> the tensors that are then sent in place of the request's own."""
-    found = {(key, what): {key: change(tensors[key])} for key in keys for what, change in BROKEN.items() if (key, what) not in RIGHT}
+    found = {
+        (key, what): {key: change(tensors[key])}
+        for key in keys
+        for what, change in BROKEN.items()
+        if (key, what) not in RIGHT
+    }
     noise = tensors["noise"]
-    forms = {"with a time axis": noise.unsqueeze(2), "of two frames": torch.stack([noise, noise], 2), "without a time axis": noise[:, :, 0]}
+    forms = {
+        "with a time axis": noise.unsqueeze(2),
+        "of two frames": torch.stack([noise, noise], 2),
+        "without a time axis": noise[:, :, 0],
+    }
     found |= {("noise", what): {"noise": other, "latent": other} for what, other in forms.items()}
     return {case: change for case, change in found.items() if None not in change.values()}
 
 
-@pytest.mark.parametrize("name", [*(family for family in LATENT_FORMATS if family != "minimax-h3-curves"), *FURTHER])
+@pytest.mark.parametrize(
+    "name", [*(family for family in LATENT_FORMATS if family != "minimax-h3-curves"), *FURTHER]
+)
 def test_a_broken_tensor_is_refused_or_runs(name, tmp_path):
     path, variant = tmp_path / f"{name}.safetensors", VARIANTS.get(name)
     sample = request(name) if variant else golden(f"{name}__euler_simple")[0]
     tensors = {key: value for key, value in sample.tensors.items() if not key.startswith("negative.")}
     valid = replace(sample, cfg=1.0, tensors=tensors | {"sigmas": tensors["sigmas"][:2]})
-    checkpoint, engine = open_checkpoint(str(write(path, name) if variant else write_checkpoint(path, name))), None
+    checkpoint, engine = (
+        open_checkpoint(str(write(path, name) if variant else write_checkpoint(path, name))),
+        None,
+    )
     wrong = []
-    for case, change in changes(valid.tensors, [f"positive.{key}" for key in variant.arguments] if variant else tensors).items():
+    for case, change in changes(
+        valid.tensors, [f"positive.{key}" for key in variant.arguments] if variant else tensors
+    ).items():
         broken = replace(valid, tensors=valid.tensors | change)
         try:
             check_sample(broken, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
@@ -82,5 +121,8 @@ def test_a_check_that_fails_is_a_refusal(tmp_path):
     engine.load("tiny", str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")), "default")
     model = engine.models["tiny"]
     model.family = replace(model.family, refusal=lambda config, grid, cond: [][len(grid.counts)])
-    with pytest.raises(UnsupportedError, match="the request could not be checked .IndexError: list index out of range.* nothing was run"):
+    with pytest.raises(
+        UnsupportedError,
+        match="the request could not be checked .IndexError: list index out of range.* nothing was run",
+    ):
         engine.check_sample(golden("sd3__euler_simple")[0])

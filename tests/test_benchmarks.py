@@ -21,7 +21,15 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks") / "model"
     torch.manual_seed(0)
     FluxTransformer2DModel(
-        in_channels=64, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 6, 6)).save_pretrained(folder)
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -52,8 +60,20 @@ def test_overhead_compares_two_ways_to_the_same_latent(start, model, tmp_path):
 
 
 def test_scaling_measures_two_ranks(model, tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "scaling.py"), *SMALL, "--only", "pipefusion", "--model", model, "--out", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "scaling.py"),
+        *SMALL,
+        "--only",
+        "pipefusion",
+        "--model",
+        model,
+        "--out",
+        str(tmp_path),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
     assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()

@@ -11,9 +11,22 @@ from fake_backend import TOKEN, WELCOME, FakeBackend, reply
 from parallel_dit.backend import frames
 from parallel_dit.backend.config import ConfigError
 from parallel_dit.backend.protocol import (
-    BackendError, Cancel, Cancelled, Failure, Load, Loaded, Ping, Pong, Progress, RefusedError, Result, Sample)
+    BackendError,
+    Cancel,
+    Cancelled,
+    Failure,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Progress,
+    RefusedError,
+    Result,
+    Sample,
+)
 from parallel_dit.nodes import client as client_module
 from parallel_dit.nodes.client import BackendClient
+
 
 @pytest.fixture
 def serve(tmp_path):
@@ -24,7 +37,9 @@ def serve(tmp_path):
 
 
 def sample_message(**tensors):
-    return Sample(model="m", sampler="euler", cfg=1.0, seed=7, tensors=tensors or {"noise": torch.zeros(1, 4)})
+    return Sample(
+        model="m", sampler="euler", cfg=1.0, seed=7, tensors=tensors or {"noise": torch.zeros(1, 4)}
+    )
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -47,7 +62,12 @@ def test_progress_on_the_way_to_a_reply(serve):
 
     seen = []
     client = BackendClient(serve(handler), TOKEN)
-    assert client.request(Load("/m"), on_progress=lambda progress: seen.append((progress.step, progress.total))).model == "m"
+    assert (
+        client.request(
+            Load("/m"), on_progress=lambda progress: seen.append((progress.step, progress.total))
+        ).model
+        == "m"
+    )
     assert seen == [(1, 2), (2, 2)]
 
 
@@ -67,7 +87,9 @@ def test_giving_up_in_progress_hangs_up(serve):
 
 
 def test_wrong_token(serve):
-    with pytest.raises(BackendError, match="did not let this client in.*the token is wrong.*PARALLEL_DIT_TOKEN"):
+    with pytest.raises(
+        BackendError, match="did not let this client in.*the token is wrong.*PARALLEL_DIT_TOKEN"
+    ):
         BackendClient(serve(lambda connection: None), "guess")
 
 
@@ -132,12 +154,16 @@ def test_sample_reports_progress(serve):
     client = BackendClient(serve(handler), TOKEN)
     seen = []
     result = client.sample(sample_message(noise=torch.zeros(1, 2)), seen.append)
-    assert [(p.step, p.total, p.tensors["x0"].tolist()) for p in seen] == [(1, 2, [[1.0, 1.0]]), (2, 2, [[2.0, 2.0]])]
+    assert [(p.step, p.total, p.tensors["x0"].tolist()) for p in seen] == [
+        (1, 2, [[1.0, 1.0]]),
+        (2, 2, [[2.0, 2.0]]),
+    ]
     assert result.tensors["samples"].tolist() == [[1.0, 1.0]] and result.stats == {"seconds": 1.5}
 
 
 def cancellable(received: list):
     """A server that steps for ever, until Cancel comes; then it answers a Ping."""
+
     def handler(connection):
         frames.receive(connection)
         step = 0
@@ -149,6 +175,7 @@ def cancellable(received: list):
         reply(connection, Cancelled(step + 1))
         received.append(frames.receive(connection))
         reply(connection, Pong())
+
     return handler
 
 
@@ -233,17 +260,25 @@ def test_frame_in_pieces(serve):
             connection.sendall(bytes([byte]))
             time.sleep(0.002)  # longer in all than POLL_SECONDS
 
-    assert BackendClient(serve(handler), TOKEN).sample(sample_message()).tensors["samples"].tolist() == [0.0, 1.0, 2.0]
+    assert BackendClient(serve(handler), TOKEN).sample(sample_message()).tensors["samples"].tolist() == [
+        0.0,
+        1.0,
+        2.0,
+    ]
 
 
-@pytest.mark.parametrize("frame", [
-    b"GET / HTTP/1.1\r\n\r\n",
-    frames.PREFIX.pack(frames.MAGIC, frames.MAX_HEADER + 1, 0),
-    frames.PREFIX.pack(frames.MAGIC, 2, frames.MAX_BODY + 1),
-    frames.PREFIX.pack(frames.MAGIC, 2, 0) + b"{}",
-    frames.PREFIX.pack(frames.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
-    frames.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
-], ids=["http", "long header", "long body", "no type", "unknown type", "another version"])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frames.PREFIX.pack(frames.MAGIC, frames.MAX_HEADER + 1, 0),
+        frames.PREFIX.pack(frames.MAGIC, 2, frames.MAX_BODY + 1),
+        frames.PREFIX.pack(frames.MAGIC, 2, 0) + b"{}",
+        frames.PREFIX.pack(frames.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
+        frames.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
+    ],
+    ids=["http", "long header", "long body", "no type", "unknown type", "another version"],
+)
 def test_frames_of_others_close(serve, frame):
     def handler(connection):
         frames.receive(connection)
@@ -269,12 +304,15 @@ def test_request_over_the_limit_is_refused(serve, monkeypatch):
 
 def test_same_tensor_twice_in_a_request(serve):
     """A graph may link one CONDITIONING to both inputs."""
+
     def handler(connection):
         names = sorted(frames.receive(connection).tensors)
         reply(connection, Result({"names": names}, {"samples": torch.zeros(1)}))
 
     both = torch.zeros(1, 3)
-    result = BackendClient(serve(handler), TOKEN).sample(sample_message(**{"positive.y": both, "negative.y": both}))
+    result = BackendClient(serve(handler), TOKEN).sample(
+        sample_message(**{"positive.y": both, "negative.y": both})
+    )
     assert result.stats["names"] == ["negative.y", "positive.y"]
 
 
@@ -291,7 +329,9 @@ def test_what_is_done_meanwhile_is_done_once_and_its_errors_cancel(serve):
         raise ArithmeticError
 
     client, done = BackendClient(serve(handler), TOKEN), []
-    assert client.sample(sample_message(), meanwhile=lambda: done.append(1)).tensors["samples"].tolist() == [0.0] and done == [1]
+    assert client.sample(sample_message(), meanwhile=lambda: done.append(1)).tensors["samples"].tolist() == [
+        0.0
+    ] and done == [1]
     with pytest.raises(ArithmeticError):
         client.sample(sample_message(), meanwhile=fails)
     assert client.request(Ping()) == Pong()

@@ -30,19 +30,42 @@ def of(**degrees):
     return ParallelConfig(**{AXES.get(key, key): value for key, value in degrees.items()})
 
 
-@pytest.mark.parametrize("one, other, same", [
-    (of(cfg=2), of(ulysses=2), True), (of(dp=4), of(ring=2, ulysses=2), True), (of(ulysses=2, tp=2), of(cfg=2, tp=2), True), (of(cfg=2, pp=2), of(dp=2, pp=2), True),
-    (of(pp=2, ring=2), of(pp=2, ulysses=2), True), (of(pp=2), of(pp=2, num_pipeline_patch=4), True), (of(cfg=2, shard_weights=True, ulysses=2), of(cfg=2, shard_weights=True, ulysses=2), True),
-    (of(cfg=2, pp=2), of(ulysses=2, pp=2), False), (of(ulysses=2), of(pp=2), False), (of(ulysses=2), of(tp=2), False), (of(tp=4), of(tp=4, split_scheme="2d"), False),
-    (of(pp=2), of(pp=2, attn_layer_num_for_pp="1,3"), False), (of(dp=2), of(dp=2, shard_weights=True), False), (of(dp=2, shard_weights=True), of(ulysses=2, shard_weights=True), False),
-    (of(cfg=2), of(cfg=2, offload_modulation=True), False), (of(cfg=2), of(cfg=2, ulysses=2), False)])
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        (of(cfg=2), of(ulysses=2), True),
+        (of(dp=4), of(ring=2, ulysses=2), True),
+        (of(ulysses=2, tp=2), of(cfg=2, tp=2), True),
+        (of(cfg=2, pp=2), of(dp=2, pp=2), True),
+        (of(pp=2, ring=2), of(pp=2, ulysses=2), True),
+        (of(pp=2), of(pp=2, num_pipeline_patch=4), True),
+        (of(cfg=2, shard_weights=True, ulysses=2), of(cfg=2, shard_weights=True, ulysses=2), True),
+        (of(cfg=2, pp=2), of(ulysses=2, pp=2), False),
+        (of(ulysses=2), of(pp=2), False),
+        (of(ulysses=2), of(tp=2), False),
+        (of(tp=4), of(tp=4, split_scheme="2d"), False),
+        (of(pp=2), of(pp=2, attn_layer_num_for_pp="1,3"), False),
+        (of(dp=2), of(dp=2, shard_weights=True), False),
+        (of(dp=2, shard_weights=True), of(ulysses=2, shard_weights=True), False),
+        (of(cfg=2), of(cfg=2, offload_modulation=True), False),
+        (of(cfg=2), of(cfg=2, ulysses=2), False),
+    ],
+)
 def test_changes_of_degrees_that_leave_every_rank_its_weights(one, other, same):
     assert one.same_weights(other) == other.same_weights(one) == same
 
 
 def test_ranks_stay_while_they_are_as_many_on_the_same_devices():
     assert of(cfg=2).same_ranks(of(ulysses=2)) and of(cfg=2, gpus="0,1").same_ranks(of(tp=2))
-    assert not any(of(cfg=2).same_ranks(other) for other in (of(cfg=2, ulysses=2), of(ulysses=2, device="cpu"), of(ulysses=2, gpus="0,2"), of(ulysses=2, address="unix:/x")))
+    assert not any(
+        of(cfg=2).same_ranks(other)
+        for other in (
+            of(cfg=2, ulysses=2),
+            of(ulysses=2, device="cpu"),
+            of(ulysses=2, gpus="0,2"),
+            of(ulysses=2, address="unix:/x"),
+        )
+    )
 
 
 def test_more_ranks_than_gpus_names_the_product():
@@ -62,7 +85,10 @@ def test_auto_takes_gpus_where_there_are_any():
 
 
 def test_settings_of_a_request_keep_the_backend():
-    one, other = ParallelConfig(pipefusion_degree=2), ParallelConfig(pipefusion_degree=2, warmup_steps=3, num_pipeline_patch=8, attention="sdpa")
+    one, other = (
+        ParallelConfig(pipefusion_degree=2),
+        ParallelConfig(pipefusion_degree=2, warmup_steps=3, num_pipeline_patch=8, attention="sdpa"),
+    )
     assert one.topology() == other.topology() != ParallelConfig(ulysses_degree=2).topology()
 
 
@@ -74,5 +100,7 @@ def test_batch_smaller_than_the_replicas():
 
 def test_schemes_of_more_dimensions_are_refused_by_name():
     for scheme in ("2.5d", "3d"):
-        with pytest.raises(ConfigError, match=f"split_scheme {scheme} is not offered: .*choose one of megatron"):
+        with pytest.raises(
+            ConfigError, match=f"split_scheme {scheme} is not offered: .*choose one of megatron"
+        ):
             ParallelConfig(tensor_parallel_degree=8, split_scheme=scheme).validate()

@@ -27,7 +27,10 @@ def verdicts():
         tensors[f"{branch}.c_crossattn"] = torch.cat([text for text, _ in encoded])
         tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
     samples, _ = engine.sample(Sample("demo", "euler", CFG, 0, tensors=tensors), Callbacks())
-    return [shapes.check_picture(prompt, picture) for prompt, picture in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))]
+    return [
+        shapes.check_picture(prompt, picture)
+        for prompt, picture in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))
+    ]
 
 
 def test_colours_and_places_follow_the_prompt(verdicts):
@@ -47,7 +50,10 @@ def test_the_check_can_fail():
     drawn = [shapes.draw(shapes.parse_prompt(prompt)) for prompt in PROMPTS]
     pictures = [(picture.permute(1, 2, 0) + 1) / 2 for picture in drawn]
     assert all(shapes.check_picture(prompt, picture) for prompt, picture in zip(PROMPTS, pictures))
-    wrong = [not shapes.check_picture(prompt, picture).misplaced for prompt, picture in zip(PROMPTS, pictures[1:] + pictures[:1])]
+    wrong = [
+        not shapes.check_picture(prompt, picture).misplaced
+        for prompt, picture in zip(PROMPTS, pictures[1:] + pictures[:1])
+    ]
     assert sum(wrong) <= 2
 
 

@@ -25,7 +25,7 @@ def test_a_body_stays_until_every_rank_has_it():
     parts = [torch.arange(5, dtype=torch.uint8), torch.arange(3, dtype=torch.uint8)]
     number = first.write(parts)
     assert number and second.read(number, 8).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert not first.write(parts)                       # the third has not
+    assert not first.write(parts)  # the third has not
     third.read(number, 8)
     assert first.write(parts) == number + 1
 

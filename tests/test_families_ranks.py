@@ -11,8 +11,30 @@ from variants import VARIANTS
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
 CASES = {
-    2: [*FAMILIES, *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")), "qwen-image+mask", "hunyuan-video+mask", "hunyuan-video15+mask", "ideogram4+mask", "qwen-image21+mask"],
-    4: [*FAMILIES, "flux-kontext", "flux2-edit", "flux3-edit", "qwen-image-edit-2511", "qwen-image21-edit", "krea2-edit", "wan21-i2v", "wan22-ti2v", "ltxv-i2v", "ltx25-i2v", "minimax-h3-guides", "cogvideox-1.5-i2v"],
+    2: [
+        *FAMILIES,
+        *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")),
+        "qwen-image+mask",
+        "hunyuan-video+mask",
+        "hunyuan-video15+mask",
+        "ideogram4+mask",
+        "qwen-image21+mask",
+    ],
+    4: [
+        *FAMILIES,
+        "flux-kontext",
+        "flux2-edit",
+        "flux3-edit",
+        "qwen-image-edit-2511",
+        "qwen-image21-edit",
+        "krea2-edit",
+        "wan21-i2v",
+        "wan22-ti2v",
+        "ltxv-i2v",
+        "ltx25-i2v",
+        "minimax-h3-guides",
+        "cogvideox-1.5-i2v",
+    ],
 }
 
 
@@ -44,7 +66,9 @@ def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
     """CFG and ring behind Ulysses, other patches of a pipeline; pipelines and tensor parallelism put other weights on each rank."""
     kept = {row["config"] for row in rows if row["bytes_read"] == 0 and not row["stale"]}
     assert all(row["bytes_read"] == 0 for row in rows if row["stale"] and "cfg" not in row["config"])
-    assert kept == ({"cfg_degree 2 = 2 ranks", "ring_degree 2 = 2 ranks"} if "2 ranks" in rows[0]["config"] else set())
+    assert kept == (
+        {"cfg_degree 2 = 2 ranks", "ring_degree 2 = 2 ranks"} if "2 ranks" in rows[0]["config"] else set()
+    )
 
 
 def test_pipefusion_drifts_a_little(rows):

@@ -11,7 +11,9 @@ from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default")
+    engine.load(
+        "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
+    )
     return engine
 
 

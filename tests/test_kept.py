@@ -20,17 +20,26 @@ def arrives(client, ranks, sent: ModelCall) -> tuple[ModelCall, ModelCall]:
     assert not ranks.missing(wire)
     filled = ranks.filled(wire)
     ranks.update(wire)
-    assert filled.tensors.keys() == sent.tensors.keys() and all(filled.tensors[name].equal(value) for name, value in sent.tensors.items())
+    assert filled.tensors.keys() == sent.tensors.keys() and all(
+        filled.tensors[name].equal(value) for name, value in sent.tensors.items()
+    )
     return wire, filled
 
 
 def test_equal_values_are_sent_once_and_changed_ones_again():
     client, ranks, prompt = KeptArguments(), Ranks(torch.device("cpu")), torch.randn(SIZE)
     sent = {"x": torch.randn(SIZE), "cond.c_crossattn": prompt, "cond.y": torch.ones(3)}
-    wires = [arrives(client, ranks, call(**sent))[0], arrives(client, ranks, call(**{**sent, "cond.c_crossattn": prompt.clone()}))[0]]
-    prompt[:] += 1.0                                    # in place, as a node may do it
+    wires = [
+        arrives(client, ranks, call(**sent))[0],
+        arrives(client, ranks, call(**{**sent, "cond.c_crossattn": prompt.clone()}))[0],
+    ]
+    prompt[:] += 1.0  # in place, as a node may do it
     wires.append(arrives(client, ranks, call(**sent))[0])
-    assert [set(wire.tensors) for wire in wires] == [{"x", "cond.c_crossattn", "cond.y"}, {"x", "cond.y"}, {"x", "cond.c_crossattn", "cond.y"}]
+    assert [set(wire.tensors) for wire in wires] == [
+        {"x", "cond.c_crossattn", "cond.y"},
+        {"x", "cond.y"},
+        {"x", "cond.c_crossattn", "cond.y"},
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
@@ -71,6 +80,9 @@ def test_ranks_keep_copies_and_a_few_clients_only():
 
 
 def test_a_refused_call_leaves_the_ranks_as_they_are():
-    ranks, wire = Ranks(torch.device("cpu")), KeptArguments().shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)}))
+    ranks, wire = (
+        Ranks(torch.device("cpu")),
+        KeptArguments().shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)})),
+    )
     ranks.filled(wire)
     assert not ranks.clients

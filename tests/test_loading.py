@@ -68,16 +68,31 @@ def test_weight_dtype(folder, weights, name, dtype):
 
 def test_plain_fp8_is_read(folder, weights):
     state = load_file(folder / "flux-tiny.safetensors")
-    save_file({k: v.to(torch.float8_e4m3fn) if v.ndim == 2 else v for k, v in state.items()}, folder / "fp8.safetensors")
+    save_file(
+        {k: v.to(torch.float8_e4m3fn) if v.ndim == 2 else v for k, v in state.items()},
+        folder / "fp8.safetensors",
+    )
     found = loaded(folder / "fp8.safetensors")
     assert all(torch.allclose(p, weights[key], rtol=0.07, atol=2e-3) for key, p in found.items())
 
 
 REFUSED = {
-    "scaled fp8": (lambda s: {**s, "double_blocks.0.img_attn.qkv.scale_weight": torch.ones(1)}, "quantized with scales"),
-    "packed integers": (lambda s: {**s, "img_in.weight": s["img_in.weight"].to(torch.uint8)}, "a quantization that is not supported"),
-    "other width": (lambda s: {**s, "double_blocks.1.img_attn.proj.weight": torch.ones(128, 256)}, "has shape"),
-    "chroma": (lambda s: {**s, "distilled_guidance_layer.in_proj.weight": torch.ones(2, 2)}, "no transformer of a supported family"),
+    "scaled fp8": (
+        lambda s: {**s, "double_blocks.0.img_attn.qkv.scale_weight": torch.ones(1)},
+        "quantized with scales",
+    ),
+    "packed integers": (
+        lambda s: {**s, "img_in.weight": s["img_in.weight"].to(torch.uint8)},
+        "a quantization that is not supported",
+    ),
+    "other width": (
+        lambda s: {**s, "double_blocks.1.img_attn.proj.weight": torch.ones(128, 256)},
+        "has shape",
+    ),
+    "chroma": (
+        lambda s: {**s, "distilled_guidance_layer.in_proj.weight": torch.ones(2, 2)},
+        "no transformer of a supported family",
+    ),
 }
 
 
@@ -91,8 +106,14 @@ def test_refused_files(folder, change, says):
 
 def test_diffusers_names_without_a_configuration(folder, weights):
     """One parameter is missing: which, and what to do."""
-    save_file({name: value.contiguous() for name, value in weights.items() if name != "norm_out.linear.bias"}, folder / "names.safetensors")
-    with pytest.raises(UnsupportedError, match="names of diffusers' FluxTransformer2DModel.*norm_out.linear.bias.*diffusers folder") as error:
+    save_file(
+        {name: value.contiguous() for name, value in weights.items() if name != "norm_out.linear.bias"},
+        folder / "names.safetensors",
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match="names of diffusers' FluxTransformer2DModel.*norm_out.linear.bias.*diffusers folder",
+    ) as error:
         open_checkpoint(str(folder / "names.safetensors"))
     assert "\n" not in str(error.value)
 
@@ -101,7 +122,9 @@ def test_unknown_class(folder):
     other = folder / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"}))
-    with pytest.raises(UnsupportedError, match="holds a UNet2DConditionModel, which is no transformer of diffusers"):
+    with pytest.raises(
+        UnsupportedError, match="holds a UNet2DConditionModel, which is no transformer of diffusers"
+    ):
         open_checkpoint(str(other))
 
 
@@ -115,7 +138,11 @@ def test_tensor_parallel_ranks_read_their_columns(folder, weights):
         engine = Engine(ParallelConfig(tensor_parallel_degree=2), place)
         engine.load("m", str(folder / "flux-tiny.safetensors"), "default")
         pieces.append(dict(engine.models["m"].transformer.named_parameters()))
-    for name, dim in (("transformer_blocks.0.attn.to_q.weight", 0), ("transformer_blocks.0.attn.to_out.0.weight", 1), ("transformer_blocks.0.ff.net.2.weight", 1)):
+    for name, dim in (
+        ("transformer_blocks.0.attn.to_q.weight", 0),
+        ("transformer_blocks.0.attn.to_out.0.weight", 1),
+        ("transformer_blocks.0.ff.net.2.weight", 1),
+    ):
         assert torch.cat([piece[name] for piece in pieces], dim).equal(weights[name])
 
 
@@ -143,6 +170,12 @@ def test_a_stage_needs_half_of_the_memory(folder):
     state = load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
     save_file({key: value.bfloat16() for key, value in state.items()}, folder / "bf16.safetensors")
     program = PEAKS.format(path=str(folder / "bf16.safetensors"))
-    output = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=Path(__file__).parents[1], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=Path(__file__).parents[1],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     half, whole = map(int, output.split())
     assert whole > 71_000_000 and half <= 0.6 * whole

@@ -26,4 +26,7 @@ def test_replicas():
 
 
 def test_world_size_is_the_product():
-    assert ParallelConfig(cfg_degree=2, pipefusion_degree=2, ring_degree=3, num_pipeline_patch=7).world_size == 12
+    assert (
+        ParallelConfig(cfg_degree=2, pipefusion_degree=2, ring_degree=3, num_pipeline_patch=7).world_size
+        == 12
+    )

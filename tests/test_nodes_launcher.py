@@ -34,17 +34,41 @@ def wait_until_gone(pids, seconds=10):
 
 
 def test_environment_drops_other_launchers_settings():
-    parent = {"PATH": "/bin", "RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "ROLE_RANK": "0",
-              "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NCCL_P2P_DISABLE": "1", "PYTHONPATH": "/other"}
+    parent = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "ROLE_RANK": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "NCCL_P2P_DISABLE": "1",
+        "PYTHONPATH": "/other",
+    }
     env = sanitized_environment(parent, TWO_RANKS, "cpu", "token")
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ROLE_RANK", "PYTORCH_CUDA_ALLOC_CONF"} & set(env)
+    assert not {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ROLE_RANK",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1" and env["PARALLEL_DIT_TOKEN"] == "token"
     assert env["PYTHONPATH"] == f"{launcher.PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
-@pytest.mark.parametrize("visible, gpus, expected", [
-    (None, "", "0,1"), (None, "3,1", "3,1"), ("4,5,6", "", "4,5"), ("4,5,6", "2,0", "6,4"), ("GPU-a, GPU-b", "", "GPU-a,GPU-b")])
+@pytest.mark.parametrize(
+    "visible, gpus, expected",
+    [
+        (None, "", "0,1"),
+        (None, "3,1", "3,1"),
+        ("4,5,6", "", "4,5"),
+        ("4,5,6", "2,0", "6,4"),
+        ("GPU-a, GPU-b", "", "GPU-a,GPU-b"),
+    ],
+)
 def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
     parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = ParallelConfig(ulysses_degree=2, gpus=gpus)
@@ -109,7 +133,9 @@ def test_giving_up_during_a_load_ends_the_backend(checkpoint, monkeypatch):
         raise Interrupt
 
     backend = backends.backend_for(ParallelConfig(device="cpu"))
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.0)  # a tiny checkpoint is loaded before anybody looks up otherwise
+    monkeypatch.setattr(
+        client, "POLL_SECONDS", 0.0
+    )  # a tiny checkpoint is loaded before anybody looks up otherwise
     with pytest.raises(Interrupt):
         backend.load(checkpoint, check=interrupt)
     assert not backend.alive()
@@ -122,7 +148,10 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "PACK", tmp_path)
     process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
     try:
-        with pytest.raises(BackendError, match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'.*its log is .*backend.log"):
+        with pytest.raises(
+            BackendError,
+            match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'.*its log is .*backend.log",
+        ):
             process.wait_ready(60)
     finally:
         process.close()

@@ -17,7 +17,9 @@ from tiny import batch_request, golden_request, relative, write_checkpoint
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default")
+    engine.load(
+        "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
+    )
     return engine
 
 
@@ -37,7 +39,10 @@ def same_latent(engine, count: int):
         whole = calls.run(x, sigma, Forward("positive", items))
         calls.begin_evaluation(0.0)
         for index, rows in enumerate(patches(Sequence(12, 64, "first"), count)):
-            yield calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0)), whole[:, rows.image.lo: rows.image.hi]
+            yield (
+                calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0)),
+                whole[:, rows.image.lo : rows.image.hi],
+            )
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -57,14 +62,22 @@ def test_stale_keys_and_values_are_used(engine):
 
 
 def test_all_warm_up_is_exact(engine):
-    assert simulate(engine, num_pipeline_patch=4, warmup_steps=6).equal(simulate(engine, num_pipeline_patch=1))
+    assert simulate(engine, num_pipeline_patch=4, warmup_steps=6).equal(
+        simulate(engine, num_pipeline_patch=1)
+    )
 
 
 def test_extrapolation_needs_two_points(engine):
     """After one synchronous step there is no line to follow: the first stale step reuses, later ones differ."""
-    reuse, extrapolate = (simulate(engine, num_pipeline_patch=2, warmup_steps=5, stale_kv=kind) for kind in ("reuse", "extrapolate"))
+    reuse, extrapolate = (
+        simulate(engine, num_pipeline_patch=2, warmup_steps=5, stale_kv=kind)
+        for kind in ("reuse", "extrapolate")
+    )
     assert not reuse.equal(extrapolate)
-    reuse, extrapolate = (simulate(engine, num_pipeline_patch=2, warmup_steps=1, stale_kv=kind, tensors=two_steps()) for kind in ("reuse", "extrapolate"))
+    reuse, extrapolate = (
+        simulate(engine, num_pipeline_patch=2, warmup_steps=1, stale_kv=kind, tensors=two_steps())
+        for kind in ("reuse", "extrapolate")
+    )
     assert reuse.equal(extrapolate)
 
 
@@ -93,7 +106,14 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
         return attend(self, q, *rest)
 
     monkeypatch.setattr(Attention, "_within_sequence", spy)
-    simulate(engine, num_pipeline_patch=count, tensors={k: v for k, v in golden_request("euler_simple")[0].tensors.items() if not k.startswith("negative")}, cfg=1.0)
+    simulate(
+        engine,
+        num_pipeline_patch=count,
+        tensors={
+            k: v for k, v in golden_request("euler_simple")[0].tensors.items() if not k.startswith("negative")
+        },
+        cfg=1.0,
+    )
     assert sum(seen) == 6 * (64 + 12)
 
 
@@ -116,13 +136,21 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
     assert most == 2 * levels * ROW
     monkeypatch.setattr(memo, "AHEAD", 4 * ROW + 1)
     assert simulate(engine, case, num_pipeline_patch=2).equal(whole)
-    assert engine.models["tiny"].memos.most_bytes == 4 * ROW and memo.COMPUTED == {"modulation": LAYERS * -(-levels // 2)}
+    assert engine.models["tiny"].memos.most_bytes == 4 * ROW and memo.COMPUTED == {
+        "modulation": LAYERS * -(-levels // 2)
+    }
 
 
 def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
     """Three samples of one pooled prompt share what one has, of three, or two, each has its own; the latents are those without memory."""
     sample = batch_request(3)
-    pooled = lambda *factors: sample.tensors | {f"{side}.y": sample.tensors[f"{side}.y"][:1] * torch.tensor(factors)[:, None] for side in ("positive", "negative")}
+    pooled = lambda *factors: (
+        sample.tensors
+        | {
+            f"{side}.y": sample.tensors[f"{side}.y"][:1] * torch.tensor(factors)[:, None]
+            for side in ("positive", "negative")
+        }
+    )
     requests = [(pooled(1.0, 1.0, 1.0), 2), (pooled(1.0, 0.5, 2.0), 2 * 3), (pooled(1.0, 0.5, 1.0), 2 * 2)]
     computed = []
     for tensors, rows in requests:
@@ -145,13 +173,18 @@ def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path,
     """The weights are at home before and after, on the device only while a request begins; the result is the same."""
     offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
     moves, move = [], torch.nn.Module.to
-    monkeypatch.setattr(torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where))
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where)
+    )
     offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
     memos = offloading.models["tiny"].memos
     layers, count = [memo.layer for memo in memos.modulations], len(memos.modulations)
     assert [entry for entry in moves if entry[0] in layers] == [(layer, memos.home) for layer in layers]
-    memos.home = torch.device("cpu", 0)             # the same memory by another name, which tells the moves apart
+    memos.home = torch.device("cpu", 0)  # the same memory by another name, which tells the moves apart
     moves.clear()
     assert simulate(offloading, num_pipeline_patch=0).equal(simulate(engine, num_pipeline_patch=1))
     own = [(layer, where) for layer, where in moves if layer in layers]
-    assert own == [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))] and memo.COMPUTED["modulation"] == count
+    assert (
+        own == [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))]
+        and memo.COMPUTED["modulation"] == count
+    )

@@ -14,13 +14,33 @@ from backend.frames import MAGIC, PREFIX
 from backend.protocol import MESSAGES, ProtocolError, Sample
 
 EXAMPLES = {
-    "Hello": protocol.Hello("t"), "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]), "Arrange": protocol.Arrange({"cfg_degree": 2}), "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]), "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4), "Described": protocol.Described(4096, ["rank 0"]),
-    "Loaded": protocol.Loaded("m", "flux", {"a": 1}), "Unload": protocol.Unload("m"),
-    "Sample": Sample("m", "euler", 3.5, 1, latent_shapes=[[24, 3, 16, 16], [32, 2, 15]], tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}),
-    "ModelCall": protocol.ModelCall("m", keep={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}),
-    "Progress": protocol.Progress(1, 2, {"x0": torch.zeros(1)}), "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),
-    "Cancel": protocol.Cancel(), "Cancelled": protocol.Cancelled(3), "Failure": protocol.Failure("no", True, 1), "Ping": protocol.Ping(),
-    "Pong": protocol.Pong(["m"]), "Shutdown": protocol.Shutdown(),
+    "Hello": protocol.Hello("t"),
+    "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]),
+    "Arrange": protocol.Arrange({"cfg_degree": 2}),
+    "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]),
+    "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4),
+    "Described": protocol.Described(4096, ["rank 0"]),
+    "Loaded": protocol.Loaded("m", "flux", {"a": 1}),
+    "Unload": protocol.Unload("m"),
+    "Sample": Sample(
+        "m",
+        "euler",
+        3.5,
+        1,
+        latent_shapes=[[24, 3, 16, 16], [32, 2, 15]],
+        tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
+    ),
+    "ModelCall": protocol.ModelCall(
+        "m", keep={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}
+    ),
+    "Progress": protocol.Progress(1, 2, {"x0": torch.zeros(1)}),
+    "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),
+    "Cancel": protocol.Cancel(),
+    "Cancelled": protocol.Cancelled(3),
+    "Failure": protocol.Failure("no", True, 1),
+    "Ping": protocol.Ping(),
+    "Pong": protocol.Pong(["m"]),
+    "Shutdown": protocol.Shutdown(),
 }
 
 
@@ -81,7 +101,9 @@ NONSENSE = {
     "field of another type": frame(json.dumps({"type": "Hello", "token": 5}).encode()),
     "a list": frame(b"[1]"),
     "body that is no safetensors": frame(b'{"type": "Result"}', b"\x80\x04pickle"),
-    "body for a message without tensors": frame(b'{"type": "Ping"}', b"".join(frames.encode(EXAMPLES["Result"])[2:])),
+    "body for a message without tensors": frame(
+        b'{"type": "Ping"}', b"".join(frames.encode(EXAMPLES["Result"])[2:])
+    ),
     "NaN for a number": frame(json.dumps({**HEADER, "cfg": float("nan")}).encode()),
     "infinity in disguise": frame(json.dumps({**HEADER, "cfg": 0.5}).encode().replace(b"0.5", b"1e999")),
     "a number of 1000 digits": frame(b'{"type": "Cancelled", "step": 1%s}' % (b"0" * 1000)),
@@ -114,7 +136,10 @@ BODIES = {
     "data that nobody names": body({"a": entry()}, bytes(12)),
     "data past the end": body({"a": entry()}, bytes(4)),
     "data without a table": body({}, bytes(4)),
-    "one name twice": body(b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(offsets=(8, 16))).encode()), bytes(16)),
+    "one name twice": body(
+        b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(offsets=(8, 16))).encode()),
+        bytes(16),
+    ),
     "negative offsets": body({"a": entry(offsets=(-8, 0))}, bytes(8)),
     "offsets backwards": body({"a": entry(offsets=(8, 0))}, bytes(8)),
     "offsets that are no integers": body({"a": entry(offsets=(0.0, 8.0))}, bytes(8)),
@@ -139,7 +164,7 @@ def test_malformed_bodies_are_refused_before_their_data_is_read(data):
     stream = Stream(frame(b'{"type": "Result"}', data))
     with pytest.raises(ProtocolError, match="body of a Result"):
         frames.receive(stream)
-    payload = data[8 + int.from_bytes(data[:8], "little"):]
+    payload = data[8 + int.from_bytes(data[:8], "little") :]
     assert len(stream.left) >= len(payload)
 
 
@@ -149,30 +174,53 @@ def test_random_damage_is_refused_or_read_as_a_message():
     for turn in range(4000):
         damaged = bytearray(whole)
         for _ in range(random_.choice((1, 1, 2, 8))):
-            damaged[random_.randrange(len(damaged)) if turn % 2 else turn % len(damaged)] = random_.randrange(256)
+            damaged[random_.randrange(len(damaged)) if turn % 2 else turn % len(damaged)] = random_.randrange(
+                256
+            )
         try:
-            got = frames.receive(Stream(bytes(damaged[: len(damaged) if turn % 3 else random_.randrange(len(damaged))])))
+            got = frames.receive(
+                Stream(bytes(damaged[: len(damaged) if turn % 3 else random_.randrange(len(damaged))]))
+            )
         except ConnectionError:
             continue
         assert type(got) in MESSAGES.values()
-        assert all(tensor.untyped_storage().nbytes() <= len(whole) for tensor in getattr(got, "tensors", {}).values())
+        assert all(
+            tensor.untyped_storage().nbytes() <= len(whole) for tensor in getattr(got, "tensors", {}).values()
+        )
 
 
 TENSORS = {
-    "f32": torch.randn(3, 5), "bf16": torch.randn(7).bfloat16(), "half": torch.randn(1).half(), "f64": torch.randn(2).double(), "truth": torch.tensor([True, False, True]),
-    "i64": torch.arange(3), "u8": torch.arange(5, dtype=torch.uint8), "fp8": torch.randn(3).to(torch.float8_e4m3fn), "scalar": torch.tensor(2.5), "none": torch.empty(0, 4),
-    "turned": torch.randn(4, 6).T, "wide": torch.randn(3, 1).expand(3, 4), "grad": torch.randn(2, requires_grad=True), "name \u00e4\u2026": torch.ones(1)}
+    "f32": torch.randn(3, 5),
+    "bf16": torch.randn(7).bfloat16(),
+    "half": torch.randn(1).half(),
+    "f64": torch.randn(2).double(),
+    "truth": torch.tensor([True, False, True]),
+    "i64": torch.arange(3),
+    "u8": torch.arange(5, dtype=torch.uint8),
+    "fp8": torch.randn(3).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(2.5),
+    "none": torch.empty(0, 4),
+    "turned": torch.randn(4, 6).T,
+    "wide": torch.randn(3, 1).expand(3, 4),
+    "grad": torch.randn(2, requires_grad=True),
+    "name \u00e4\u2026": torch.ones(1),
+}
 
 
 def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k].float(), b[k].float()) and a[k].shape == b[k].shape for k in a)
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and torch.equal(a[k].float(), b[k].float()) and a[k].shape == b[k].shape
+        for k in a
+    )
 
 
 def test_bodies_are_safetensors_both_ways():
     """The library reads what we write, and we read what it writes."""
     _, header, *parts = frames.encode(protocol.Result(tensors=TENSORS))
     assert same(safetensors.torch.load(b"".join(parts)), TENSORS)
-    theirs = safetensors.torch.save({k: v.detach().clone().contiguous() for k, v in TENSORS.items()}, metadata={"format": "pt"})
+    theirs = safetensors.torch.save(
+        {k: v.detach().clone().contiguous() for k, v in TENSORS.items()}, metadata={"format": "pt"}
+    )
     assert same(through_socket(frame(header, theirs)).tensors, TENSORS)
 
 
@@ -184,18 +232,33 @@ def test_nothing_is_copied():
     assert not any(any(part) for part in parts)
     got = through_socket(b"".join(frames.encode(EXAMPLES["Sample"])))
     assert len({tensor.untyped_storage().data_ptr() for tensor in got.tensors.values()}) == 1
-    assert len(frames.encode(got)[3:]) == 1            # and travels on as one part
+    assert len(frames.encode(got)[3:]) == 1  # and travels on as one part
     assert b"".join(frames.encode(got)) == b"".join(frames.encode(EXAMPLES["Sample"]))
-    assert frames.decode(*frames.encode(replace(got, seed=7))[1:3], torch.cat([torch.frombuffer(part, dtype=torch.uint8) for part in frames.encode(got)[3:]])).seed == 7
+    assert (
+        frames.decode(
+            *frames.encode(replace(got, seed=7))[1:3],
+            torch.cat([torch.frombuffer(part, dtype=torch.uint8) for part in frames.encode(got)[3:]]),
+        ).seed
+        == 7
+    )
 
 
 def test_a_byte_that_is_no_truth_value():
     """Indexing with a bool tensor that holds a 2 would count it wrongly."""
-    got = frames.receive(Stream(frame(b'{"type": "Result"}', body({"a": entry("BOOL", (3,), (0, 3))}, b"\0\2\1"))))
+    got = frames.receive(
+        Stream(frame(b'{"type": "Result"}', body({"a": entry("BOOL", (3,), (0, 3))}, b"\0\2\1")))
+    )
     assert got.tensors["a"].view(torch.uint8).tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("message", [protocol.Result({"seconds": float("nan")}), protocol.Result(tensors={"a": torch.ones(1, dtype=torch.complex64)})], ids=["NaN", "dtype"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        protocol.Result({"seconds": float("nan")}),
+        protocol.Result(tensors={"a": torch.ones(1, dtype=torch.complex64)}),
+    ],
+    ids=["NaN", "dtype"],
+)
 def test_what_cannot_be_read_is_not_written(message):
     with pytest.raises(ProtocolError, match="a Result cannot be written"):
         frames.encode(message)
@@ -241,5 +304,7 @@ def test_a_message_over_the_limit_is_not_sent():
 
 def test_one_tensor_under_two_names():
     one = torch.randn(4)
-    got = through_socket(b"".join(frames.encode(Sample("m", "euler", 1.0, 0, tensors={"a": one, "b": one, "c": one[1:3]}))))
+    got = through_socket(
+        b"".join(frames.encode(Sample("m", "euler", 1.0, 0, tensors={"a": one, "b": one, "c": one[1:3]})))
+    )
     assert got.tensors["b"].equal(one) and got.tensors["c"].equal(one[1:3])

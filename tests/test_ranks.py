@@ -70,15 +70,23 @@ def test_stale_ranks_compute_what_one_process_does_in_their_order(rows):
 def test_ranks_send_and_keep_what_describe_says(rows):
     """Counted bytes of every mechanism, and of modulation ahead, on every rank, at most 2 % off (synchronous steps share rows among ranks a little differently than patches do)."""
     compared = [row for row in rows if row["described"] is not None]
-    wrong = [(row["config"], row["variant"], rank, sent, told) for row in compared for rank, (sent, told) in enumerate(zip(row["sent"], row["described"], strict=True))
-             if sent.keys() != told.keys() or any(abs(size - told[name]) > 0.02 * size for name, size in sent.items())]
+    wrong = [
+        (row["config"], row["variant"], rank, sent, told)
+        for row in compared
+        for rank, (sent, told) in enumerate(zip(row["sent"], row["described"], strict=True))
+        if sent.keys() != told.keys()
+        or any(abs(size - told[name]) > 0.02 * size for name, size in sent.items())
+    ]
     assert compared and not wrong
 
 
 def part_of_weights(row) -> float:
     """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), all that is in no block, and under megatron all modulation of its blocks."""
     shapes = facts("flux-dev")["shapes"]
-    part = lambda *words: sum(math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words)) / sum(map(math.prod, shapes.values()))
+    part = lambda *words: (
+        sum(math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words))
+        / sum(map(math.prod, shapes.values()))
+    )
     degrees = {name: int(degree) for name, degree in re.findall(r"(\w+) (\d+)", row["config"])}
     stages, pieces = degrees.get("pipefusion_degree", 1), degrees.get("tensor_parallel_degree", 1)
     blocks, modulation = part("blocks."), part("mod.", "modulation.")
@@ -88,7 +96,11 @@ def part_of_weights(row) -> float:
 
 def test_ranks_read_their_part(rows):
     """A stage reads its own blocks, its share of the modulation and the shared layers; a tensor-parallel rank its pieces, and modulation whole."""
-    read = [(row["config"], row["scheme"], row["bytes_read"] / WEIGHTS, part_of_weights(row)) for row in rows if not row["kept"]]
+    read = [
+        (row["config"], row["scheme"], row["bytes_read"] / WEIGHTS, part_of_weights(row))
+        for row in rows
+        if not row["kept"]
+    ]
     assert read and not [each for each in read if each[2] > each[3]]
 
 
@@ -99,13 +111,19 @@ KEPT = {2: 0, 3: 2, 4: 13, 8: 5}
 def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
     """Other process groups around the same weights (and as exact as anything: above)."""
     kept = {(row["config"], row["sharded"]) for row in rows if row["kept"]}
-    assert len(kept) == KEPT[int(rows[0]["config"].split()[-2])] and all((row["bytes_read"] == 0) == row["kept"] for row in rows)
+    assert len(kept) == KEPT[int(rows[0]["config"].split()[-2])] and all(
+        (row["bytes_read"] == 0) == row["kept"] for row in rows
+    )
 
 
 def test_ways_to_hold_weights_meet(rows):
     """Scaled fp8, LoRAs, sharding, stages and offloaded modulation in chunks, which the tests above hold to the single process."""
     met = {(row["config"], row["restored"]) for row in rows if row.get("file") == "fp8"}
-    assert met == ({("ulysses_degree 2 = 2 ranks", True), ("pipefusion_degree 2 = 2 ranks", True)} if rows[0]["config"].endswith("= 2 ranks") else set())
+    assert met == (
+        {("ulysses_degree 2 = 2 ranks", True), ("pipefusion_degree 2 = 2 ranks", True)}
+        if rows[0]["config"].endswith("= 2 ranks")
+        else set()
+    )
 
 
 def test_loras_leave_the_weights_as_they_were(rows):

@@ -6,7 +6,10 @@ from backend.parallel.rows import Sequence, everything, patches
 from backend.tokens import NestedGrid, TokenGrid
 
 
-@pytest.mark.parametrize("text, image, count, sp", [(12, 64, 4, 1), (12, 64, 5, 3), (40, 64, 4, 2), (3, 7, 7, 1), (0, 50, 3, 2), (1, 9, 2, 4)])
+@pytest.mark.parametrize(
+    "text, image, count, sp",
+    [(12, 64, 4, 1), (12, 64, 5, 3), (40, 64, 4, 2), (3, 7, 7, 1), (0, 50, 3, 2), (1, 9, 2, 4)],
+)
 @pytest.mark.parametrize("position", ["first", "last", None])
 def test_patches_cover_the_sequence(text, image, count, sp, position):
     sequence = Sequence(text if position else 0, image, position)
@@ -38,7 +41,9 @@ def test_context_rows_ride_with_patch_0(count, sp, position):
 
 def test_positions_put_context_behind_the_latent():
     first, last = (everything(Sequence(2, 3, position, context=4), 1, 2) for position in ("first", "last"))
-    assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions("image").tolist() == [1, 2, 5, 6]
+    assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions(
+        "image"
+    ).tolist() == [1, 2, 5, 6]
     assert last.local_positions("joint").tolist() == [1, 2, 5, 6, 8]
 
 

@@ -51,7 +51,9 @@ def test_wrong_token_is_told_and_closed(server):
     assert closed(client)
 
 
-@pytest.mark.parametrize("first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__
+)
 def test_nothing_works_before_the_token(server, first):
     client = connect(server)
     frames.send(client, first)
@@ -134,7 +136,10 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
     frames.send(client, Load("/a"))
     job = server.next_job(5)
     done = threading.Event()
-    threading.Thread(target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()), daemon=True).start()
+    threading.Thread(
+        target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()),
+        daemon=True,
+    ).start()
     assert done.wait(5)
     assert not job.client_keeps_up
 
@@ -146,7 +151,9 @@ def test_a_token_that_is_no_text(server):
     assert "token" in frames.receive(client).message
 
 
-@pytest.mark.parametrize("header", [b"[" * 4000, b'{"type": "Hello", "token": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"])
+@pytest.mark.parametrize(
+    "header", [b"[" * 4000, b'{"type": "Hello", "token": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
+)
 def test_a_header_that_breaks_parsers(server, header):
     client = connect(server)
     client.sendall(frames.PREFIX.pack(frames.MAGIC, len(header), 0) + header)
@@ -155,7 +162,12 @@ def test_a_header_that_breaks_parsers(server, header):
 
 def test_a_body_before_the_token_is_refused(server):
     client = connect(server)
-    client.sendall(frames.PREFIX.pack(frames.MAGIC, 18, 16) + b'{"type": "Result"}' + frames.bodies.LENGTH.pack(1 << 40) + bytes(8))
+    client.sendall(
+        frames.PREFIX.pack(frames.MAGIC, 18, 16)
+        + b'{"type": "Result"}'
+        + frames.bodies.LENGTH.pack(1 << 40)
+        + bytes(8)
+    )
     assert "shorter than its table" in frames.receive(client).message and closed(client)
 
 
@@ -213,7 +225,7 @@ def test_accepting_goes_on_after_an_error(server, monkeypatch):
             return accept()
 
     whole, server.listener = server.listener, Failing()
-    greeted(server).close()                                  # accepted by the call that waits already
+    greeted(server).close()  # accepted by the call that waits already
     greeted(server).close()
     assert len(calls) >= 2
     server.listener = whole
@@ -245,6 +257,8 @@ def test_previews_are_counted_with_their_cost(server):
 
     for step in (1, 2):
         progress(job, step, 2, previews, make_x0)
-        assert frames.receive(client) == protocol.Progress(step, 2, {"x0": torch.ones(1)} if step == 1 else {})
+        assert frames.receive(client) == protocol.Progress(
+            step, 2, {"x0": torch.ones(1)} if step == 1 else {}
+        )
         now[0] += 0.1
     assert previews.stats == {"previews": 1, "preview_seconds": pytest.approx(0.05)}

@@ -13,4 +13,6 @@ def test_the_next_block_is_gathered_while_one_computes():
     with mock.patch.object(sharding, "fully_shard") as fully_shard:
         sharding.shard(transformer, ("double", "single"), SimpleNamespace(weights="mesh"))
     assert [call.args[0] for call in fully_shard.call_args_list] == [*blocks, transformer]
-    assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [[block] for block in blocks[1:]] + [[]]
+    assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
+        [block] for block in blocks[1:]
+    ] + [[]]

@@ -20,12 +20,36 @@ from toy import BATCH, GRID, Toy, fresh_noise, problem, solve
 PREDICTIONS = {"flow": FLOW, "eps": EPS, "v": V}
 MEAN, STD = 0.5, 0.4
 STOCHASTIC = {
-    "euler_ancestral", "dpm_2_ancestral", "dpmpp_2s_ancestral", "dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde", "ddpm", "lcm", "er_sde", "seeds_2",
-    "seeds_3", "sa_solver"}
+    "euler_ancestral",
+    "dpm_2_ancestral",
+    "dpmpp_2s_ancestral",
+    "dpmpp_sde",
+    "dpmpp_2m_sde",
+    "dpmpp_3m_sde",
+    "ddpm",
+    "lcm",
+    "er_sde",
+    "seeds_2",
+    "seeds_3",
+    "sa_solver",
+}
 #: Global order of the deterministic solvers; multistep methods start with lower orders, which bounds them to 2.
 ORDERS = {
-    "euler": 1, "euler_cfg_pp": 1, "ddim": 1, "gradient_estimation": 1, "heun": 2, "dpm_2": 2, "dpmpp_2m": 2, "res_multistep": 2, "lms": 2,
-    "ipndm": 2, "ipndm_v": 2, "deis": 2, "uni_pc": 2, "uni_pc_bh2": 2}
+    "euler": 1,
+    "euler_cfg_pp": 1,
+    "ddim": 1,
+    "gradient_estimation": 1,
+    "heun": 2,
+    "dpm_2": 2,
+    "dpmpp_2m": 2,
+    "res_multistep": 2,
+    "lms": 2,
+    "ipndm": 2,
+    "ipndm_v": 2,
+    "deis": 2,
+    "uni_pc": 2,
+    "uni_pc_bh2": 2,
+}
 
 
 def percent_to_sigma(prediction):
@@ -41,7 +65,12 @@ def schedule(prediction, steps: int, to_zero: bool = True) -> torch.Tensor:
 
 
 def nonlinear(prediction) -> Toy:
-    return Toy(prediction, lambda x, sigma: torch.sin(x) + sigma * 0.1, lambda x, sigma: torch.cos(x), percent_to_sigma(prediction))
+    return Toy(
+        prediction,
+        lambda x, sigma: torch.sin(x) + sigma * 0.1,
+        lambda x, sigma: torch.cos(x),
+        percent_to_sigma(prediction),
+    )
 
 
 def gaussian(prediction) -> Toy:
@@ -100,7 +129,9 @@ def test_model_calls_are_known_before(solver, kind, steps):
     solve(solver, toy, tokens() * sigmas[0], sigmas, noise, log=log)
     plan = [(call.sigma.item(), call.step) for call in evaluations(solver, problem(toy, sigmas, noise))]
     assert plan == log
-    assert sorted({step for _, step in plan}) == list(range(steps)) or (solver.startswith("uni_pc") and steps == 1)
+    assert sorted({step for _, step in plan}) == list(range(steps)) or (
+        solver.startswith("uni_pc") and steps == 1
+    )
     assert [step for _, step in plan] == sorted(step for _, step in plan)
 
 
@@ -111,7 +142,11 @@ def test_order_of_convergence(solver, kind):
     prediction = PREDICTIONS[kind]
     toy, errors = gaussian(prediction), []
     for steps in (32, 64):
-        sigmas = torch.linspace(0.9, 0.2, steps + 1) if prediction is FLOW else torch.logspace(0.5, -0.5, steps + 1)
+        sigmas = (
+            torch.linspace(0.9, 0.2, steps + 1)
+            if prediction is FLOW
+            else torch.logspace(0.5, -0.5, steps + 1)
+        )
         (mean, std), (mean_end, std_end) = marginal(prediction, sigmas[0]), marginal(prediction, sigmas[-1])
         z = tokens()
         x = solve(solver, toy, mean + std * z, sigmas, fresh_noise(5, sigmas))
@@ -121,7 +156,12 @@ def test_order_of_convergence(solver, kind):
 
 
 #: ComfyUI's ddpm is variance-preserving arithmetic for a flow model too, which is no sampler of it.
-SAMPLERS = [(solver, kind) for solver in sorted(STOCHASTIC - {"lcm"}) for kind in PREDICTIONS if solver != "ddpm" or PREDICTIONS[kind] is not FLOW]
+SAMPLERS = [
+    (solver, kind)
+    for solver in sorted(STOCHASTIC - {"lcm"})
+    for kind in PREDICTIONS
+    if solver != "ddpm" or PREDICTIONS[kind] is not FLOW
+]
 
 
 @pytest.mark.parametrize("solver, kind", SAMPLERS)
@@ -148,7 +188,9 @@ def test_brownian_path_adds_up():
     sigmas = torch.linspace(1, 0, 5)
     a, b, c = (torch.tensor(s) for s in (0.75, 0.625, 0.5))
     forward, backward = fresh_noise(3, sigmas), fresh_noise(3, sigmas)
-    first, second, both = (forward.brownian(*ends) * (ends[0] - ends[1]).sqrt() for ends in ((a, b), (b, c), (a, c)))
+    first, second, both = (
+        forward.brownian(*ends) * (ends[0] - ends[1]).sqrt() for ends in ((a, b), (b, c), (a, c))
+    )
     assert torch.allclose(first + second, both, atol=1e-6)
     assert torch.equal(backward.brownian(a, c), forward.brownian(a, c))
     assert abs(forward.brownian(a, b).std() - 1) < 0.15
@@ -156,10 +198,24 @@ def test_brownian_path_adds_up():
 
 def refused(**change) -> str:
     shape, config = (1, 16, 8, 8), FAMILIES["flux"].layout.config(facts("flux-dev")["shapes"])
-    tensors = {"noise": torch.zeros(shape), "latent": torch.zeros(shape), "sigmas": torch.tensor([1.0, 0.5, 0.0]),
-               "positive.c_crossattn": torch.zeros(1, 4, 64), "positive.y": torch.zeros(1, 32), "positive.guidance": torch.full((1,), 3.5), **change.pop("tensors", {})}
+    tensors = {
+        "noise": torch.zeros(shape),
+        "latent": torch.zeros(shape),
+        "sigmas": torch.tensor([1.0, 0.5, 0.0]),
+        "positive.c_crossattn": torch.zeros(1, 4, 64),
+        "positive.y": torch.zeros(1, 32),
+        "positive.guidance": torch.full((1,), 3.5),
+        **change.pop("tensors", {}),
+    }
     try:
-        check_sample(Sample("m", change["sampler"], 1.0, 1, tensors=tensors), ParallelConfig(), FAMILIES["flux"], config, torch.float32, "cpu")
+        check_sample(
+            Sample("m", change["sampler"], 1.0, 1, tensors=tensors),
+            ParallelConfig(),
+            FAMILIES["flux"],
+            config,
+            torch.float32,
+            "cpu",
+        )
     except UnsupportedError as reason:
         return str(reason)
     return ""
@@ -174,13 +230,30 @@ def test_what_a_solver_lacks_is_named():
     assert "shape" in refused(sampler="sa_solver", tensors={"percent_sigmas": torch.zeros(len(PERCENTS) + 1)})
     assert not refused(sampler="dpmpp_sde", tensors={"sigmas": torch.tensor([0.9, 0.5, 0.0])})
     with pytest.raises(UnsupportedError):
-        next(SOLVER_FUNCTIONS["dpmpp_sde"](torch.zeros(()), Problem(torch.tensor([1.0, 0.0]), FLOW, lambda k: None)))
+        next(
+            SOLVER_FUNCTIONS["dpmpp_sde"](
+                torch.zeros(()), Problem(torch.tensor([1.0, 0.0]), FLOW, lambda k: None)
+            )
+        )
 
 
-@pytest.mark.parametrize("solver, sigmas, says", [
-    ("euler", (1.0, 1.0), "ends at the noise level 1,"), ("euler", (0.3, 1.0), "ends at the noise level 1,"), ("euler", (1.0, 0.5, 0.0, 0.0), "whose step 3 goes from 0 to 0"),
-    ("dpmpp_2m", (1.0, 1.0, 0.5, 0.0), "dpmpp_2m divides by zero on this schedule, whose step 1 goes from 1 to 1"), ("lms", (1.0, 0.5, 0.5, 0.2, 0.0), "step 2 goes from 0.5 to 0.5")])
+@pytest.mark.parametrize(
+    "solver, sigmas, says",
+    [
+        ("euler", (1.0, 1.0), "ends at the noise level 1,"),
+        ("euler", (0.3, 1.0), "ends at the noise level 1,"),
+        ("euler", (1.0, 0.5, 0.0, 0.0), "whose step 3 goes from 0 to 0"),
+        (
+            "dpmpp_2m",
+            (1.0, 1.0, 0.5, 0.0),
+            "dpmpp_2m divides by zero on this schedule, whose step 1 goes from 1 to 1",
+        ),
+        ("lms", (1.0, 0.5, 0.5, 0.2, 0.0), "step 2 goes from 0.5 to 0.5"),
+    ],
+)
 def test_schedules_that_paint_nothing_are_refused(solver, sigmas, says):
     given = lambda *sigmas: {"sigmas": torch.tensor(sigmas)}
     assert says in refused(sampler=solver, tensors=given(*sigmas))
-    assert not refused(sampler=solver, tensors=given(1.0, 0.5, 0.2)) and not refused(sampler="euler", tensors=given(1.0, 1.0, 0.5, 0.0))
+    assert not refused(sampler=solver, tensors=given(1.0, 0.5, 0.2)) and not refused(
+        sampler="euler", tensors=given(1.0, 1.0, 0.5, 0.0)
+    )

@@ -24,20 +24,37 @@ def place(ranks: int, rank: int = 0):
 @pytest.mark.parametrize("family", LATENT_FORMATS)
 def test_megatron_halves_attention_and_mlp_of_every_family(family, tmp_path):
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
-    shards = [tensor.shards(checkpoint.empty, checkpoint.family, "megatron", place(2, rank)) for rank in range(2)]
-    layers = {name: layer for name, layer in checkpoint.empty.named_modules() if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.block_lists}
+    shards = [
+        tensor.shards(checkpoint.empty, checkpoint.family, "megatron", place(2, rank)) for rank in range(2)
+    ]
+    layers = {
+        name: layer
+        for name, layer in checkpoint.empty.named_modules()
+        if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.block_lists
+    }
     for name, layer in layers.items():
-        if any(word in name for word in (".to_q", ".to_k", ".to_v", ".to_out", "add_", "ff", "mlp", "net", "feed_forward")):
-            kept = [sum(map(len, shard[name].outputs)) * sum(map(len, shard[name].inputs)) for shard in shards]
+        if any(
+            word in name
+            for word in (".to_q", ".to_k", ".to_v", ".to_out", "add_", "ff", "mlp", "net", "feed_forward")
+        ):
+            kept = [
+                sum(map(len, shard[name].outputs)) * sum(map(len, shard[name].inputs)) for shard in shards
+            ]
             assert kept == [layer.weight.numel() // 2] * 2, name
 
 
 def test_heads_of_keys_and_values_must_divide(tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "krea2.safetensors", "krea2")))      # 4 heads, 2 of keys and values
+    checkpoint = open_checkpoint(
+        str(write_checkpoint(tmp_path / "krea2.safetensors", "krea2"))
+    )  # 4 heads, 2 of keys and values
     with pytest.raises(UnsupportedError, match="does not divide the 2 heads of keys and values"):
-        Engine(ParallelConfig(tensor_parallel_degree=4), place(4)).check_load(str(tmp_path / "krea2.safetensors"), "default")
+        Engine(ParallelConfig(tensor_parallel_degree=4), place(4)).check_load(
+            str(tmp_path / "krea2.safetensors"), "default"
+        )
     rows = tensor.shards(checkpoint.empty, checkpoint.family, "row", place(4))
-    assert {sum(map(len, rows[f"transformer_blocks.0.attn.{name}"].inputs)) for name in ("to_q", "to_k", "to_v")} == {128}
+    assert {
+        sum(map(len, rows[f"transformer_blocks.0.attn.{name}"].inputs)) for name in ("to_q", "to_k", "to_v")
+    } == {128}
 
 
 def test_a_class_without_plan_is_refused():

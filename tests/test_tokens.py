@@ -4,7 +4,14 @@ import pytest
 import torch
 from backend.tokens import TokenGrid
 
-SHAPES = {"square": ((3, 8, 6), (1, 2, 2)), "odd sides": ((3, 7, 5), (1, 2, 2)), "video": ((2, 4, 6, 4), (2, 2, 2)), "one pixel": ((4, 5, 3), (1, 1, 1)), "wide patch": ((2, 4, 12), (1, 2, 4)), "three": ((2, 6, 9), (1, 2, 3))}
+SHAPES = {
+    "square": ((3, 8, 6), (1, 2, 2)),
+    "odd sides": ((3, 7, 5), (1, 2, 2)),
+    "video": ((2, 4, 6, 4), (2, 2, 2)),
+    "one pixel": ((4, 5, 3), (1, 1, 1)),
+    "wide patch": ((2, 4, 12), (1, 2, 4)),
+    "three": ((2, 6, 9), (1, 2, 3)),
+}
 
 
 def by_definition(grid: TokenGrid, latent: torch.Tensor) -> torch.Tensor:
@@ -18,13 +25,20 @@ def by_definition(grid: TokenGrid, latent: torch.Tensor) -> torch.Tensor:
 def test_tokens_there_and_back(shape, patch, dtype):
     grid = TokenGrid(shape, patch)
     plain = torch.randn(2, *shape).to(dtype)
-    shifted = torch.empty(plain.numel() + 1, dtype=dtype)[1:].view(plain.shape).copy_(plain)       # as in a message's body, behind an odd number of elements
+    shifted = (
+        torch.empty(plain.numel() + 1, dtype=dtype)[1:].view(plain.shape).copy_(plain)
+    )  # as in a message's body, behind an odd number of elements
     turned = plain.transpose(-1, -2).contiguous().transpose(-1, -2)
     wanted = by_definition(grid, plain)
     for latent in (plain, shifted, turned, torch.cat([plain, plain], dim=1)[:, : shape[0]]):
         tokens = grid.to_tokens(latent)
         assert tokens.dtype == dtype and tokens.equal(wanted)
     shifted = torch.empty(wanted.numel() + 1, dtype=dtype)[1:].view(wanted.shape).copy_(wanted)
-    for tokens in (wanted, shifted, wanted.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([wanted, wanted], dim=2)[..., : grid.features]):
+    for tokens in (
+        wanted,
+        shifted,
+        wanted.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.cat([wanted, wanted], dim=2)[..., : grid.features],
+    ):
         latent = grid.to_latent(tokens)
         assert latent.dtype == dtype and latent.equal(plain)

@@ -37,7 +37,9 @@ def facts(family: str) -> dict:
     return json.loads((GOLDEN / f"{family}.json").read_text())
 
 
-def write_checkpoint(path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()) -> Path:
+def write_checkpoint(
+    path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()
+) -> Path:
     """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written once, whole or not at all."""
     if not path.exists():
         state = weights_module().state_dict(facts(family)["shapes"])
@@ -57,8 +59,13 @@ def as_folder(file: Path, **entries) -> Path:
     checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     folder.mkdir()
-    save_file({name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, **entries}))
+    save_file(
+        {name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()},
+        folder / "diffusion_pytorch_model.safetensors",
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, **entries})
+    )
     return folder
 
 
@@ -84,7 +91,11 @@ def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> 
     with safe_open(path, "pt") as file:
         args = json.loads(file.metadata()["args"])
     last = len(stored["sigmas"]) - 1 if args["last_step"] is None else args["last_step"]
-    tensors = {"noise": stored["noise"], "latent": to_model_space(stored["latent"]), "sigmas": stored["sigmas"][args["start_step"] or 0: last + 1]}
+    tensors = {
+        "noise": stored["noise"],
+        "latent": to_model_space(stored["latent"]),
+        "sigmas": stored["sigmas"][args["start_step"] or 0 : last + 1],
+    }
     tensors["percent_sigmas"] = flux_percent_sigmas()
     if "noise_mask" in stored:
         tensors["denoise_mask"] = stored["noise_mask"]
@@ -98,8 +109,14 @@ def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> 
 def batch_request(batch: int, case: str = "euler_simple") -> Sample:
     """A golden case's prompts over a batch of other noises, with a stochastic solver."""
     sample, _ = golden_request(case)
-    noise = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
-    return replace(sample, sampler="euler_ancestral", tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
+    noise = torch.randn(
+        batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch)
+    )
+    return replace(
+        sample,
+        sampler="euler_ancestral",
+        tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)},
+    )
 
 
 def error_in_std(samples: torch.Tensor, golden: torch.Tensor) -> float:

@@ -28,7 +28,10 @@ class Toy:
     def denoised(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(guided, negative) predictions of the data."""
         scaled = self.prediction.model_input(x, sigma)
-        positive, negative = (self.prediction.denoised(x, sigma, model(scaled, sigma)) for model in (self.positive, self.negative))
+        positive, negative = (
+            self.prediction.denoised(x, sigma, model(scaled, sigma))
+            for model in (self.positive, self.negative)
+        )
         return negative + (positive - negative) * self.cfg, negative
 
 
@@ -38,10 +41,17 @@ def fresh_noise(seed: int, sigmas: Tensor) -> FreshNoise:
 
 def problem(toy: Toy, sigmas: Tensor, noise: FreshNoise, rows: slice = slice(None)) -> Problem:
     return Problem(
-        sigmas, toy.prediction, lambda k: noise.draw(k)[:, rows], lambda a, b: noise.brownian(a, b)[:, rows], toy.percent_to_sigma)
+        sigmas,
+        toy.prediction,
+        lambda k: noise.draw(k)[:, rows],
+        lambda a, b: noise.brownian(a, b)[:, rows],
+        toy.percent_to_sigma,
+    )
 
 
-def solve(solver: str, toy: Toy, x: Tensor, sigmas: Tensor, noise: FreshNoise, inpaint=None, log: list | None = None) -> Tensor:
+def solve(
+    solver: str, toy: Toy, x: Tensor, sigmas: Tensor, noise: FreshNoise, inpaint=None, log: list | None = None
+) -> Tensor:
     """The solver's answer for the tokens x (B, N, F). inpaint: a request.Inpaint; ``log`` gets (sigma, step) of every model call."""
     steps, span = SOLVER_FUNCTIONS[solver](x, problem(toy, sigmas, noise)), Span(0, x.shape[1])
     request = next(steps)
@@ -51,6 +61,8 @@ def solve(solver: str, toy: Toy, x: Tensor, sigmas: Tensor, noise: FreshNoise, i
             log.append((sigma.item(), step))
         denoised, negative = toy.denoised(inpaint.model_input(x, sigma, span) if inpaint else x, sigma)
         try:
-            request = steps.send(answer(solver, inpaint.denoised(denoised, span) if inpaint else denoised, negative))
+            request = steps.send(
+                answer(solver, inpaint.denoised(denoised, span) if inpaint else denoised, negative)
+            )
         except StopIteration as end:
             return end.value

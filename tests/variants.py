@@ -22,15 +22,31 @@ def frames_given(channels: int, frames: int, height: int, width: int) -> torch.T
 
 
 #: A video of three frames and its sound, of which the first moments are given, one in part.
-SOUND_GIVEN = torch.cat([torch.zeros(4), torch.full((1,), 0.5), torch.ones(4)]).view(1, 1, 9, 1).expand(1, 8, 9, 16).contiguous()
-AV_GIVEN = {"denoise_mask": frames_given(128, 3, 6, 5), "audio_denoise_mask": SOUND_GIVEN, "keyframe_idxs": torch.arange(30 * 6).reshape(1, 3, 30, 2)}
-AV_MASK = torch.cat([AV_GIVEN[name].flatten(1)[:, None] for name in ("denoise_mask", "audio_denoise_mask")], dim=2)
+SOUND_GIVEN = (
+    torch.cat([torch.zeros(4), torch.full((1,), 0.5), torch.ones(4)])
+    .view(1, 1, 9, 1)
+    .expand(1, 8, 9, 16)
+    .contiguous()
+)
+AV_GIVEN = {
+    "denoise_mask": frames_given(128, 3, 6, 5),
+    "audio_denoise_mask": SOUND_GIVEN,
+    "keyframe_idxs": torch.arange(30 * 6).reshape(1, 3, 30, 2),
+}
+AV_MASK = torch.cat(
+    [AV_GIVEN[name].flatten(1)[:, None] for name in ("denoise_mask", "audio_denoise_mask")], dim=2
+)
 
 
 #: Two pictures of 20 rows and 6 rows of sound, for a prompt with a picture in it.
 GIVEN_ROWS = {
-    "given_video": randn(1, 40, 96), "given_audio": randn(1, 6, 32), "given_tags": torch.tensor([[0] * 20 + [2] * 6 + [0] * 20]), "given_positions": 20.0 * randn(1, 46, 3).double(), "origin": torch.tensor(13.0),
-    "text_tags": torch.tensor([[1] * 4 + [0] * 5 + [1] * 3])}
+    "given_video": randn(1, 40, 96),
+    "given_audio": randn(1, 6, 32),
+    "given_tags": torch.tensor([[0] * 20 + [2] * 6 + [0] * 20]),
+    "given_positions": 20.0 * randn(1, 46, 3).double(),
+    "origin": torch.tensor(13.0),
+    "text_tags": torch.tensor([[1] * 4 + [0] * 5 + [1] * 3]),
+}
 
 
 @dataclass(frozen=True)
@@ -56,83 +72,257 @@ SPLICED = {"ref_latents.0": randn(1, 64, 4, 8), "ref_latents.1": randn(1, 64, 6,
 VIDEO_REFERENCES = {name: value.unsqueeze(2) for name, value in REFERENCES.items()}
 METHOD = {name: {"ref_latents_method": torch.tensor(i)} for i, name in enumerate(REFERENCE_METHODS)}
 IMAGE_EMBEDDER = {
-    "img_emb.proj.0.weight": (1280,), "img_emb.proj.0.bias": (1280,), "img_emb.proj.1.weight": (1280, 1280), "img_emb.proj.1.bias": (1280,), "img_emb.proj.3.weight": (512, 1280), "img_emb.proj.3.bias": (512,),
-    "img_emb.proj.4.weight": (512,), "img_emb.proj.4.bias": (512,),
-    **{f"blocks.{i}.cross_attn.{name}": shape for i in range(4) for name, shape in (
-        ("k_img.weight", (512, 512)), ("k_img.bias", (512,)), ("v_img.weight", (512, 512)), ("v_img.bias", (512,)), ("norm_k_img.weight", (512,)))}}
+    "img_emb.proj.0.weight": (1280,),
+    "img_emb.proj.0.bias": (1280,),
+    "img_emb.proj.1.weight": (1280, 1280),
+    "img_emb.proj.1.bias": (1280,),
+    "img_emb.proj.3.weight": (512, 1280),
+    "img_emb.proj.3.bias": (512,),
+    "img_emb.proj.4.weight": (512,),
+    "img_emb.proj.4.bias": (512,),
+    **{
+        f"blocks.{i}.cross_attn.{name}": shape
+        for i in range(4)
+        for name, shape in (
+            ("k_img.weight", (512, 512)),
+            ("k_img.bias", (512,)),
+            ("v_img.weight", (512, 512)),
+            ("v_img.bias", (512,)),
+            ("norm_k_img.weight", (512,)),
+        )
+    },
+}
 WAN_36 = {"patch_embedding.weight": (512, 36, 1, 2, 2)}
-GUIDANCE = {f"guidance_in.{layer}.{leaf}": None for layer in ("in_layer", "out_layer") for leaf in ("weight", "bias")}
-DUAL = {f"joint_blocks.{i}.x_block.{name}": shape for i in range(2) for name, shape in (
-    ("attn2.qkv.weight", (768, 256)), ("attn2.qkv.bias", (768,)), ("attn2.proj.weight", (256, 256)), ("attn2.proj.bias", (256,)), ("attn2.ln_q.weight", (64,)), ("attn2.ln_k.weight", (64,)),
-    ("adaLN_modulation.1.weight", (2304, 256)), ("adaLN_modulation.1.bias", (2304,)))}
+GUIDANCE = {
+    f"guidance_in.{layer}.{leaf}": None for layer in ("in_layer", "out_layer") for leaf in ("weight", "bias")
+}
+DUAL = {
+    f"joint_blocks.{i}.x_block.{name}": shape
+    for i in range(2)
+    for name, shape in (
+        ("attn2.qkv.weight", (768, 256)),
+        ("attn2.qkv.bias", (768,)),
+        ("attn2.proj.weight", (256, 256)),
+        ("attn2.proj.bias", (256,)),
+        ("attn2.ln_q.weight", (64,)),
+        ("attn2.ln_k.weight", (64,)),
+        ("adaLN_modulation.1.weight", (2304, 256)),
+        ("adaLN_modulation.1.bias", (2304,)),
+    )
+}
 
 #: PixArt-alpha's size embedders need a width that 3 divides.
 ALPHA = {
-    **{key: tuple(size * 9 // 8 if size % 256 == 0 else size for size in shape) for key, shape in facts("pixart-sigma")["shapes"].items()}, "t_embedder.mlp.0.weight": (288, 256), "y_embedder.y_embedding": (120, 64),
-    **{f"{name}.mlp.{i}.{leaf}": shape for name in ("csize_embedder", "ar_embedder") for i, leaf, shape in (
-        (0, "weight", (96, 256)), (0, "bias", (96,)), (2, "weight", (96, 96)), (2, "bias", (96,)))}}
+    **{
+        key: tuple(size * 9 // 8 if size % 256 == 0 else size for size in shape)
+        for key, shape in facts("pixart-sigma")["shapes"].items()
+    },
+    "t_embedder.mlp.0.weight": (288, 256),
+    "y_embedder.y_embedding": (120, 64),
+    **{
+        f"{name}.mlp.{i}.{leaf}": shape
+        for name in ("csize_embedder", "ar_embedder")
+        for i, leaf, shape in (
+            (0, "weight", (96, 256)),
+            (0, "bias", (96,)),
+            (2, "weight", (96, 96)),
+            (2, "bias", (96,)),
+        )
+    },
+}
 
 VARIANTS = {
     "flux-kontext": Variant("flux-dev", arguments=REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}),
     "flux-kontext-uxo": Variant("flux-dev", arguments=REFERENCES | METHOD["uxo"]),
-    "flux-fill": Variant("flux-dev", {"img_in.weight": (256, 384)}, "FluxInpaint", {"in_channels": 96}, arguments={"c_concat": randn(1, 80, 16, 16)}),
-    "flux-canny": Variant("flux-dev", {"img_in.weight": (256, 128)}, "Flux", {"in_channels": 32}, arguments={"c_concat": randn(1, 16, 16, 16)}),
+    "flux-fill": Variant(
+        "flux-dev",
+        {"img_in.weight": (256, 384)},
+        "FluxInpaint",
+        {"in_channels": 96},
+        arguments={"c_concat": randn(1, 80, 16, 16)},
+    ),
+    "flux-canny": Variant(
+        "flux-dev",
+        {"img_in.weight": (256, 128)},
+        "Flux",
+        {"in_channels": 32},
+        arguments={"c_concat": randn(1, 16, 16, 16)},
+    ),
     "flux-schnell": Variant("flux-dev", GUIDANCE, "FluxSchnell", {"guidance_embed": False}),
     "flux2-edit": Variant("flux2-dev", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
     "flux3-edit": Variant("flux3", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
-    "qwen-image-edit": Variant("qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}),
-    "qwen-image-edit-2511": Variant("qwen-image", {"__index_timestep_zero__": (0,)}, "QwenImage", {"default_ref_method": "index_timestep_zero"}, arguments=VIDEO_REFERENCES),
-    "qwen-image21-edit": Variant("qwen-image21", arguments=SPLICED | {"image_slots": torch.tensor([[3, 3]])}, negative={"c_crossattn": randn(1, 7, 64), "ref_latents.1": None, "image_slots": torch.tensor([[5]])}),
-    "qwen-image21-odd": Variant("qwen-image21", latent=(1, 64, 7, 9), arguments={"ref_latents.0": randn(1, 64, 5, 3), "image_slots": torch.tensor([[4]])}, negative={"c_crossattn": randn(1, 7, 64)}),
+    "qwen-image-edit": Variant(
+        "qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}
+    ),
+    "qwen-image-edit-2511": Variant(
+        "qwen-image",
+        {"__index_timestep_zero__": (0,)},
+        "QwenImage",
+        {"default_ref_method": "index_timestep_zero"},
+        arguments=VIDEO_REFERENCES,
+    ),
+    "qwen-image21-edit": Variant(
+        "qwen-image21",
+        arguments=SPLICED | {"image_slots": torch.tensor([[3, 3]])},
+        negative={"c_crossattn": randn(1, 7, 64), "ref_latents.1": None, "image_slots": torch.tensor([[5]])},
+    ),
+    "qwen-image21-odd": Variant(
+        "qwen-image21",
+        latent=(1, 64, 7, 9),
+        arguments={"ref_latents.0": randn(1, 64, 5, 3), "image_slots": torch.tensor([[4]])},
+        negative={"c_crossattn": randn(1, 7, 64)},
+    ),
     "krea2-edit": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index"]),
-    "wan21-i2v": Variant("wan21-t2v", WAN_36 | IMAGE_EMBEDDER, "WAN21_I2V", {"model_type": "i2v", "in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 25, 1280)}),
+    "wan21-i2v": Variant(
+        "wan21-t2v",
+        WAN_36 | IMAGE_EMBEDDER,
+        "WAN21_I2V",
+        {"model_type": "i2v", "in_dim": 36},
+        arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 25, 1280)},
+    ),
     "wan21-flf2v": Variant(
-        "wan21-t2v", WAN_36 | IMAGE_EMBEDDER | {"img_emb.emb_pos": (1, 50, 1280)}, "WAN21_I2V", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 50},
-        arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 50, 1280)}),
-    "wan22-i2v": Variant("wan21-t2v", WAN_36, "WAN21_T2V", {"in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16)}),
-    "wan22-i2v-low": Variant("wan21-t2v", WAN_36, "WAN21_T2V", {"in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16)}, louder=1.5),
+        "wan21-t2v",
+        WAN_36 | IMAGE_EMBEDDER | {"img_emb.emb_pos": (1, 50, 1280)},
+        "WAN21_I2V",
+        {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 50},
+        arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 50, 1280)},
+    ),
+    "wan22-i2v": Variant(
+        "wan21-t2v", WAN_36, "WAN21_T2V", {"in_dim": 36}, arguments={"c_concat": randn(1, 20, 3, 16, 16)}
+    ),
+    "wan22-i2v-low": Variant(
+        "wan21-t2v",
+        WAN_36,
+        "WAN21_T2V",
+        {"in_dim": 36},
+        arguments={"c_concat": randn(1, 20, 3, 16, 16)},
+        louder=1.5,
+    ),
     "wan22-ti2v": Variant(
-        "wan21-t2v", {"patch_embedding.weight": (512, 48, 1, 2, 2), "head.head.weight": (192, 512), "head.head.bias": (192,)}, "WAN22_T2V", {"in_dim": 48, "out_dim": 48},
-        latent=(1, 48, 3, 16, 16), arguments={"denoise_mask": frames_given(48, 3, 16, 16)}, mask=frames_given(48, 3, 16, 16)),
-    "hunyuan-video-i2v": Variant("hunyuan-video", {"img_in.proj.weight": (512, 33, 1, 2, 2)}, "HunyuanVideoI2V", {"in_channels": 33}, arguments={"c_concat": randn(1, 17, 3, 16, 16)}),
+        "wan21-t2v",
+        {
+            "patch_embedding.weight": (512, 48, 1, 2, 2),
+            "head.head.weight": (192, 512),
+            "head.head.bias": (192,),
+        },
+        "WAN22_T2V",
+        {"in_dim": 48, "out_dim": 48},
+        latent=(1, 48, 3, 16, 16),
+        arguments={"denoise_mask": frames_given(48, 3, 16, 16)},
+        mask=frames_given(48, 3, 16, 16),
+    ),
+    "hunyuan-video-i2v": Variant(
+        "hunyuan-video",
+        {"img_in.proj.weight": (512, 33, 1, 2, 2)},
+        "HunyuanVideoI2V",
+        {"in_channels": 33},
+        arguments={"c_concat": randn(1, 17, 3, 16, 16)},
+    ),
     "hunyuan-video-i2v-v2": Variant(
-        "hunyuan-video", arguments={"guiding_frame_index": torch.zeros(1)}, negative={"guiding_frame_index": None}, mask=torch.ones(1, 1, 3, 1, 1).index_fill(2, torch.tensor([0]), 0.0)),
-    "hunyuan-video15-i2v": Variant("hunyuan-video15", arguments={"c_concat": randn(1, 33, 3, 10, 10), "clip_fea": randn(1, 25, 1152)}),
-    "ltxv-i2v": Variant("ltxv", arguments={"denoise_mask": frames_given(128, 3, 8, 8), "keyframe_idxs": torch.arange(64 * 6).reshape(1, 3, 64, 2)}, mask=frames_given(128, 3, 8, 8)),
+        "hunyuan-video",
+        arguments={"guiding_frame_index": torch.zeros(1)},
+        negative={"guiding_frame_index": None},
+        mask=torch.ones(1, 1, 3, 1, 1).index_fill(2, torch.tensor([0]), 0.0),
+    ),
+    "hunyuan-video15-i2v": Variant(
+        "hunyuan-video15", arguments={"c_concat": randn(1, 33, 3, 10, 10), "clip_fea": randn(1, 25, 1152)}
+    ),
+    "ltxv-i2v": Variant(
+        "ltxv",
+        arguments={
+            "denoise_mask": frames_given(128, 3, 8, 8),
+            "keyframe_idxs": torch.arange(64 * 6).reshape(1, 3, 64, 2),
+        },
+        mask=frames_given(128, 3, 8, 8),
+    ),
     "ltx2-i2v": Variant("ltx2", arguments=AV_GIVEN, mask=AV_MASK),
     "ltx25-i2v": Variant(
-        "ltx23", {"keyframes_abs_pos_embedding": (1, 256), **{f"transformer_blocks.{i}.ff.net.{part}.bias": None for i in range(3) for part in ("0.proj", "2")}}, "LTXAV", {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
-        arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])}, mask=AV_MASK),
-    "minimax-h3-guides": Variant("minimax-h3", arguments=GIVEN_ROWS, negative={name: None for name in GIVEN_ROWS}),
-    "cogvideox-i2v": Variant("cogvideox", {"patch_embed.proj.weight": (256, 32, 2, 2)}, "CogVideoX_I2V", {"in_channels": 32}, arguments={"c_concat": randn(1, 16, 3, 16, 16)}),
+        "ltx23",
+        {
+            "keyframes_abs_pos_embedding": (1, 256),
+            **{
+                f"transformer_blocks.{i}.ff.net.{part}.bias": None
+                for i in range(3)
+                for part in ("0.proj", "2")
+            },
+        },
+        "LTXAV",
+        {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
+        arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])},
+        mask=AV_MASK,
+    ),
+    "minimax-h3-guides": Variant(
+        "minimax-h3", arguments=GIVEN_ROWS, negative={name: None for name in GIVEN_ROWS}
+    ),
+    "cogvideox-i2v": Variant(
+        "cogvideox",
+        {"patch_embed.proj.weight": (256, 32, 2, 2)},
+        "CogVideoX_I2V",
+        {"in_channels": 32},
+        arguments={"c_concat": randn(1, 16, 3, 16, 16)},
+    ),
     "cogvideox-1.5-i2v": Variant(
-        "cogvideox", {
-            "patch_embed.proj.weight": (256, 256), "proj_out.weight": (128, 256), "proj_out.bias": (128,), "ofs_embedding_linear_1.weight": (128, 128), "ofs_embedding_linear_1.bias": (128,),
-            "ofs_embedding_linear_2.weight": (128, 128), "ofs_embedding_linear_2.bias": (128,)},
-        "CogVideoX_I2V", {"in_channels": 32, "patch_size_t": 2, "ofs_embed_dim": 128}, arguments={"c_concat": randn(1, 16, 3, 16, 16), "ofs": torch.full((1,), 2.0)}),
-    "pixart-alpha": Variant("pixart-sigma", ALPHA, "PixArtAlpha", {"image_model": "pixart_alpha", "hidden_size": 288, "model_max_length": 120, "micro_condition": True}),
+        "cogvideox",
+        {
+            "patch_embed.proj.weight": (256, 256),
+            "proj_out.weight": (128, 256),
+            "proj_out.bias": (128,),
+            "ofs_embedding_linear_1.weight": (128, 128),
+            "ofs_embedding_linear_1.bias": (128,),
+            "ofs_embedding_linear_2.weight": (128, 128),
+            "ofs_embedding_linear_2.bias": (128,),
+        },
+        "CogVideoX_I2V",
+        {"in_channels": 32, "patch_size_t": 2, "ofs_embed_dim": 128},
+        arguments={"c_concat": randn(1, 16, 3, 16, 16), "ofs": torch.full((1,), 2.0)},
+    ),
+    "pixart-alpha": Variant(
+        "pixart-sigma",
+        ALPHA,
+        "PixArtAlpha",
+        {"image_model": "pixart_alpha", "hidden_size": 288, "model_max_length": 120, "micro_condition": True},
+    ),
     "hunyuan-dit-1.1": Variant(
-        "hunyuan-dit", {"extra_embedder.0.weight": (1024, 2816), "style_embedder.weight": (1, 256)}, "HunyuanDiT1", {"image_model": "hydit1", "size_cond": True, "use_style_cond": True}),
+        "hunyuan-dit",
+        {"extra_embedder.0.weight": (1024, 2816), "style_embedder.weight": (1, 256)},
+        "HunyuanDiT1",
+        {"image_model": "hydit1", "size_cond": True, "use_style_cond": True},
+    ),
     "sd3.5-medium": Variant("sd3", DUAL, "SD3", {"x_block_self_attn_layers": [0, 1]}),
 }
 
 
 #: Entries of unet_config for which later versions of ComfyUI ask.
-NEWER = {"flux-dev": {"txt_ids_dims": []}, "hunyuan-video": {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}}
+NEWER = {
+    "flux-dev": {"txt_ids_dims": []},
+    "hunyuan-video": {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False},
+}
 
 
 def described(name: str) -> dict:
     """The facts of a variant, as tiny.facts gives a golden family's."""
     variant = VARIANTS[name]
     base = facts(variant.family)
-    shapes = {key: list(shape) for key, shape in (base["shapes"] | variant.shapes).items() if shape is not None}
-    return {"comfy_class": variant.comfy_class or base["comfy_class"], "unet_config": NEWER.get(variant.family, {}) | base["unet_config"] | variant.unet, "shapes": shapes}
+    shapes = {
+        key: list(shape) for key, shape in (base["shapes"] | variant.shapes).items() if shape is not None
+    }
+    return {
+        "comfy_class": variant.comfy_class or base["comfy_class"],
+        "unet_config": NEWER.get(variant.family, {}) | base["unet_config"] | variant.unet,
+        "shapes": shapes,
+    }
 
 
 def write(path: Path, name: str) -> Path:
     """The checkpoint of a variant as a single file in ComfyUI's key layout."""
     weights = weights_module().state_dict(described(name)["shapes"])
-    return save_whole({key: value * VARIANTS[name].louder if key == "head.head.weight" else value for key, value in weights.items()}, path)
+    return save_whole(
+        {
+            key: value * VARIANTS[name].louder if key == "head.head.weight" else value
+            for key, value in weights.items()
+        },
+        path,
+    )
 
 
 def request(name: str, model: str = "tiny") -> Sample:
@@ -147,5 +337,9 @@ def request(name: str, model: str = "tiny") -> Sample:
     if not variant.shapes.keys().isdisjoint(GUIDANCE):
         tensors = {key: value for key, value in tensors.items() if not key.endswith(".guidance")}
     for branch in ("positive", "negative"):
-        tensors |= {f"{branch}.{key}": value for key, value in (variant.arguments | (variant.negative if branch == "negative" else {})).items() if value is not None}
+        tensors |= {
+            f"{branch}.{key}": value
+            for key, value in (variant.arguments | (variant.negative if branch == "negative" else {})).items()
+            if value is not None
+        }
     return replace(sample, tensors=tensors)

@@ -52,7 +52,11 @@ class Adapter(ABC):
     @property
     def scale(self) -> float:
         """alpha / rank; 1 where the file names no alpha."""
-        return self.files.read(self.keys["alpha"]).float().item() / self.rank if "alpha" in self.keys and self.rank else 1.0
+        return (
+            self.files.read(self.keys["alpha"]).float().item() / self.rank
+            if "alpha" in self.keys and self.rank
+            else 1.0
+        )
 
     @property
     def needs_the_whole(self) -> bool:
@@ -71,13 +75,17 @@ class Adapter(ABC):
         magnitude = self._read("dora_scale", weight.device)
         turned = weight + self.scale * self.difference(*everything, weight.device)
         by_row = magnitude.shape[0] == weight.shape[0]
-        norm = (weight.norm(dim=1, keepdim=True) if by_row else turned.norm(dim=0, keepdim=True)) + torch.finfo(torch.float32).eps
+        norm = (
+            weight.norm(dim=1, keepdim=True) if by_row else turned.norm(dim=0, keepdim=True)
+        ) + torch.finfo(torch.float32).eps
         return weight + strength * (turned * (magnitude / norm) - weight)
 
     def _shape(self, role: str) -> Matrix:
         return matrix(self.files.shapes[self.keys[role]])
 
-    def _read(self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None) -> Tensor:
+    def _read(
+        self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None
+    ) -> Tensor:
         """Rows and columns (all by default) of the file's tensor, as a matrix in float32."""
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
@@ -119,14 +127,22 @@ class LoHa(Adapter):
         return self._shape("hada_w1_b")[0]
 
     def difference(self, rows, columns, device):
-        one, two = (self._read(f"hada_{w}_a", device, rows=rows) @ self._read(f"hada_{w}_b", device, columns=columns) for w in ("w1", "w2"))
+        one, two = (
+            self._read(f"hada_{w}_a", device, rows=rows) @ self._read(f"hada_{w}_b", device, columns=columns)
+            for w in ("w1", "w2")
+        )
         return one * two
 
 
 class LoKr(Adapter):
     """Kronecker product of w1 and w2, either of which may be a product of two."""
 
-    ROLES = ({"lokr_w1", "lokr_w2"}, {"lokr_w1", "lokr_w2_a", "lokr_w2_b"}, {"lokr_w1_a", "lokr_w1_b", "lokr_w2"}, {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"})
+    ROLES = (
+        {"lokr_w1", "lokr_w2"},
+        {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
+        {"lokr_w1_a", "lokr_w1_b", "lokr_w2"},
+        {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"},
+    )
 
     @property
     def size(self):
@@ -146,14 +162,24 @@ class LoKr(Adapter):
         """Of the product: the blocks that meet ``rows`` and ``columns``, cut to them."""
         tall, broad = two.shape
         top, left = rows.lo // tall, columns.lo // broad
-        blocks = torch.kron(one[top: -(-rows.hi // tall), left: -(-columns.hi // broad)].contiguous(), two)
-        return blocks[rows.lo - top * tall: rows.hi - top * tall, columns.lo - left * broad: columns.hi - left * broad]
+        blocks = torch.kron(one[top : -(-rows.hi // tall), left : -(-columns.hi // broad)].contiguous(), two)
+        return blocks[
+            rows.lo - top * tall : rows.hi - top * tall, columns.lo - left * broad : columns.hi - left * broad
+        ]
 
     def _factor_shape(self, name):
-        return self._shape(name) if name in self.keys else (self._shape(f"{name}_a")[0], self._shape(f"{name}_b")[1])
+        return (
+            self._shape(name)
+            if name in self.keys
+            else (self._shape(f"{name}_a")[0], self._shape(f"{name}_b")[1])
+        )
 
     def _factor(self, name, device):
-        return self._read(name, device) if name in self.keys else self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
+        return (
+            self._read(name, device)
+            if name in self.keys
+            else self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
+        )
 
 
 class Difference(Adapter):

@@ -51,8 +51,14 @@ class Checkpoint:
         if self.family.name in FAMILIES:
             return None
         video = fallback.is_video(getattr(diffusers, self.family.transformer))
-        return {"prediction": self.family.prediction, "latent_channels": self.family.latent_channels(self.config), "latent_dimensions": 3 if video else 2,
-                "conditioning": list(self.family.conditioning), "whole_only": self.family.whole_only, "pipeline": self.pipeline}
+        return {
+            "prediction": self.family.prediction,
+            "latent_channels": self.family.latent_channels(self.config),
+            "latent_dimensions": 3 if video else 2,
+            "conditioning": list(self.family.conditioning),
+            "whole_only": self.family.whole_only,
+            "pipeline": self.pipeline,
+        }
 
     @cached_property
     def empty(self) -> nn.Module:
@@ -68,7 +74,11 @@ class Checkpoint:
     @property
     def block_names(self) -> list[str]:
         """Names of all blocks in pipeline order."""
-        return [f"{name}.{i}" for name in self.family.block_lists for i in range(len(self.empty.get_submodule(name)))]
+        return [
+            f"{name}.{i}"
+            for name in self.family.block_lists
+            for i in range(len(self.empty.get_submodule(name)))
+        ]
 
     @property
     def block_count(self) -> int:
@@ -81,12 +91,21 @@ class Checkpoint:
 
     def modulation(self, block: str) -> list[str]:
         """The modulation layers (family.modulation) of a block."""
-        return [f"{block}.{name}" for name, _ in self.empty.get_submodule(block).named_modules() if any(fnmatchcase(name, pattern) for pattern in self.family.modulation)]
+        return [
+            f"{block}.{name}"
+            for name, _ in self.empty.get_submodule(block).named_modules()
+            if any(fnmatchcase(name, pattern) for pattern in self.family.modulation)
+        ]
 
     def stages(self, config: ParallelConfig) -> Stages:
         """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work and weights."""
-        size = lambda name: sum(parameter.numel() for parameter in self.empty.get_submodule(name).parameters())
-        layers = [{name: size(name) for name in self.modulation(block)} if config.pipefusion_degree > 1 else {} for block in self.block_names]
+        size = lambda name: sum(
+            parameter.numel() for parameter in self.empty.get_submodule(name).parameters()
+        )
+        layers = [
+            {name: size(name) for name in self.modulation(block)} if config.pipefusion_degree > 1 else {}
+            for block in self.block_names
+        ]
         weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
         return split.plan(self.block_costs, weights, layers, config.pipefusion_degree, config.stage_counts)
 
@@ -99,11 +118,19 @@ class Checkpoint:
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
         shapes = self.shapes
-        found = sources(self.family.layout, shapes) if self.single_file else {name: Source(name) for name in shapes}
+        found = (
+            sources(self.family.layout, shapes)
+            if self.single_file
+            else {name: Source(name) for name in shapes}
+        )
         found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
-        missing = [name for name, _ in self.empty.named_parameters() if name not in found]     # tables that are buffers can be computed
+        missing = [
+            name for name, _ in self.empty.named_parameters() if name not in found
+        ]  # tables that are buffers can be computed
         if missing:
-            raise UnsupportedError(f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, first {', '.join(missing[:5])}; the file is incomplete or of another variant.")
+            raise UnsupportedError(
+                f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, first {', '.join(missing[:5])}; the file is incomplete or of another variant."
+            )
         for name, source in found.items():
             self._check_shape(name, source, shapes[name])
         return found
@@ -117,7 +144,9 @@ class Checkpoint:
             return
         rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
         if (rows, *have[1:]) != want:
-            raise UnsupportedError(f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} with this configuration needs {want}; the file is of another variant.")
+            raise UnsupportedError(
+                f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} with this configuration needs {want}; the file is of another variant."
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,20 +157,36 @@ class Checkpoint:
         common = max(values, key=values.get)
         return torch.bfloat16 if common.itemsize == 1 else common
 
-    def load(self, blocks: range, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard] = {},
-             held: Mapping[str, bool] = {}, on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    def load(
+        self,
+        blocks: range,
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: Mapping[str, Shard] = {},
+        held: Mapping[str, bool] = {},
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> int:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
 
         ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read. ``held``: modules that are loaded, or not,
         whichever block they are in. ``on_progress`` is told how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
-        wanted = [name for name in self.sources if held.get(name.rpartition(".")[0], not name.startswith(absent or ("\0",)))]
+        wanted = [
+            name
+            for name in self.sources
+            if held.get(name.rpartition(".")[0], not name.startswith(absent or ("\0",)))
+        ]
         self.files.bytes_read = 0
         weights, empty = {}, self.empty.state_dict()
         done, total = 0, sum(empty[name].numel() for name in wanted)
         for name in wanted:
-            weights[name] = self.read(name, torch.float32 if self.family.is_float32(name) else dtype, device, shards.get(name.rpartition(".")[0]))
+            weights[name] = self.read(
+                name,
+                torch.float32 if self.family.is_float32(name) else dtype,
+                device,
+                shards.get(name.rpartition(".")[0]),
+            )
             done += weights[name].numel()
             on_progress(done, total)
         self.empty.load_state_dict(weights, strict=False, assign=True)
@@ -149,21 +194,34 @@ class Checkpoint:
             buffer.data = buffer.data.to(device)
         return self.files.bytes_read
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    ) -> torch.Tensor:
         """A parameter's values, or the piece of them that ``shard`` keeps, from the file."""
         source = self.sources[name]
         key = self._key(source)
         if shard is None:
-            tensor = self.files.read(key, slice(source.lo, source.hi) if source.hi is not None else slice(None), dtype=dtype, device=device)
+            tensor = self.files.read(
+                key,
+                slice(source.lo, source.hi) if source.hi is not None else slice(None),
+                dtype=dtype,
+                device=device,
+            )
             tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
             return tensor if source.shape is None else tensor.reshape(source.shape)
         rows = [slice(span.lo, span.hi) for span in source.rows(shard.outputs, self.shapes[name][0])]
-        columns = [slice(span.lo, span.hi) for span in shard.inputs] if len(self.files.shapes[key]) > 1 else [slice(None)]
-        return _join([_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+        columns = (
+            [slice(span.lo, span.hi) for span in shard.inputs]
+            if len(self.files.shapes[key]) > 1
+            else [slice(None)]
+        )
+        return _join(
+            [_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0
+        )
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)           # one alone stays where it is mapped
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # one alone stays where it is mapped
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -175,8 +233,10 @@ def open_checkpoint(path: str) -> Checkpoint:
     for name, (value, what) in checkpoint.family.only.items():
         told = checkpoint.config.get(name, value)
         if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
-            raise UnsupportedError(f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of {checkpoint.family.name} that is not supported; use another model of this family.")
-    checkpoint.sources, checkpoint.dtype          # refuse an incomplete or quantized file now, on one rank
+            raise UnsupportedError(
+                f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of {checkpoint.family.name} that is not supported; use another model of this family."
+            )
+    checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
     return checkpoint
 
 
@@ -184,29 +244,49 @@ def _open_folder(folder: Path) -> Checkpoint:
     is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
     inner = folder / "transformer" if is_pipeline else folder
     if not (inner / "config.json").is_file():
-        raise UnsupportedError(f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder.")
+        raise UnsupportedError(
+            f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder."
+        )
     config = json.loads((inner / "config.json").read_text())
     cls = _transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
     parameters = inspect.signature(cls.__init__).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}        # older folders do not name what came later
+    defaults = {
+        p.name: p.default for p in parameters if p.default is not p.empty
+    }  # older folders do not name what came later
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
-    pipeline = {part: json.loads(path.read_text()) for part, path in (("scheduler", folder / "scheduler/scheduler_config.json"), ("vae", folder / "vae/config.json")) if path.is_file()}
+    pipeline = {
+        part: json.loads(path.read_text())
+        for part, path in (
+            ("scheduler", folder / "scheduler/scheduler_config.json"),
+            ("vae", folder / "vae/config.json"),
+        )
+        if path.is_file()
+    }
     family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
     parts, names = [inner], family.beside.names if family.beside else {}
     if family.beside and (folder / family.beside.folder / "config.json").is_file():
         parts.append(folder / family.beside.folder)
         config |= family.beside.config(json.loads((parts[1] / "config.json").read_text()))
     files = ScaledFiles(folder_files(*parts))
-    keys = {ours + key.removeprefix(theirs): key for ours, theirs in names.items() for key in files.shapes if key.startswith(theirs)}
-    return Checkpoint(folder.name, family.of(config), config, files, keys, latent_format=latent_format, pipeline=pipeline)
+    keys = {
+        ours + key.removeprefix(theirs): key
+        for ours, theirs in names.items()
+        for key in files.shapes
+        if key.startswith(theirs)
+    }
+    return Checkpoint(
+        folder.name, family.of(config), config, files, keys, latent_format=latent_format, pipeline=pipeline
+    )
 
 
 def _transformer_class(folder: Path, config: dict) -> type:
     name = config.get("_class_name", "")
     cls = getattr(diffusers, name, None)
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
-        raise UnsupportedError(f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers.")
+        raise UnsupportedError(
+            f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
+        )
     return cls
 
 
@@ -215,7 +295,9 @@ def _open_single_file(path: Path) -> Checkpoint:
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)
         if keys is not None:
-            config = family.layout.config({ours: files.shapes[theirs] for ours, theirs in keys.items()}) | family.layout.metadata(files.metadata)
+            config = family.layout.config(
+                {ours: files.shapes[theirs] for ours, theirs in keys.items()}
+            ) | family.layout.metadata(files.metadata)
             return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
     checkpoint = _with_diffusers_names(path, files)
     if checkpoint is not None:
@@ -223,9 +305,13 @@ def _open_single_file(path: Path) -> Checkpoint:
     for family in FAMILIES.values():
         variant = family.layout.unsupported(files.shapes)
         if variant:
-            raise UnsupportedError(f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it with KSampler.")
+            raise UnsupportedError(
+                f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it with KSampler."
+            )
     first = ", ".join(list(files.shapes)[:3])
-    raise UnsupportedError(f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here.")
+    raise UnsupportedError(
+        f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here."
+    )
 
 
 def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
@@ -238,14 +324,19 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         shapes = from_diffusers(family.layout, {name: files.shapes[key] for name, key in keys.items()})
-        if any(key not in shapes for key in family.layout.signature) or any(key in shapes for key in (*family.layout.absent, *family.layout.variants)):
+        if any(key not in shapes for key in family.layout.signature) or any(
+            key in shapes for key in (*family.layout.absent, *family.layout.variants)
+        ):
             continue
         try:
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
             checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
-            reason = reason or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not tell the configuration ({error}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+            reason = (
+                reason
+                or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not tell the configuration ({error}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+            )
     if reason and not found:
         raise UnsupportedError(reason)
     return max(found, key=lambda candidate: candidate[0])[1] if found else None

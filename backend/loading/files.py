@@ -9,8 +9,14 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import UnsupportedError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 CPU = torch.device("cpu")
 ALL = slice(None)
 
@@ -26,7 +32,14 @@ class Weights(Protocol):
     def dtype(self, key: str) -> torch.dtype:
         """The floating dtype of a tensor, that of the values which it stands for where it is quantized. UnsupportedError where it is none."""
 
-    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> torch.Tensor:
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> torch.Tensor:
         """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on ``device``; nothing else of it is read."""
 
 
@@ -38,23 +51,36 @@ class TensorFiles:
         self._handles = {path: _open(path) for path in paths}
         self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
-        self.metadata = {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
+        self.metadata = {
+            key: value
+            for handle in self._handles.values()
+            for key, value in (handle.metadata() or {}).items()
+        }
         self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed integers)."""
         name = self.stored(key)
         if name not in DTYPES:
-            raise UnsupportedError(f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32, fp8 or GGUF file.")
+            raise UnsupportedError(
+                f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32, fp8 or GGUF file."
+            )
         return DTYPES[name]
 
     def stored(self, key: str) -> str:
         """The file's own name of a tensor's dtype ("BF16", "U8", ...)."""
         return self._where[key].get_slice(key).get_dtype()
 
-    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> torch.Tensor:
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> torch.Tensor:
         """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks of a machine share."""
-        tensor = self._mapped(key, rows, columns).to(device)        # few bytes travel, then become many
+        tensor = self._mapped(key, rows, columns).to(device)  # few bytes travel, then become many
         return tensor if dtype is None else tensor.to(dtype)
 
     def _mapped(self, key, rows, columns):
@@ -73,11 +99,15 @@ def _open(path: Path):
     if not path.is_file():
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):
-        raise UnsupportedError(f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run code when they are opened.")
+        raise UnsupportedError(
+            f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run code when they are opened."
+        )
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UnsupportedError(f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: download it again.") from None
+        raise UnsupportedError(
+            f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: download it again."
+        ) from None
 
 
 def folder_files(*folders: Path) -> TensorFiles:
@@ -92,5 +122,7 @@ def _paths(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
-        raise UnsupportedError(f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers transformer folder has one file, or several with a .safetensors.index.json.")
+        raise UnsupportedError(
+            f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers transformer folder has one file, or several with a .safetensors.index.json."
+        )
     return files

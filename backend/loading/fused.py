@@ -44,8 +44,14 @@ class FusedWeights:
         self.checkpoint, self.cuts, self.device = checkpoint, cuts, device
         parameters = dict(checkpoint.empty.named_parameters())
         # by module, which stays the same whatever is wrapped around it later
-        self.places = {name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name, parameter in parameters.items() if not parameter.is_meta}
-        self.targets = Targets(checkpoint.family.layout, {name: checkpoint.shapes[name] for name in parameters})
+        self.places = {
+            name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in parameters.items()
+            if not parameter.is_meta
+        }
+        self.targets = Targets(
+            checkpoint.family.layout, {name: checkpoint.shapes[name] for name in parameters}
+        )
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
 
@@ -53,7 +59,7 @@ class FusedWeights:
         """The LoRAs of a stack, from their headers. Raises UnsupportedError."""
         return [open_lora(use.path, self.targets, self.checkpoint.name) for use in stack]
 
-    @torch.inference_mode(False)                    # parameters outlive the request that asks for them
+    @torch.inference_mode(False)  # parameters outlive the request that asks for them
     def fuse(self, stack: Stack):
         """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing are left alone. Raises UnsupportedError.
 
@@ -62,7 +68,11 @@ class FusedWeights:
         if stack == self.stack:
             return
         patches = self._patches(stack)
-        wanted = {name: tuple(patch.use for patch in self._concerning(name, patches)) for name in patches if name in self.places}
+        wanted = {
+            name: tuple(patch.use for patch in self._concerning(name, patches))
+            for name in patches
+            if name in self.places
+        }
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
         together = lambda name: self.targets.together[name].name
         if changed:
@@ -72,7 +82,12 @@ class FusedWeights:
         self._held, self.stack = wanted, stack
 
     def _patches(self, stack: Stack) -> Patches:
-        pairs = [(use, *pair) for use, lora in zip(stack, self.open(stack)) if use.strength for pair in lora.adapters]
+        pairs = [
+            (use, *pair)
+            for use, lora in zip(stack, self.open(stack))
+            if use.strength
+            for pair in lora.adapters
+        ]
         found = defaultdict(list)
         for order, pair in enumerate(pairs):
             patch = Patch(order, *pair)
@@ -85,26 +100,37 @@ class FusedWeights:
         mine = patches.get(name, [])
         if not any(patch.adapter.needs_the_whole for patch in mine):
             return mine
-        return sorted({patch for piece in self.targets.together[name].pieces for patch in patches.get(piece, ())}, key=lambda patch: patch.order)
+        return sorted(
+            {patch for piece in self.targets.together[name].pieces for patch in patches.get(piece, ())},
+            key=lambda patch: patch.order,
+        )
 
     def _put(self, names: list[str], patches: Patches):
         """Give parameters that the single file keeps in one tensor their values under ``patches``."""
-        special = [name for name in names if any(patch.adapter.needs_the_whole for patch in patches.get(name, ()))]
+        special = [
+            name for name in names if any(patch.adapter.needs_the_whole for patch in patches.get(name, ()))
+        ]
         wholes = self._wholes(special[0], patches) if special else {}
         for name in names:
             parameter, shard = getattr(*self.places[name]), self.cuts.get(name.rpartition(".")[0])
             here = sharding.rows(parameter)
             if name in special:
                 rows, columns = self._kept(name, shard, here)
-                value = _cut(wholes[name], rows, columns).reshape(parameter.shape if here is None else (len(here), *parameter.shape[1:]))
+                value = _cut(wholes[name], rows, columns).reshape(
+                    parameter.shape if here is None else (len(here), *parameter.shape[1:])
+                )
             else:
-                value = self.checkpoint.read(name, torch.float32 if name in patches else parameter.dtype, self.device, shard)
-                value = value if here is None else value[here.lo: here.hi]
+                value = self.checkpoint.read(
+                    name, torch.float32 if name in patches else parameter.dtype, self.device, shard
+                )
+                value = value if here is None else value[here.lo : here.hi]
                 if name in patches and value.numel():
                     value = self._sum(name, value, patches[name], *self._kept(name, shard, here))
             sharding.assign(parameter, value.to(parameter.dtype))
 
-    def _kept(self, name: str, shard: Shard | None, here: Span | None) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    def _kept(
+        self, name: str, shard: Shard | None, here: Span | None
+    ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Rows and columns of a parameter that this rank keeps."""
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:
@@ -114,16 +140,26 @@ class FusedWeights:
     def _sum(self, name: str, value: Tensor, patches: list[Patch], rows, columns) -> Tensor:
         total, height = value.reshape(matrix(value.shape)), self.checkpoint.shapes[name][0]
         for patch in patches:
-            total = patch.adapter.add_to(total, patch.use.strength, patch.target.pieces[name].rows(rows, height), columns)
+            total = patch.adapter.add_to(
+                total, patch.use.strength, patch.target.pieces[name].rows(rows, height), columns
+            )
         return total.reshape(value.shape)
 
     def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
         """A parameter and those that the single file keeps in the same tensor, as whole matrices: for adapters that look at more than the entry that they change."""
         group = self.targets.together[name].pieces
-        values = {piece: self.checkpoint.read(piece, torch.float32, self.device).reshape(matrix(self.checkpoint.shapes[piece])) for piece in group}
+        values = {
+            piece: self.checkpoint.read(piece, torch.float32, self.device).reshape(
+                matrix(self.checkpoint.shapes[piece])
+            )
+            for piece in group
+        }
         for patch in self._concerning(name, patches):
             whole = torch.empty(patch.target.shape, device=self.device)
-            rows = {piece: _indices(source.rows((Span(0, len(values[piece])),), len(values[piece]))) for piece, source in patch.target.pieces.items()}
+            rows = {
+                piece: _indices(source.rows((Span(0, len(values[piece])),), len(values[piece])))
+                for piece, source in patch.target.pieces.items()
+            }
             for piece, where in rows.items():
                 whole[where] = values[piece]
             whole = patch.adapter.applied_to(whole, patch.use.strength)
@@ -136,4 +172,4 @@ def _indices(spans: list[Span]) -> list[int]:
 
 
 def _cut(whole: Tensor, rows: tuple[Span, ...], columns: tuple[Span, ...]) -> Tensor:
-    return torch.cat([torch.cat([whole[r.lo: r.hi, c.lo: c.hi] for c in columns], dim=1) for r in rows])
+    return torch.cat([torch.cat([whole[r.lo : r.hi, c.lo : c.hi] for c in columns], dim=1) for r in rows])

@@ -38,7 +38,9 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
-            raise UnsupportedError(f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" -m pip install gguf')
+            raise UnsupportedError(
+                f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" -m pip install gguf'
+            )
         self.bytes_read, self.name, self.metadata, self.size = 0, path.name, {}, path.stat().st_size
         self._stored = _open(path)
         self.shapes = {key: stored.shape for key, stored in self._stored.items()}
@@ -47,7 +49,14 @@ class GGUFFile:
         """As in Weights; quantized values are computed in bfloat16 by default."""
         return PLAIN.get(self._stored[key].kind, torch.bfloat16)
 
-    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> Tensor:
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> Tensor:
         """As in Weights; of quantized tensors the blocks that hold these rows and columns."""
         stored, dtype = self._stored[key], dtype or self.dtype(key)
         first, last, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
@@ -57,11 +66,15 @@ class GGUFFile:
             lo, hi = left // stored.block, -(-right // stored.block)
             blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
             values = self._values(stored, blocks, dtype, device).view(last - first, -1)
-            return values[:, left - lo * stored.block: right - lo * stored.block]
+            return values[:, left - lo * stored.block : right - lo * stored.block]
         lo, hi = first * width // stored.block, -(-last * width // stored.block)
         values = self._values(stored, stored.data.view(-1, stored.size)[lo:hi], dtype, device)
         start = first * width - lo * stored.block
-        values = values[start: start + (last - first) * width].view(last - first, *stored.shape[1:]) if stored.shape else values.view(())
+        values = (
+            values[start : start + (last - first) * width].view(last - first, *stored.shape[1:])
+            if stored.shape
+            else values.view(())
+        )
         return values if columns == ALL else values[:, columns]
 
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,7 +92,9 @@ def _dequantize(stored: Stored, blocks: Tensor) -> Tensor:
     import gguf
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
-    return dequantize_functions[gguf.GGMLQuantizationType[stored.kind]](blocks, stored.block, stored.size, torch.float32)
+    return dequantize_functions[gguf.GGMLQuantizationType[stored.kind]](
+        blocks, stored.block, stored.size, torch.float32
+    )
 
 
 def _open(path: Path) -> dict[str, Stored]:
@@ -87,20 +102,34 @@ def _open(path: Path) -> dict[str, Stored]:
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     try:
-        reader = gguf.GGUFReader(path, "c")         # private, so that torch takes it for writable; pages that nobody writes stay shared
-        shapes = {name.removeprefix(SHAPE): tuple(field.contents()) for name, field in reader.fields.items() if name.startswith(SHAPE)}
+        reader = gguf.GGUFReader(
+            path, "c"
+        )  # private, so that torch takes it for writable; pages that nobody writes stay shared
+        shapes = {
+            name.removeprefix(SHAPE): tuple(field.contents())
+            for name, field in reader.fields.items()
+            if name.startswith(SHAPE)
+        }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise UnsupportedError(f"{path.name} cannot be read as GGUF ({error}); it is truncated or no GGUF file: download it again.") from None
+        raise UnsupportedError(
+            f"{path.name} cannot be read as GGUF ({error}); it is truncated or no GGUF file: download it again."
+        ) from None
     found = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name
         if kind not in PLAIN and tensor.tensor_type not in dequantize_functions:
-            known = ", ".join([*PLAIN, *(each.name for each in dequantize_functions if each.name not in PLAIN)])
-            raise UnsupportedError(f"{path.name}: the tensor {tensor.name} is stored as {kind}, which is not supported; supported are {known}. Use another file of this model.")
+            known = ", ".join(
+                [*PLAIN, *(each.name for each in dequantize_functions if each.name not in PLAIN)]
+            )
+            raise UnsupportedError(
+                f"{path.name}: the tensor {tensor.name} is stored as {kind}, which is not supported; supported are {known}. Use another file of this model."
+            )
         shape = shapes.get(tensor.name, tuple(reversed(tensor.shape.tolist())))
         if math.prod(shape) != tensor.n_elements:
-            raise UnsupportedError(f"{path.name}: {SHAPE}{tensor.name} is {shape}, but the tensor has {tensor.n_elements} values; the file was converted badly: use another one of this model.")
+            raise UnsupportedError(
+                f"{path.name}: {SHAPE}{tensor.name} is {shape}, but the tensor has {tensor.n_elements} values; the file was converted badly: use another one of this model."
+            )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-        data = torch.from_numpy(reader.data[tensor.data_offset: tensor.data_offset + tensor.n_bytes])
+        data = torch.from_numpy(reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
         found[tensor.name] = Stored(kind, shape, data, block, size)
     return found

@@ -38,13 +38,20 @@ class Layout:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file is of another layout."""
         for prefix in PREFIXES:
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in found for key in self.signature) and not any(key in found for key in (*self.absent, *self.variants)):
+            if all(key in found for key in self.signature) and not any(
+                key in found for key in (*self.absent, *self.variants)
+            ):
                 return found
         return None
 
     def unsupported(self, keys: Iterable[str]) -> str | None:
         """The name of a variant that is not supported and that ``keys`` are of."""
-        bare = {self.spell(key.removeprefix(prefix)) for prefix in PREFIXES for key in keys if key.startswith(prefix)}
+        bare = {
+            self.spell(key.removeprefix(prefix))
+            for prefix in PREFIXES
+            for key in keys
+            if key.startswith(prefix)
+        }
         return next((name for key, name in self.variants.items() if key in bare), None)
 
     def spell(self, key: str) -> str:
@@ -70,31 +77,55 @@ class Source:
             return [Span(self.lo + span.lo, self.lo + span.hi) for span in spans]
         half = count // 2
         parts = [(Span(span.lo, min(span.hi, half)), Span(max(span.lo, half), span.hi)) for span in spans]
-        return [Span(part.lo + shift, part.hi + shift) for pair in parts for part, shift in zip(pair, (self.lo + half, self.lo - half)) if part.lo < part.hi]
+        return [
+            Span(part.lo + shift, part.hi + shift)
+            for pair in parts
+            for part, shift in zip(pair, (self.lo + half, self.lo - half))
+            if part.lo < part.hi
+        ]
 
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     """Parameter name -> Source, for a transformer with these parameter shapes."""
     found = {}
-    blocks = 1 + max((int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0)
-    layout = replace(layout, swapped=tuple(_number_last(name, parameters).replace("{}", str(i)) for name in layout.swapped for i in range(blocks)))
+    blocks = 1 + max(
+        (int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0
+    )
+    layout = replace(
+        layout,
+        swapped=tuple(
+            _number_last(name, parameters).replace("{}", str(i))
+            for name in layout.swapped
+            for i in range(blocks)
+        ),
+    )
     for file_name, targets in layout.names.items():
         for i in range(blocks if "{}" in file_name else 1):
-            _add(found, layout, parameters, file_name.replace("{}", str(i)), [t.replace("{}", str(i)) for t in targets.split()])
+            _add(
+                found,
+                layout,
+                parameters,
+                file_name.replace("{}", str(i)),
+                [t.replace("{}", str(i)) for t in targets.split()],
+            )
     return {name: Source(name) for name in parameters} | found
 
 
 def from_diffusers(layout: Layout, parameters: Shapes) -> dict[str, tuple[int, ...]]:
     """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has: rows of stacked modules added up."""
     found, left = {}, dict(parameters)
-    blocks = 1 + max((int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0)
+    blocks = 1 + max(
+        (int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0
+    )
     for file_name, targets in layout.names.items():
         for i in range(blocks if "{}" in file_name else 1):
             for leaf in ("", ".weight", ".bias"):
                 names = [target.replace("{}", str(i)) + leaf for target in targets.split()]
                 if all(name in left for name in names):
                     shapes = [left.pop(name) for name in names]
-                    found[file_name.replace("{}", str(i)) + leaf] = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+                    found[file_name.replace("{}", str(i)) + leaf] = (
+                        (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+                    )
     return left | found
 
 
@@ -107,9 +138,11 @@ def _number_last(name: str, parameters: Shapes) -> str:
 
 
 def _add(found, layout, parameters, file_name, targets):
-    if targets[0] in parameters:                                    # whole tensors, named in full
+    if targets[0] in parameters:  # whole tensors, named in full
         pattern = re.sub(r"\.\d+\.", ".{}.", targets[0])
-        found[targets[0]] = Source(file_name, shape=parameters[targets[0]] if pattern in layout.reshaped else None)
+        found[targets[0]] = Source(
+            file_name, shape=parameters[targets[0]] if pattern in layout.reshaped else None
+        )
         return
     for leaf in (".weight", ".bias"):
         row = 0
@@ -117,7 +150,12 @@ def _add(found, layout, parameters, file_name, targets):
             if target in parameters:
                 rows = parameters[target][0]
                 whole = len(targets) == 1
-                found[target] = Source(file_name + leaf, row, None if whole else row + rows, swap=target.removesuffix(leaf) in layout.swapped)
+                found[target] = Source(
+                    file_name + leaf,
+                    row,
+                    None if whole else row + rows,
+                    swap=target.removesuffix(leaf) in layout.swapped,
+                )
                 row += rows
 
 

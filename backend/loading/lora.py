@@ -22,22 +22,53 @@ ROLES = {
     "down": r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
     "difference": r"\.diff|\.w_norm",
     "bias": r"\.diff_b|\.b_norm|\.lora_B(?:\.[^.]+)?\.bias",
-    **{name: rf"\.{name}" for name in ("alpha", "dora_scale", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "lokr_w1", "lokr_w2", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b")},
+    **{
+        name: rf"\.{name}"
+        for name in (
+            "alpha",
+            "dora_scale",
+            "hada_w1_a",
+            "hada_w1_b",
+            "hada_w2_a",
+            "hada_w2_b",
+            "lokr_w1",
+            "lokr_w2",
+            "lokr_w1_a",
+            "lokr_w1_b",
+            "lokr_w2_a",
+            "lokr_w2_b",
+        )
+    },
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
 #: Roles that say how much of an adapter is added.
 SCALES = {"alpha", "dora_scale"}
 #: End of a key -> what it is, where this program does not have it.
 REFUSED = {
-    "lora_mid": "Tucker decomposition of convolutions", "hada_t": "Tucker decomposition of convolutions", "lokr_t2": "Tucker decomposition of convolutions",
-    "reshape_weight": "a control LoRA, which widens the model's input", "set_weight": "weights that are replaced, as control LoRAs do", "oft_": "OFT", "rescale": "OFT",
-    "lora_magnitude_vector": "PEFT's DoRA", "": "GLoRA",
+    "lora_mid": "Tucker decomposition of convolutions",
+    "hada_t": "Tucker decomposition of convolutions",
+    "lokr_t2": "Tucker decomposition of convolutions",
+    "reshape_weight": "a control LoRA, which widens the model's input",
+    "set_weight": "weights that are replaced, as control LoRAs do",
+    "oft_": "OFT",
+    "rescale": "OFT",
+    "lora_magnitude_vector": "PEFT's DoRA",
+    "": "GLoRA",
 }
-KEY = re.compile(r"(?P<stem>.+?)(?:" + "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items()) + ")")
+KEY = re.compile(
+    r"(?P<stem>.+?)(?:" + "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items()) + ")"
+)
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
-PREFIX = re.compile(r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*")
+PREFIX = re.compile(
+    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
+)
 #: Other names of modules: (theirs, diffusers').
-ALIASES = (("_linear_in", "_net_0_proj"), ("_linear_out", "_net_2"), ("_processor_to_", "_to_"), ("_to_out", "_to_out_0"))
+ALIASES = (
+    ("_linear_in", "_net_0_proj"),
+    ("_linear_out", "_net_2"),
+    ("_processor_to_", "_to_"),
+    ("_to_out", "_to_out_0"),
+)
 #: Keys that a message names.
 NAMED = 5
 
@@ -82,19 +113,26 @@ class Targets:
     def __init__(self, layout: Layout, shapes: Shapes):
         """``shapes``: the diffusers transformer's parameters."""
         self.layout = layout
-        self.ours = _by_name(Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items())
+        self.ours = _by_name(
+            Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()
+        )
         stacked = defaultdict(dict)
         for name, source in sources(layout, shapes).items():
             stacked[source.key][name] = source
-        self.theirs = _by_name(Target(key, _stack([shapes[name] for name in pieces]), pieces) for key, pieces in stacked.items())
+        self.theirs = _by_name(
+            Target(key, _stack([shapes[name] for name in pieces]), pieces) for key, pieces in stacked.items()
+        )
         #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
         self.together = {name: target for target in self.theirs.values() for name in target.pieces}
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
         """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its weight."""
         prefix = PREFIX.match(stem)
-        stem = stem[prefix.end():] + leaf
-        names = [stem.replace(".", "_"), self.layout.spell(f"{stem}.weight").removesuffix(".weight").replace(".", "_")]
+        stem = stem[prefix.end() :] + leaf
+        names = [
+            stem.replace(".", "_"),
+            self.layout.spell(f"{stem}.weight").removesuffix(".weight").replace(".", "_"),
+        ]
         names += [names[0].replace(other, ours) for other, ours in ALIASES]
         orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
         return next((found[name] for name in names for found in orders if name in found), None)
@@ -102,15 +140,35 @@ class Targets:
     @property
     def examples(self) -> str:
         """Modules under their first and second names, for messages."""
-        both = [[target.name.removesuffix(".weight") for name, target in found.items() if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1] for found in (self.theirs, self.ours)]
-        return ", ".join(dict.fromkeys(name for names in both for name in sorted(names, key=lambda name: "att" not in name)[:2]))
+        both = [
+            [
+                target.name.removesuffix(".weight")
+                for name, target in found.items()
+                if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1
+            ]
+            for found in (self.theirs, self.ours)
+        ]
+        return ", ".join(
+            dict.fromkeys(
+                name for names in both for name in sorted(names, key=lambda name: "att" not in name)[:2]
+            )
+        )
 
 
 def lora_stack(loras: list) -> tuple[LoraUse, ...]:
     """The ``loras`` of a message, [[path, strength], ...]. Raises UnsupportedError."""
     for lora in loras:
-        if not isinstance(lora, (list, tuple)) or len(lora) != 2 or not isinstance(lora[0], str) or isinstance(lora[1], bool) or not isinstance(lora[1], (int, float)) or not math.isfinite(lora[1]):
-            raise UnsupportedError(f"loras holds {lora!r}, which is not a pair of a path and a strength (a finite number).")
+        if (
+            not isinstance(lora, (list, tuple))
+            or len(lora) != 2
+            or not isinstance(lora[0], str)
+            or isinstance(lora[1], bool)
+            or not isinstance(lora[1], (int, float))
+            or not math.isfinite(lora[1])
+        ):
+            raise UnsupportedError(
+                f"loras holds {lora!r}, which is not a pair of a path and a strength (a finite number)."
+            )
     return tuple(LoraUse(path, float(strength), _stamp(Path(path))) for path, strength in loras)
 
 
@@ -144,23 +202,38 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             else:
                 unmatched += part.values()
     if not adapters:
-        raise UnsupportedError(f"the LoRA {where.name} has nothing for {model}: its keys begin with {_some(list(files.shapes))}, while this model has modules like {targets.examples}, looked for "
-                               "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ and lycoris_; it was made for another model.")
+        raise UnsupportedError(
+            f"the LoRA {where.name} has nothing for {model}: its keys begin with {_some(list(files.shapes))}, while this model has modules like {targets.examples}, looked for "
+            "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ and lycoris_; it was made for another model."
+        )
     return Lora(path, adapters, unmatched)
 
 
 def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
     if "refused" in keys:
-        kind = next(kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"])
-        raise UnsupportedError(f"the LoRA {name} has {keys['refused']!r} ({kind}), which is not supported; use KSampler for it, or a LoRA of another kind.")
+        kind = next(
+            kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"]
+        )
+        raise UnsupportedError(
+            f"the LoRA {name} has {keys['refused']!r} ({kind}), which is not supported; use KSampler for it, or a LoRA of another kind."
+        )
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
-        raise UnsupportedError(f"the LoRA {name} is incomplete: of {target.name} it has only {', '.join(keys.values())}; download it again.")
+        raise UnsupportedError(
+            f"the LoRA {name} is incomplete: of {target.name} it has only {', '.join(keys.values())}; download it again."
+        )
     adapter = kind(files, keys, target.shape)
     if adapter.size != target.shape:
-        raise UnsupportedError(f"the LoRA {name} was made for another model: its change of {target.name} is {_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}.")
-    if "dora_scale" in keys and matrix(files.shapes[keys["dora_scale"]]) not in ((target.shape[0], 1), (1, target.shape[1])):
-        raise UnsupportedError(f"the LoRA {name} has {keys['dora_scale']!r} of {_times(files.shapes[keys['dora_scale']])}, which is neither a row nor a column of a tensor of {_times(target.shape)}.")
+        raise UnsupportedError(
+            f"the LoRA {name} was made for another model: its change of {target.name} is {_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
+        )
+    if "dora_scale" in keys and matrix(files.shapes[keys["dora_scale"]]) not in (
+        (target.shape[0], 1),
+        (1, target.shape[1]),
+    ):
+        raise UnsupportedError(
+            f"the LoRA {name} has {keys['dora_scale']!r} of {_times(files.shapes[keys['dora_scale']])}, which is neither a row nor a column of a tensor of {_times(target.shape)}."
+        )
     return adapter
 
 
@@ -171,7 +244,11 @@ def _stack(shapes: list[tuple[int, ...]]) -> Matrix:
 def _by_name(targets: Iterable[Target]) -> dict[str, Target]:
     """Every target under its module's name and under its own."""
     targets = list(targets)
-    return {name.replace(".", "_"): target for target in targets for name in (target.name, target.name.removesuffix(".weight").removesuffix(".scale"))}
+    return {
+        name.replace(".", "_"): target
+        for target in targets
+        for name in (target.name, target.name.removesuffix(".weight").removesuffix(".scale"))
+    }
 
 
 def _some(names: list[str], most: int = NAMED) -> str:

@@ -31,8 +31,10 @@ class LoadReport:
         return {**asdict(self), "text": str(self)}
 
     def __str__(self) -> str:
-        return (f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
-                f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB")
+        return (
+            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
+            f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB"
+        )
 
 
 def forget_peak(device: torch.device):
@@ -48,4 +50,8 @@ def peak_bytes(device: torch.device) -> int:
     if sys.platform != "linux":
         return 0
     # not getrusage, whose maximum a process inherits from the one that started it
-    return 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
+    return 1024 * int(
+        next(
+            line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+        ).split()[1]
+    )

@@ -70,22 +70,40 @@ class Piece:
     def block_scales(self) -> Tensor:
         """(rows, blocks of columns), as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
-        tiles = self.files.read(f"{self.layer.name}.weight_scale", slice(first, -(-self.rows.stop // TILE_ROWS) * TILE_ROWS), device=self.device)
+        tiles = self.files.read(
+            f"{self.layer.name}.weight_scale",
+            slice(first, -(-self.rows.stop // TILE_ROWS) * TILE_ROWS),
+            device=self.device,
+        )
         width = tiles.shape[1]
-        tiles = tiles.contiguous().view(torch.uint8).reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        tiles = (
+            tiles.contiguous()
+            .view(torch.uint8)
+            .reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
+            .permute(0, 3, 2, 1, 4)
+        )
         block = self.layer.block
-        return tiles.reshape(-1, width)[self.rows.start - first: self.rows.stop - first, self.columns.start // block: self.columns.stop // block]
+        return tiles.reshape(-1, width)[
+            self.rows.start - first : self.rows.stop - first,
+            self.columns.start // block : self.columns.stop // block,
+        ]
 
 
 def _float8(piece: Piece) -> Tensor:
     legacy = f"{piece.layer.name}.scale_weight" in piece.files.shapes
-    return piece.values().to(piece.dtype) * piece.scale("scale_weight" if legacy else "weight_scale").to(piece.dtype)
+    return piece.values().to(piece.dtype) * piece.scale("scale_weight" if legacy else "weight_scale").to(
+        piece.dtype
+    )
 
 
 def _int8(piece: Piece) -> Tensor:
     weight = piece.values().float() * piece.scale().float()
     size = _rotation(piece.layer.settings)
-    return weight if size is None else (weight.unflatten(1, (-1, size)) @ _hadamard(size, weight.device)).flatten(1)
+    return (
+        weight
+        if size is None
+        else (weight.unflatten(1, (-1, size)) @ _hadamard(size, weight.device)).flatten(1)
+    )
 
 
 def _mxfp8(piece: Piece) -> Tensor:
@@ -97,8 +115,12 @@ def _mxfp8(piece: Piece) -> Tensor:
 def _nvfp4(piece: Piece) -> Tensor:
     """Blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the first value of a byte is in its high bits."""
     pairs = piece.values(packed=2)
-    values = E2M1.to(piece.device, piece.dtype)[torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()]
-    scales = piece.scale("weight_scale_2").to(piece.dtype) * piece.block_scales().contiguous().view(torch.float8_e4m3fn).to(piece.dtype)
+    values = E2M1.to(piece.device, piece.dtype)[
+        torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
+    ]
+    scales = piece.scale("weight_scale_2").to(piece.dtype) * piece.block_scales().contiguous().view(
+        torch.float8_e4m3fn
+    ).to(piece.dtype)
     return (values.unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1)
 
 
@@ -145,10 +167,16 @@ class ScaledFiles:
         self.files, self.metadata, self.size = files, files.metadata, files.size
         self.layers = {f"{layer.name}.weight": layer for layer in _layers(files)}
         scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in WEIGHT_SCALES}
-        shapes = {key: shape for key, shape in files.shapes.items() if key not in scales and key.rpartition(".")[2] not in IGNORED}
+        shapes = {
+            key: shape
+            for key, shape in files.shapes.items()
+            if key not in scales and key.rpartition(".")[2] not in IGNORED
+        }
         orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
         if orphan:
-            raise UnsupportedError(f"{files.name} is quantized with scales ({orphan}), but the weight that they belong to is not; the file was converted badly: use another one of this model.")
+            raise UnsupportedError(
+                f"{files.name} is quantized with scales ({orphan}), but the weight that they belong to is not; the file was converted badly: use another one of this model."
+            )
         self.shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
     @property
@@ -163,7 +191,14 @@ class ScaledFiles:
         """As in Weights; quantized values are computed in bfloat16, as ComfyUI does."""
         return torch.bfloat16 if key in self.layers else self.files.dtype(key)
 
-    def read(self, key: str, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None, device: torch.device = CPU) -> Tensor:
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> Tensor:
         """As in Weights."""
         layer = self.layers.get(key)
         if layer is None:
@@ -171,12 +206,20 @@ class ScaledFiles:
         dtype = dtype or self.dtype(key)
         width = layer.shape[1] if len(layer.shape) == 2 else 1
         wanted = range(*columns.indices(width))
-        blocks = range(wanted.start // layer.block * layer.block, -(-wanted.stop // layer.block) * layer.block)
-        weight = layer.format.weight(Piece(self.files, layer, range(*rows.indices(layer.shape[0])), blocks, dtype, device)).to(dtype)
+        blocks = range(
+            wanted.start // layer.block * layer.block, -(-wanted.stop // layer.block) * layer.block
+        )
+        weight = layer.format.weight(
+            Piece(self.files, layer, range(*rows.indices(layer.shape[0])), blocks, dtype, device)
+        ).to(dtype)
         if len(layer.shape) == 2:
-            weight = weight[:, wanted.start - blocks.start: wanted.stop - blocks.start]
-        smoothing = f"{layer.name}.pre_quant_scale"         # of the layer's input, which may as well be scaled in the weight's columns
-        return weight if smoothing not in self.files.shapes else weight * self.files.read(smoothing, columns, dtype=dtype, device=device)
+            weight = weight[:, wanted.start - blocks.start : wanted.stop - blocks.start]
+        smoothing = f"{layer.name}.pre_quant_scale"  # of the layer's input, which may as well be scaled in the weight's columns
+        return (
+            weight
+            if smoothing not in self.files.shapes
+            else weight * self.files.read(smoothing, columns, dtype=dtype, device=device)
+        )
 
 
 def _layers(files: TensorFiles) -> list[Layer]:
@@ -186,7 +229,12 @@ def _layers(files: TensorFiles) -> list[Layer]:
         name, _, leaf = key.rpartition(".")
         if leaf == "comfy_quant":
             found[name] = _settings(files, key, bytes(files.read(key).tolist()))
-        elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(f"{name}.weight") and files.stored(f"{name}.weight") in FLOAT8:
+        elif (
+            leaf in ("scale_weight", "weight_scale")
+            and name not in found
+            and files.shapes.get(f"{name}.weight")
+            and files.stored(f"{name}.weight") in FLOAT8
+        ):
             found.setdefault(name, {"format": FLOAT8[files.stored(f"{name}.weight")]})
     return [_checked(files, name, settings) for name, settings in found.items()]
 
@@ -195,28 +243,49 @@ def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UnsupportedError(f"{files.name}: {where} is no JSON ({error}); the file was converted badly: use another one of this model.") from None
+        raise UnsupportedError(
+            f"{files.name}: {where} is no JSON ({error}); the file was converted badly: use another one of this model."
+        ) from None
     return found if isinstance(found, dict) else {}
 
 
 def _described_in_header(files: TensorFiles):
     """Layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
-    for name, settings in _settings(files, "_quantization_metadata", files.metadata.get("_quantization_metadata", "{}")).get("layers", {}).items():
+    for name, settings in (
+        _settings(files, "_quantization_metadata", files.metadata.get("_quantization_metadata", "{}"))
+        .get("layers", {})
+        .items()
+    ):
         prefix = next((prefix for prefix in PREFIXES if f"{prefix}{name}.weight" in files.shapes), "")
         yield prefix + name, settings
 
 
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
-    kind, stored = settings.get("format"), files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
+    kind, stored = (
+        settings.get("format"),
+        files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing",
+    )
     form = FORMATS.get(kind)
     if form is None:
-        raise UnsupportedError(f"{files.name}: the layer {name} is quantized as {kind}, which is not supported; supported are {', '.join(FORMATS)} and GGUF. Use another file of this model.")
+        raise UnsupportedError(
+            f"{files.name}: the layer {name} is quantized as {kind}, which is not supported; supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
+        )
     if stored not in form.stored:
-        raise UnsupportedError(f"{files.name}: the layer {name} is said to be {kind} but is stored as {stored}; the file was converted badly: use another one of this model.")
-    leaves = {leaf: files.shapes[f"{name}.{leaf}"] for leaf in WEIGHT_SCALES if f"{name}.{leaf}" in files.shapes}
-    missing = [leaf for leaf in form.needs if leaf not in leaves and not (leaf == "weight_scale" and "scale_weight" in leaves)]
+        raise UnsupportedError(
+            f"{files.name}: the layer {name} is said to be {kind} but is stored as {stored}; the file was converted badly: use another one of this model."
+        )
+    leaves = {
+        leaf: files.shapes[f"{name}.{leaf}"] for leaf in WEIGHT_SCALES if f"{name}.{leaf}" in files.shapes
+    }
+    missing = [
+        leaf
+        for leaf in form.needs
+        if leaf not in leaves and not (leaf == "weight_scale" and "scale_weight" in leaves)
+    ]
     if missing:
-        raise UnsupportedError(f"{files.name}: the layer {name} is quantized as {kind} but lacks {', '.join(missing)}; the file is incomplete: download it again.")
+        raise UnsupportedError(
+            f"{files.name}: the layer {name} is quantized as {kind} but lacks {', '.join(missing)}; the file is incomplete: download it again."
+        )
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
     layer = Layer(name, form, settings, shape)
@@ -228,9 +297,14 @@ def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[s
     have = leaves.get("weight_scale", leaves.get("scale_weight"))
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
-        fits = columns % layer.block == 0 and have == (-(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // layer.block // TILE_BLOCKS) * TILE_BLOCKS)
+        fits = columns % layer.block == 0 and have == (
+            -(-rows // TILE_ROWS) * TILE_ROWS,
+            -(-columns // layer.block // TILE_BLOCKS) * TILE_BLOCKS,
+        )
     else:
         count = torch.Size(have).numel()
         fits = count == 1 or (count == layer.shape[0] == have[0])
     if not fits or (layer.block > 1 and layer.shape[1] % layer.block):
-        raise UnsupportedError(f"{files.name}: the scales of {layer.name} have shape {have}, which does not fit its {kind} weight of shape {layer.shape}; use another file of this model.")
+        raise UnsupportedError(
+            f"{files.name}: the scales of {layer.name} have shape {have}, which does not fit its {kind} weight of shape {layer.shape}; use another file of this model."
+        )

@@ -1,9 +1,59 @@
 """Model families, one data file each (its code in calls/, its single files in layouts/), found by name or by the transformer's class."""
 
-from . import chroma, cogvideox, flux, flux2, flux3, hidream, hunyuan_dit, hunyuan_video, hunyuan_video15, ideogram4, kandinsky5, krea2, ltx2, ltxv, lumina2, minimax_h3, minimax_h3_curves, pixart, qwen_image, qwen_image21, sana, sd3, wan, z_image
+from . import (
+    chroma,
+    cogvideox,
+    flux,
+    flux2,
+    flux3,
+    hidream,
+    hunyuan_dit,
+    hunyuan_video,
+    hunyuan_video15,
+    ideogram4,
+    kandinsky5,
+    krea2,
+    ltx2,
+    ltxv,
+    lumina2,
+    minimax_h3,
+    minimax_h3_curves,
+    pixart,
+    qwen_image,
+    qwen_image21,
+    sana,
+    sd3,
+    wan,
+    z_image,
+)
 from .spec import Family
 
-MODULES = (flux, chroma, sd3, pixart, hunyuan_dit, hunyuan_video15, hunyuan_video, wan, cogvideox, ltxv, qwen_image, qwen_image21, z_image, krea2, kandinsky5, hidream, sana, minimax_h3, minimax_h3_curves, flux2, lumina2, ideogram4, flux3, ltx2)
+MODULES = (
+    flux,
+    chroma,
+    sd3,
+    pixart,
+    hunyuan_dit,
+    hunyuan_video15,
+    hunyuan_video,
+    wan,
+    cogvideox,
+    ltxv,
+    qwen_image,
+    qwen_image21,
+    z_image,
+    krea2,
+    kandinsky5,
+    hidream,
+    sana,
+    minimax_h3,
+    minimax_h3_curves,
+    flux2,
+    lumina2,
+    ideogram4,
+    flux3,
+    ltx2,
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 
 

@@ -30,6 +30,26 @@ DIMENSIONS = {
     "c_ar": ("batch", 1),
 }
 #: Those of them that are floating-point.
-FLOATING = ("c_crossattn", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "txt_byt5", "clip_fea", "y", "c_concat", "time_dim_replace", "given_video", "given_audio")
+FLOATING = (
+    "c_crossattn",
+    "encoder_hidden_states_t5",
+    "encoder_hidden_states_llama3",
+    "txt_byt5",
+    "clip_fea",
+    "y",
+    "c_concat",
+    "time_dim_replace",
+    "given_video",
+    "given_audio",
+)
 #: Arguments that are one number, or one for each sample.
-NUMBERS = ("guidance", "guiding_frame_index", "ofs", "frame_rate", "num_tokens", "ref_latents_method", "unprocessed_ltxav_embeds", "origin")
+NUMBERS = (
+    "guidance",
+    "guiding_frame_index",
+    "ofs",
+    "frame_rate",
+    "num_tokens",
+    "ref_latents_method",
+    "unprocessed_ltxav_embeds",
+    "origin",
+)

@@ -24,7 +24,10 @@ FAMILY = Family(
     context=references.rows,
     conditioning=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
     required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]},
+    widths=lambda config: {
+        "c_crossattn": config["joint_attention_dim"],
+        "y": config["pooled_projection_dim"],
+    },
     refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: output[:, : grid.tokens],

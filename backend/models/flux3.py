@@ -18,7 +18,12 @@ FAMILY = Family(
     per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
     context=references.rows,
     float32=("*.norm_q.weight", "*.norm_k.weight"),
-    prompt_modules=("context_embedder", "txt_mode_blocks.[0-9]", "x_embedders.image_cond", "mode_blocks.image_cond.[0-9]"),
+    prompt_modules=(
+        "context_embedder",
+        "txt_mode_blocks.[0-9]",
+        "x_embedders.image_cond",
+        "mode_blocks.image_cond.[0-9]",
+    ),
     adjust=adjust,
     tp_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
     patch=lambda config: (1, 1, 1),

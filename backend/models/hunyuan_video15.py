@@ -26,8 +26,14 @@ FAMILY = Family(
     conditioning=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
     ignored=("guidance", "y"),
     required=("c_crossattn",),
-    only={"use_meanflow": (False, "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,")},
-    widths=lambda config: {"c_crossattn": config["text_embed_dim"], "txt_byt5": config["text_embed_2_dim"], "clip_fea": config["image_embed_dim"]},
+    only={
+        "use_meanflow": (False, "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,")
+    },
+    widths=lambda config: {
+        "c_crossattn": config["text_embed_dim"],
+        "txt_byt5": config["text_embed_2_dim"],
+        "clip_fea": config["image_embed_dim"],
+    },
     refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output),

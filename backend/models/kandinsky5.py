@@ -16,7 +16,10 @@ FAMILY = Family(
     returns=("image",),
     per_token={"rope": ("image", 1)},
     attention=("image", "cross"),
-    text_layers=("cross_attention.to_key", "cross_attention.to_value"),       # text blocks take the timestep, so they change with it
+    text_layers=(
+        "cross_attention.to_key",
+        "cross_attention.to_value",
+    ),  # text blocks take the timestep, so they change with it
     modulation=("visual_modulation.out_layer",),
     modulation_input="time_embed",
     adjust=adjust,
@@ -30,8 +33,16 @@ FAMILY = Family(
     widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
     refusal=refusal,
     forward_args=forward_args,
-    tp_plan={f"*attention.{name}": style for name, style in (("to_query", "colwise"), ("to_key", "colwise"), ("to_value", "colwise"), ("out_layer", "rowwise"))} |
-            {"*.feed_forward.in_layer": "colwise", "*.feed_forward.out_layer": "rowwise"},
+    tp_plan={
+        f"*attention.{name}": style
+        for name, style in (
+            ("to_query", "colwise"),
+            ("to_key", "colwise"),
+            ("to_value", "colwise"),
+            ("out_layer", "rowwise"),
+        )
+    }
+    | {"*.feed_forward.in_layer": "colwise", "*.feed_forward.out_layer": "rowwise"},
     output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1)),
     layout=LAYOUT,
 )

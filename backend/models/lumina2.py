@@ -19,7 +19,12 @@ FAMILY = Family(
     prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
     head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
     adjust=adjust,
-    tp_plan={"*.feed_forward.linear_1": "colwise", "*.feed_forward.linear_3": "colwise", "*.feed_forward.linear_2": "rowwise", **COMMON},
+    tp_plan={
+        "*.feed_forward.linear_1": "colwise",
+        "*.feed_forward.linear_3": "colwise",
+        "*.feed_forward.linear_2": "rowwise",
+        **COMMON,
+    },
     patch=lambda config: (1, config["patch_size"], config["patch_size"]),
     latent_channels=lambda config: config["in_channels"],
     frames=False,

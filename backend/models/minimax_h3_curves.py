@@ -7,5 +7,10 @@ from .calls.minimax_h3_curves import adjust
 from .layouts.minimax_h3_curves import LAYOUT
 
 FAMILY = replace(
-    minimax_h3.FAMILY, name="minimax-h3-curves", adjust=adjust, modulation=(), float32=(*minimax_h3.FAMILY.float32, "*.adaln_proj.*", "norm_out.linear.*"),
-    layout=LAYOUT)
+    minimax_h3.FAMILY,
+    name="minimax-h3-curves",
+    adjust=adjust,
+    modulation=(),
+    float32=(*minimax_h3.FAMILY.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+    layout=LAYOUT,
+)

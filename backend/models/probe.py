@@ -49,14 +49,22 @@ def shallow(cls: type, config: dict) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         transformer = cls(**config)
     for name, modules in transformer.named_children():
-        if isinstance(modules, nn.ModuleList) and len(modules) > DEPTH and len({type(module) for module in modules}) == 1:
+        if (
+            isinstance(modules, nn.ModuleList)
+            and len(modules) > DEPTH
+            and len({type(module) for module in modules}) == 1
+        ):
             setattr(transformer, name, modules[:DEPTH])
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
     for module in transformer.modules():
         for name, parameter in module.named_parameters(recurse=False):
             value = numbers.repeat(-(-parameter.numel() // POOL))[: parameter.numel()].view(parameter.shape)
             value = value / max(1, parameter[0].numel() if parameter.ndim > 1 else 10) ** 0.5
-            setattr(module, name, nn.Parameter(value + float(parameter.ndim == 1 and name == "weight"), requires_grad=False))
+            setattr(
+                module,
+                name,
+                nn.Parameter(value + float(parameter.ndim == 1 and name == "weight"), requires_grad=False),
+            )
     return transformer.eval()
 
 
@@ -65,8 +73,11 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
     calls: list[BlockCall] = []
     found = Trace(calls, None, 0, 0, None, torch.empty(0))
     hooks = [hook for name, block in _blocks(transformer) for hook in _watch(name, block, calls)]
-    hooks += [module.register_forward_pre_hook(lambda module, args: _note_timestep(found, module, args))
-              for module in transformer.modules() if type(module).__name__.endswith("Timesteps")]
+    hooks += [
+        module.register_forward_pre_hook(lambda module, args: _note_timestep(found, module, args))
+        for module in transformer.modules()
+        if type(module).__name__.endswith("Timesteps")
+    ]
     attend = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _watched(attend, calls, found)
     try:
@@ -81,7 +92,12 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
 
 
 def _blocks(transformer):
-    return [(name, block) for name, modules in transformer.named_children() if isinstance(modules, nn.ModuleList) for block in modules]
+    return [
+        (name, block)
+        for name, modules in transformer.named_children()
+        if isinstance(modules, nn.ModuleList)
+        for block in modules
+    ]
 
 
 def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
@@ -96,8 +112,16 @@ def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
     def note(layer, module, args):
         calls[-1].layers.setdefault(layer, []).append(args[0].shape[1] if args[0].ndim == 3 else 1)
 
-    layers = [module.register_forward_pre_hook(partial(note, layer)) for layer, module in block.named_modules() if isinstance(module, nn.Linear)]
-    return [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after), *layers]
+    layers = [
+        module.register_forward_pre_hook(partial(note, layer))
+        for layer, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    return [
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after),
+        *layers,
+    ]
 
 
 def _note_timestep(found: Trace, module: nn.Module, args: tuple):
@@ -108,11 +132,12 @@ def _note_timestep(found: Trace, module: nn.Module, args: tuple):
 
 def _watched(attend: Callable, calls: list[BlockCall], found: Trace) -> Callable:
     def watched(query, key, value, attn_mask=None, *args, **kwargs):
-        if calls and not calls[-1].outputs:                     # inside a block
+        if calls and not calls[-1].outputs:  # inside a block
             calls[-1].attention.append((query.shape[2], key.shape[2]))
             calls[-1].masks += [] if attn_mask is None else [attn_mask]
             if found.heads == 0:
                 found.heads, found.head_size = query.shape[1], query.shape[3]
             found.keys = found.keys if found.keys is not None else key.clone()
         return attend(query, key, value, attn_mask, *args, **kwargs)
+
     return watched

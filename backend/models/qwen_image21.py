@@ -10,9 +10,11 @@ FAMILY = Family(
     prediction="flow",
     block_lists=("transformer_blocks",),
     joined=("transformer_blocks",),
-    text_position="first",          # and references among it
+    text_position="first",  # and references among it
     once=True,
-    variant=lambda config: {} if config.get("causal_condition", True) else {"once": False},        # the text is modulated by the step
+    variant=lambda config: (
+        {} if config.get("causal_condition", True) else {"once": False}
+    ),  # the text is modulated by the step
     text_rows=text_rows,
     returns=("image",),
     attention=("text", ("image", "joint")),
@@ -27,6 +29,6 @@ FAMILY = Family(
     widths=lambda config: {"c_crossattn": config["context_in_dim"]},
     refusal=refusal,
     forward_args=forward_args,
-    output=lambda output, grid: output[:, -grid.tokens:],
+    output=lambda output, grid: output[:, -grid.tokens :],
     layout=LAYOUT,
 )

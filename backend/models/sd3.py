@@ -21,7 +21,10 @@ FAMILY = Family(
     frames=False,
     conditioning=("c_crossattn", "y"),
     required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]},
+    widths=lambda config: {
+        "c_crossattn": config["joint_attention_dim"],
+        "y": config["pooled_projection_dim"],
+    },
     refusal=refusal,
     forward_args=forward_args,
     output=lambda output, grid: grid.padded.to_tokens(output),

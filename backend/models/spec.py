@@ -107,7 +107,9 @@ class Family:
     conditioning: tuple[str, ...]
     required: tuple[str, ...]
     widths: Callable[[Mapping], dict[str, int]]
-    forward_args: Callable[[Mapping, TokenGrid | NestedGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]]
+    forward_args: Callable[
+        [Mapping, TokenGrid | NestedGrid, Tensor, Tensor, dict[str, Tensor]], dict[str, Any]
+    ]
     output: Callable[[Any, TokenGrid | NestedGrid], Tensor]
     layout: Layout
     frames: bool | None = None
@@ -152,7 +154,9 @@ class Family:
     text_layers: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
     beside: Beside | None = None
-    text_rows: Callable[[dict[str, Tensor]], int] = lambda cond: cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
+    text_rows: Callable[[dict[str, Tensor]], int] = lambda cond: (
+        cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
+    )
     shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
 
@@ -162,7 +166,9 @@ class Family:
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
         """The argument ``name`` as the transformer takes it: on its device, and in its type where it is a floating one."""
-        return value.to(device, dtype if value.is_floating_point() and name not in self.precise else value.dtype)
+        return value.to(
+            device, dtype if value.is_floating_point() and name not in self.precise else value.dtype
+        )
 
     def of(self, config: Mapping) -> "Family":
         """The family as it is for a transformer of this configuration."""

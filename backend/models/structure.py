@@ -21,19 +21,31 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
     """
     calls = list(zip(small.blocks, large.blocks))
     kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
-    lists = [name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)] or [name for name, streams in kinds.items() if "image" in streams]
+    lists = [
+        name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)
+    ] or [name for name, streams in kinds.items() if "image" in streams]
     if not lists:
         raise Whole("no list of blocks passes rows of the latent from one to the next")
     calls = [pair for pair in calls if pair[0].list_name in lists]
     joined = tuple(name for name in lists if "joint" in kinds[name])
     apart = [name for name in lists if name not in joined]
     streams = kinds[apart[0]] if apart else {"image": kinds[joined[0]]["joint"]}
-    if any(kinds[name] != streams for name in apart) or any(kinds[name]["joint"] != streams["image"] for name in joined):
+    if any(kinds[name] != streams for name in apart) or any(
+        kinds[name]["joint"] != streams["image"] for name in joined
+    ):
         raise Whole("its lists of blocks name their arguments differently")
     texts = bool(joined) or "text" in streams
     return dict(
-        block_lists=tuple(lists), joined=joined, image=streams["image"], text=streams.get("text"), returns=_returns(calls, streams, apart),
-        text_position=_text_position(small, another(), sizes[0]) if texts else None, attention=_attention(calls, sizes), **_layers(calls, sizes), per_token=_per_token(calls, streams, sizes, texts))
+        block_lists=tuple(lists),
+        joined=joined,
+        image=streams["image"],
+        text=streams.get("text"),
+        returns=_returns(calls, streams, apart),
+        text_position=_text_position(small, another(), sizes[0]) if texts else None,
+        attention=_attention(calls, sizes),
+        **_layers(calls, sizes),
+        per_token=_per_token(calls, streams, sizes, texts),
+    )
 
 
 def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
@@ -65,18 +77,29 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
     for call, _ in calls:
         if call.list_name in apart:
             shapes = {tuple(call.arguments[name].shape): kind for kind, name in streams.items()}
-            kinds = tuple(shapes.get(tuple(output.shape)) for output in call.outputs if isinstance(output, Tensor))
+            kinds = tuple(
+                shapes.get(tuple(output.shape)) for output in call.outputs if isinstance(output, Tensor)
+            )
             if sorted(kinds, key=str) != sorted(streams, key=str):
-                raise Whole(f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in")
+                raise Whole(
+                    f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
+                )
             return kinds
     return ("image",)
 
 
 def _attention(calls, sizes) -> tuple[str, ...]:
     """Kinds of the attention calls of a block, the same in every block."""
-    kinds = {tuple(_attention_kind(rows, again, sizes) for rows, again in zip(call.attention, other.attention)) for call, other in calls}
+    kinds = {
+        tuple(_attention_kind(rows, again, sizes) for rows, again in zip(call.attention, other.attention))
+        for call, other in calls
+    }
     if len(kinds) > 1 or kinds == {()}:
-        raise Whole("its blocks do not attend through scaled_dot_product_attention alone" if kinds == {()} else "its blocks attend in different ways")
+        raise Whole(
+            "its blocks do not attend through scaled_dot_product_attention alone"
+            if kinds == {()}
+            else "its blocks attend in different ways"
+        )
     return kinds.pop()
 
 
@@ -86,7 +109,9 @@ def _attention_kind(rows, again, sizes):
         return query
     if query == "image" and key == "text":
         return "cross"
-    raise Whole(f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and prompt, nor the prompt")
+    raise Whole(
+        f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and prompt, nor the prompt"
+    )
 
 
 def _layers(calls, sizes) -> dict:
@@ -94,8 +119,13 @@ def _layers(calls, sizes) -> dict:
     kinds: dict[str, set] = {}
     for call, again in calls:
         for name, rows in call.layers.items():
-            kinds.setdefault(name, set()).update("none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(rows, again.layers[name]))
-    return dict(text_layers=tuple(name for name, found in kinds.items() if found == {"text"}), shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}})
+            kinds.setdefault(name, set()).update(
+                "none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(rows, again.layers[name])
+            )
+    return dict(
+        text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
+        shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
+    )
 
 
 def _per_token(calls, streams, sizes, texts) -> dict:
@@ -104,8 +134,15 @@ def _per_token(calls, streams, sizes, texts) -> dict:
     for call, again in calls:
         masks = {mask.data_ptr() for mask in call.masks}
         for name, value in call.arguments.items():
-            parts, others = (v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name]))
-            if name in streams.values() or not parts or not all(isinstance(part, Tensor) for part in parts) or any(part.data_ptr() in masks for part in parts):
+            parts, others = (
+                v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name])
+            )
+            if (
+                name in streams.values()
+                or not parts
+                or not all(isinstance(part, Tensor) for part in parts)
+                or any(part.data_ptr() in masks for part in parts)
+            ):
                 continue
             places = [_place(part.shape, other.shape, sizes) for part, other in zip(parts, others)]
             if any(places):
@@ -114,7 +151,9 @@ def _per_token(calls, streams, sizes, texts) -> dict:
                 kinds = tuple(kind for kind, _ in places)
                 found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], places[0][1])
     if not texts and any(kind == "text" for kind, _ in found.values()):
-        found = {name: place for name, place in found.items() if place[0] != "text"}            # the prompt itself, whole on every rank
+        found = {
+            name: place for name, place in found.items() if place[0] != "text"
+        }  # the prompt itself, whole on every rank
     return found
 
 
@@ -128,7 +167,10 @@ def _text_position(small: Trace, other: Trace, size) -> str:
     """Where text sits among the keys of the first attention: the rows that another latent leaves as they are."""
     changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
     image, rows = size[0], len(changed)
-    for position, expected in (("first", [False] * (rows - image) + [True] * image), ("last", [True] * image + [False] * (rows - image))):
+    for position, expected in (
+        ("first", [False] * (rows - image) + [True] * image),
+        ("last", [True] * image + [False] * (rows - image)),
+    ):
         if changed.tolist() == expected:
             return position
     raise Whole("rows of the prompt and of the latent are mixed in its attention")
@@ -137,7 +179,7 @@ def _text_position(small: Trace, other: Trace, size) -> str:
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
     """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the full forward. Raises Whole."""
-    from .. import mesh                                     # here, since they know families
+    from .. import mesh  # here, since they know families
     from ..parallel.kv import KVBuffers
     from ..parallel.rows import Sequence, Span, patches as patch_rows
     from ..parallel.stage import Forward, Stage, model_output
@@ -154,13 +196,21 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 rows = slice(None) if span is None else slice(span.lo, span.hi)
-                output = cut.output(stage.forward(arguments, Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens)), grid)
+                output = cut.output(
+                    stage.forward(
+                        arguments,
+                        Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens),
+                    ),
+                    grid,
+                )
                 error = ((output - reference)[:, rows].norm() / reference[:, rows].norm()).item()
                 if not error < 1e-4:
-                    raise Whole(f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} computed alone are {error:.1e} from the full forward")
+                    raise Whole(
+                        f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} computed alone are {error:.1e} from the full forward"
+                    )
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             raise Whole(f"a self-check failed ({type(error).__name__}: {error})") from error
         finally:
             stage.attention.uninstall()
-            for name, blocks in lists.items():              # without their wrappers again
+            for name, blocks in lists.items():  # without their wrappers again
                 setattr(transformer, name, nn.ModuleList(blocks))

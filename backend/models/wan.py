@@ -7,7 +7,9 @@ from .spec import Family
 
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 GIVEN_FRAMES = {
-    "clean_inpaint": True, "conditioning": ("c_crossattn", "denoise_mask", "clip_fea"), "per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+    "clean_inpaint": True,
+    "conditioning": ("c_crossattn", "denoise_mask", "clip_fea"),
+    "per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
 }
 FAMILY = Family(
     name="wan",

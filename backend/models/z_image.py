@@ -14,7 +14,7 @@ FAMILY = Family(
     block_lists=("layers",),
     joined=("layers",),
     image="x",
-    text_position="last",           # rows that pad the image to a multiple of 32 count as text
+    text_position="last",  # rows that pad the image to a multiple of 32 count as text
     returns=("image",),
     shares={"adaLN_modulation.*": lambda config: 0},
     per_token={"freqs_cis": ("joint", 1)},
@@ -27,7 +27,11 @@ FAMILY = Family(
     conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     required=("c_crossattn",),
-    only={"siglip_feat_dim": (None, "Z-Image Omni"), "all_patch_size": ((2,), "a Z-Image of other patches"), "all_f_patch_size": ((1,), "a Z-Image of other patches")},
+    only={
+        "siglip_feat_dim": (None, "Z-Image Omni"),
+        "all_patch_size": ((2,), "a Z-Image of other patches"),
+        "all_f_patch_size": ((1,), "a Z-Image of other patches"),
+    },
     widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
     refusal=refusal,
     forward_args=forward_args,

@@ -74,9 +74,13 @@ class Attention:
         self._kept.clear()
         self._last_mask = (None, False)
 
-    def __call__(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def __call__(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
         if self.call is None:
-            return kernels.SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return kernels.SDPA(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         assert not is_causal and not dropout_p, "denoisers attend in both directions, without dropout"
         kind, where = self.call.next()
         if kind == "cross":
@@ -101,7 +105,9 @@ class Attention:
         """(B, 1, 1, text + image): the text mask as one over the keys of the whole joint sequence."""
         text, sequence = self.call.text_mask.bool(), self.call.rows.sequence
         image = text.new_ones(text.shape[0], sequence.stream)
-        return torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)[:, None, None]
+        return torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)[
+            :, None, None
+        ]
 
     def _needed(self, mask):
         """None for a mask that hides nothing: without one the fast kernels run. The same mask comes to many layers, so the last verdict is kept."""
@@ -115,27 +121,39 @@ class Attention:
     def _within_sequence(self, q, k, v, mask, scale, kind, where):
         rows, heads = self.call.rows, q.shape[1]
         asking, kind = kind if isinstance(kind, tuple) else (kind, kind)
-        lengths, sources, (first, u) = rows.lengths(asking), rows.lengths(kind), (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses)
-        if not any(lengths) and not any(sources):                # text, of which a later patch has none
+        lengths, sources, (first, u) = (
+            rows.lengths(asking),
+            rows.lengths(kind),
+            (self.mesh.ring.rank * self.mesh.ulysses.size, self.mesh.ulysses),
+        )
+        if not any(lengths) and not any(sources):  # text, of which a later patch has none
             return q
-        mine = range(first, first + u.size)                      # SP ranks whose rows this Ulysses group holds
+        mine = range(first, first + u.size)  # SP ranks whose rows this Ulysses group holds
         if u.size > 1:
-            if k.shape[1] != heads:                              # grouped queries: heads must travel together
+            if k.shape[1] != heads:  # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
             if asking == kind:
                 q, k, v = usp.scatter_heads(torch.stack([q, k, v]), [lengths[i] for i in mine], u)
             else:
-                q, = usp.scatter_heads(q[None], [lengths[i] for i in mine], u)
+                (q,) = usp.scatter_heads(q[None], [lengths[i] for i in mine], u)
                 k, v = usp.scatter_heads(torch.stack([k, v]), [sources[i] for i in mine], u)
         if self.buffers is not None:
             k, v = self._refresh(torch.stack([k, v]), kind, where)
-            out = q if not q.shape[2] else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
+            out = (
+                q
+                if not q.shape[2]
+                else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, None), scale)
+            )
         elif self.call.once and kind == "joint":
             out = self._with_text(q, torch.stack([k, v]), mask, scale, mine, where)
         elif self.mesh.ring.size > 1:
             out = self._ring(q, k, v, mask, scale, kind, mine)
         else:
-            out = q if not q.shape[2] else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, mine), scale)
+            out = (
+                q
+                if not q.shape[2]
+                else kernels.attend(self.kernel, q, k, v, self._cut(mask, kind, mine, mine), scale)
+            )
         return usp.gather_heads(out, heads, [lengths[i] for i in mine], u) if u.size > 1 else out
 
     def _ring(self, q, k, v, mask, scale, kind, mine):
@@ -143,30 +161,61 @@ class Attention:
         turns = [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
         lengths = self.call.rows.lengths(kind)
         masks = None if mask is None else [self._cut(mask, kind, mine, turn) for turn in turns]
-        return usp.ring_attend(self.kernel, q, torch.stack([k, v]), [sum(lengths[i] for i in turn) for turn in turns], self.mesh.ring, masks, scale)
+        return usp.ring_attend(
+            self.kernel,
+            q,
+            torch.stack([k, v]),
+            [sum(lengths[i] for i in turn) for turn in turns],
+            self.mesh.ring,
+            masks,
+            scale,
+        )
 
     def _with_text(self, q, kv, mask, scale, mine, where):
         """Attention to the text's keys and values, first, and to the image's: in a call without rows of text, to those of the call that had them."""
         rows, u, where = self.call.rows, self.mesh.ulysses.size, (*where, self.call.items.start)
         if len(rows.text):
             is_text = rows.positions("joint", mine) < rows.sequence.text
-            self._kept[where], kv = (kv.index_select(3, part.nonzero().flatten().to(kv.device)) for part in (is_text, ~is_text))
+            self._kept[where], kv = (
+                kv.index_select(3, part.nonzero().flatten().to(kv.device)) for part in (is_text, ~is_text)
+            )
         kv, whole = torch.cat([self._kept[where], kv], dim=3), replace(rows, text=Span(0, rows.sequence.text))
         turns = [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
-        masks = None if mask is None else [
-            mask.index_select(-1, torch.cat([whole.positions("text", turn), rows.positions("image", turn) + rows.sequence.text]).to(mask.device)) for turn in turns]
+        masks = (
+            None
+            if mask is None
+            else [
+                mask.index_select(
+                    -1,
+                    torch.cat(
+                        [whole.positions("text", turn), rows.positions("image", turn) + rows.sequence.text]
+                    ).to(mask.device),
+                )
+                for turn in turns
+            ]
+        )
         if len(turns) == 1:
             return q if not q.shape[2] else kernels.attend(self.kernel, q, *kv, masks and masks[0], scale)
         lengths = whole.lengths("joint")
-        return usp.ring_attend(self.kernel, q, kv, [sum(lengths[i] for i in turn) for turn in turns], self.mesh.ring, masks, scale)
+        return usp.ring_attend(
+            self.kernel,
+            q,
+            kv,
+            [sum(lengths[i] for i in turn) for turn in turns],
+            self.mesh.ring,
+            masks,
+            scale,
+        )
 
     def _refresh(self, kv, kind, where):
         """Write the fresh rows of every SP rank of the stage into the buffer; the whole sequence's keys and values, fresh and stale."""
         rows, ring, u = self.call.rows, self.mesh.ring, self.mesh.ulysses.size
         lengths = rows.lengths(kind)
-        turns = [sum(lengths[i * u: (i + 1) * u]) for i in range(ring.size)]
+        turns = [sum(lengths[i * u : (i + 1) * u]) for i in range(ring.size)]
         kv = torch.cat(comm.gather(kv, [(*kv.shape[:3], n, kv.shape[4]) for n in turns], ring, "ring"), dim=3)
-        return self.buffers.refresh(where, kv, self._rows(kind, kv.device), rows.sequence.rows_of(kind), self.call.items)
+        return self.buffers.refresh(
+            where, kv, self._rows(kind, kv.device), rows.sequence.rows_of(kind), self.call.items
+        )
 
     def _rows(self, kind, device):
         """Positions of this forward's rows on all SP ranks: a slice where they are consecutive, else a tensor."""
@@ -176,7 +225,7 @@ class Attention:
             run = bool((positions.diff() == 1).all())
             first = int(positions[0]) if len(positions) else 0
             where = slice(first, first + len(positions)) if run else positions.to(device)
-            self._positions[key] = (self.call.rows, where)       # the rows too: their id must stay theirs
+            self._positions[key] = (self.call.rows, where)  # the rows too: their id must stay theirs
         return self._positions[key][1]
 
     def _cut(self, mask, kind, query_ranks, key_ranks):
@@ -189,4 +238,3 @@ class Attention:
         if mask.shape[-2] > 1:
             mask = mask.index_select(-2, rows.positions(kind, query_ranks).to(mask.device))
         return mask
-

@@ -67,12 +67,16 @@ def collect(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
         return x
     if not axis.first:
         count(mechanism, x)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)]
+        ):
             work.wait()
         return x
     whole = x.new_empty(axis.size * len(x), *x.shape[1:])
     own, *others = whole.split(len(x))
-    waiting = dist.batch_isend_irecv([dist.P2POp(dist.irecv, part, source, axis.group) for part, source in zip(others, axis.ranks[1:])])
+    waiting = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, part, source, axis.group) for part, source in zip(others, axis.ranks[1:])]
+    )
     own.copy_(x)
     for work in waiting:
         work.wait()

@@ -17,11 +17,17 @@ IMAGE_ROWS, TEXT_ROWS = 4096, 512
 FUSED_QUERIES = "to_qkv_mlp_proj"
 
 
-def block_costs(transformer: nn.Module, family, config: Mapping, image: int = IMAGE_ROWS, text: int = TEXT_ROWS) -> list[int]:
+def block_costs(
+    transformer: nn.Module, family, config: Mapping, image: int = IMAGE_ROWS, text: int = TEXT_ROWS
+) -> list[int]:
     """Multiplications of every block in pipeline order, for ``image`` and ``text`` rows; weights may be on the meta device. Latents of several kinds
     count as rows of the first."""
-    return [_linear(block, blocks, family, config, image, text) + _attention(block, blocks, family, config, image, text)
-            for blocks in family.block_lists for block in transformer.get_submodule(blocks)]
+    return [
+        _linear(block, blocks, family, config, image, text)
+        + _attention(block, blocks, family, config, image, text)
+        for blocks in family.block_lists
+        for block in transformer.get_submodule(blocks)
+    ]
 
 
 def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
@@ -30,7 +36,12 @@ def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, 
         return 0
     if family.is_text_layer(layer):
         return text
-    apart = family.once or family.text_position is None or blocks in family.image_first or any(family.is_text_layer(name) for name, _ in block.named_modules())
+    apart = (
+        family.once
+        or family.text_position is None
+        or blocks in family.image_first
+        or any(family.is_text_layer(name) for name, _ in block.named_modules())
+    )
     return image if apart else image + text
 
 
@@ -39,16 +50,32 @@ def _matches(name: str, patterns) -> bool:
 
 
 def _linear(block, blocks, family, config, image, text) -> int:
-    layers = {name: module.weight for name, module in block.named_modules() if getattr(module, "weight", None) is not None and module.weight.ndim > 1}
-    share = lambda name: next((part(config) for pattern, part in family.shares.items() if fnmatchcase(name, pattern)), 1)
-    return sum(round(weight.numel() * share(name)) * rows_through(name, block, blocks, family, image, text) for name, weight in layers.items())
+    layers = {
+        name: module.weight
+        for name, module in block.named_modules()
+        if getattr(module, "weight", None) is not None and module.weight.ndim > 1
+    }
+    share = lambda name: next(
+        (part(config) for pattern, part in family.shares.items() if fnmatchcase(name, pattern)), 1
+    )
+    return sum(
+        round(weight.numel() * share(name)) * rows_through(name, block, blocks, family, image, text)
+        for name, weight in layers.items()
+    )
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
     """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of them than others."""
-    modules = [module for module in block.modules() if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))]
+    modules = [
+        module
+        for module in block.modules()
+        if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))
+    ]
     kinds = [kind for kind in family.attention if not (family.once and kind == "text")]
-    return sum(_width(module, family, config) * _pairs(kind, blocks, family, config, image, text) for module, kind in zip(modules, kinds))
+    return sum(
+        _width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
+        for module, kind in zip(modules, kinds)
+    )
 
 
 def _width(module, family, config) -> int:
@@ -60,5 +87,10 @@ def _width(module, family, config) -> int:
 def _pairs(kind, blocks, family, config, image, text) -> int:
     """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the head size in the keys' place."""
     joint = image if blocks in family.image_first else image + text
-    queries, keys = {"joint": (joint, joint), ("image", "joint"): (image, joint), "cross": (image, text), "sum": (image, family.head_size(config))}.get(kind, (image, image))
+    queries, keys = {
+        "joint": (joint, joint),
+        ("image", "joint"): (image, joint),
+        "cross": (image, text),
+        "sum": (image, family.head_size(config)),
+    }.get(kind, (image, image))
     return 2 * queries * keys

@@ -32,18 +32,24 @@ def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def attend(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """softmax(q kᵀ · scale + mask) v. Kernels that take no mask leave masked calls to SDPA."""
     if kernel == "flash-attn" and mask is None:
         from flash_attn import flash_attn_func
+
         return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale).transpose(1, 2)
     if kernel == "sage" and mask is None:
         from sageattention import sageattn
+
         return sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale)
     return SDPA(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def attend_lse(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attend_lse(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As attend, with the log-sum-exp. A row whose keys are all masked has output 0 and lse -inf."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -57,15 +63,24 @@ def attend_lse(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 def _lse_kernel(kernel, q, k, v, mask, scale):
     if not q.is_cuda:
-        mask = None if mask is None else mask.expand(q.shape[0], -1, q.shape[2], -1)         # this one broadcasts over heads alone
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        mask = (
+            None if mask is None else mask.expand(q.shape[0], -1, q.shape[2], -1)
+        )  # this one broadcasts over heads alone
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        )
     if mask is not None or q.dtype == torch.float32:
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, False, scale=scale)[:2]
-        return out, lse[..., : q.shape[2]]           # this kernel pads the rows of lse to a multiple of 32
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, False, scale=scale)[
+            :2
+        ]
+        return out, lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
     if kernel == "flash-attn":
         from flash_attn import flash_attn_func
-        out, lse, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, return_attn_probs=True)
+
+        out, lse, _ = flash_attn_func(
+            *(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, return_attn_probs=True
+        )
         return out.transpose(1, 2), lse
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[:2]
 
@@ -73,14 +88,18 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 def additive(mask: Tensor, like: Tensor) -> Tensor:
     """A boolean mask as 0 / -inf in the dtype of ``like``."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, float("-inf"))
+        mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(
+            ~mask, float("-inf")
+        )
     return mask.to(like.dtype)
 
 
 def aligned(bias: Tensor) -> Tensor:
     """``bias`` (..., keys), its own or in memory as CUDA's memory-efficient kernel takes it: rows begin at multiples of ALIGNMENT numbers. F.scaled_dot_product_attention sees to that
     (preprocess_mask in aten's attention.cpp), but its kernel, called for the log-sum-exp, raises an error ("attn_bias is not correctly aligned")."""
-    if bias.stride(-1) == 1 and not any(step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())):
+    if bias.stride(-1) == 1 and not any(
+        step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())
+    ):
         return bias
     return F.pad(bias, (0, ALIGNMENT - bias.shape[-1] % ALIGNMENT))[..., : bias.shape[-1]]
 

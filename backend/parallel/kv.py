@@ -36,7 +36,9 @@ class KVBuffers:
         self.evaluation += 1
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
-    def refresh(self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice) -> tuple[Tensor, ...]:
+    def refresh(
+        self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice
+    ) -> tuple[Tensor, ...]:
         """Write fresh ``kv`` (2, b, H, n, D) into ``rows`` of ``items``; keys and values (b, H, total, D) to attend to."""
         if where not in self.current:
             self.current[where] = self._empty(kv, total)
@@ -56,12 +58,12 @@ class KVBuffers:
     def _begin(self, where: tuple, everything: bool):
         """The first write of an evaluation: ``current`` holds the last one's fresh rows, which become ``previous``."""
         if where not in self._begun:
-            return                                                      # nothing was written before
+            return  # nothing was written before
         last, before = self.current[where], self.previous.get(where)
         if everything:
             self.current[where] = torch.empty_like(last) if before is None else before
         elif before is None:
-            self.current[where] = last.clone()                          # one point makes no line: reuse
+            self.current[where] = last.clone()  # one point makes no line: reuse
         else:
             self.current[where] = before.mul_(-self.ratio).add_(last, alpha=1 + self.ratio)
         self.previous[where] = last
@@ -69,4 +71,6 @@ class KVBuffers:
     @property
     def bytes(self) -> int:
         """Memory of all buffers."""
-        return sum(x.numel() * x.element_size() for kept in (self.current, self.previous) for x in kept.values())
+        return sum(
+            x.numel() * x.element_size() for kept in (self.current, self.previous) for x in kept.values()
+        )

@@ -38,8 +38,16 @@ class Mixing:
             return self._over_ranks(part(slice(None)))
         own, image = call.rows.local.image, call.rows.image
         mine = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
-        shares = self._over_ranks(torch.stack([part(_within(own, buffers.spans[i])) for i in mine], dim=1))     # (B, patches of this forward, ...)
-        kept, = buffers.refresh(where, shares.flatten(2)[None, :, None], slice(mine[0], mine[-1] + 1), len(buffers.spans), call.items)
+        shares = self._over_ranks(
+            torch.stack([part(_within(own, buffers.spans[i])) for i in mine], dim=1)
+        )  # (B, patches of this forward, ...)
+        (kept,) = buffers.refresh(
+            where,
+            shares.flatten(2)[None, :, None],
+            slice(mine[0], mine[-1] + 1),
+            len(buffers.spans),
+            call.items,
+        )
         return kept.sum(dim=2).view(shares.shape[0], *shares.shape[2:])
 
     def _over_ranks(self, share):
@@ -56,11 +64,17 @@ class Mixing:
         own = rows.local.image
         near = _near(own, reach, rows.sequence.image)
         if buffers is None:
-            return Around(self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image), near.lo, own.lo - near.lo)
+            return Around(
+                self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image),
+                near.lo,
+                own.lo - near.lo,
+            )
         shapes = [(x.shape[0], length, x.shape[2]) for length in rows.lengths("image")]
         fresh = torch.cat(comm.gather(x, shapes, self.sp, "surroundings"), dim=1)
-        kept, = buffers.refresh(where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items)
-        return Around(kept[:, 0, near.lo: near.hi], near.lo, own.lo - near.lo)
+        (kept,) = buffers.refresh(
+            where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items
+        )
+        return Around(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
 
     def text_rows(self, whole: int) -> int:
         """mixing.text_rows over ranks and patches."""
@@ -71,7 +85,9 @@ class Mixing:
         """The rows ``near`` to this rank's, from whichever ranks have them."""
         own = spans[self.sp.rank]
         parts = [x[:, _within(own, _near(span, reach, total))] for span in spans]
-        shapes = [(x.shape[0], len(range(*_within(near, span).indices(len(near)))), x.shape[2]) for span in spans]
+        shapes = [
+            (x.shape[0], len(range(*_within(near, span).indices(len(near)))), x.shape[2]) for span in spans
+        ]
         return torch.cat(comm.exchange(parts, shapes, self.sp, "surroundings"), dim=1)
 
 

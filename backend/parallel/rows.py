@@ -96,7 +96,10 @@ class Rows:
     @cached_property
     def shards(self) -> list[Share]:
         """The share of every SP rank."""
-        return [Share(*(rows.shard(i, self.sp_size) for rows in (self.text, self.image, self.context))) for i in range(self.sp_size)]
+        return [
+            Share(*(rows.shard(i, self.sp_size) for rows in (self.text, self.image, self.context)))
+            for i in range(self.sp_size)
+        ]
 
     @property
     def local(self) -> Share:
@@ -113,7 +116,11 @@ class Rows:
     def is_everything(self) -> bool:
         """True where no row is missing and none is on another rank: nothing needs cutting."""
         whole = self.sequence
-        return self.sp_size == 1 and (len(self.text), len(self.image), len(self.context)) == (whole.text, whole.image, whole.context)
+        return self.sp_size == 1 and (len(self.text), len(self.image), len(self.context)) == (
+            whole.text,
+            whole.image,
+            whole.context,
+        )
 
     def lengths(self, kind: str) -> list[int]:
         """Rows of each SP rank in a ``kind`` ("joint" | "image" | "text") attention."""
@@ -147,7 +154,12 @@ class Rows:
             return torch.arange(lo - part.lo, max(lo, min(share.image.hi, part.hi)) - part.lo)
         where = whole.text_position if kind == "joint" else None
         offset = whole.text if where == "first" else 0
-        image = torch.cat([torch.arange(rows.lo, rows.hi) + start for rows, start in ((share.image, offset), (share.context, offset + whole.image))])
+        image = torch.cat(
+            [
+                torch.arange(rows.lo, rows.hi) + start
+                for rows, start in ((share.image, offset), (share.context, offset + whole.image))
+            ]
+        )
         if where is None:
             return image
         return torch.cat([text, image] if where == "first" else [image, text + whole.stream])
@@ -155,7 +167,9 @@ class Rows:
 
 def everything(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> Rows:
     """The rows of a synchronous forward."""
-    return Rows(sequence, Span(0, sequence.text), Span(0, sequence.image), sp_rank, sp_size, Span(0, sequence.context))
+    return Rows(
+        sequence, Span(0, sequence.text), Span(0, sequence.image), sp_rank, sp_size, Span(0, sequence.context)
+    )
 
 
 def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[Rows]:
@@ -164,8 +178,14 @@ def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) 
     Every patch has at least one latent row for each SP rank, since a block may see no others; ``count`` x ``sp_size`` must not exceed the latent rows.
     """
     given = sequence.joint - sequence.image
-    first = max(sp_size, min(round(sequence.joint / count) - given, sequence.image - (count - 1) * sp_size)) if count > 1 else sequence.image
+    first = (
+        max(sp_size, min(round(sequence.joint / count) - given, sequence.image - (count - 1) * sp_size))
+        if count > 1
+        else sequence.image
+    )
     rest, none = Span(first, sequence.image), Span(0, 0)
     whole = everything(sequence, sp_rank, sp_size)
     later = [rest.shard(i, count - 1) for i in range(count - 1)]
-    return [replace(whole, image=Span(0, first))] + [replace(whole, text=none, context=none, image=span) for span in later]
+    return [replace(whole, image=Span(0, first))] + [
+        replace(whole, text=none, context=none, image=span) for span in later
+    ]

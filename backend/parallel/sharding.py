@@ -18,7 +18,7 @@ def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
         fully_shard(block, mesh=mesh.weights)
     fully_shard(transformer, mesh=mesh.weights)
     for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1: i + 1 + PREFETCH])
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCH])
 
 
 def reshard(transformer: nn.Module):
@@ -40,6 +40,8 @@ def rows(parameter: nn.Parameter) -> Span | None:
 def assign(parameter: nn.Parameter, value: Tensor):
     """Replace a parameter's values, or this rank's rows of them, by ``value``."""
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(value)           # in place: the gather reads this memory
+        parameter.to_local().copy_(value)  # in place: the gather reads this memory
     else:
-        parameter.data = value.to(parameter.device)     # not in place: it may be the checkpoint's own, mapped from the file
+        parameter.data = value.to(
+            parameter.device
+        )  # not in place: it may be the checkpoint's own, mapped from the file

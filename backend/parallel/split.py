@@ -27,17 +27,27 @@ class Stages:
         return [name for name, holder in self.holders.items() if holder == stage != self.owners[name]]
 
 
-def plan(costs: list[float], weights: list[int], modulation: Sequence[Mapping[str, int]], stages: int, counts: Sequence[int] = ()) -> Stages:
+def plan(
+    costs: list[float],
+    weights: list[int],
+    modulation: Sequence[Mapping[str, int]],
+    stages: int,
+    counts: Sequence[int] = (),
+) -> Stages:
     """The Stages of a transformer whose block i has work ``costs[i]``, ``weights[i]`` parameters and the modulation layers ``modulation[i]`` (name -> its
     parameters) besides. ``counts`` fixes the number of blocks on every stage."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
     blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
     sizes = {name: size for layers in modulation for name, size in layers.items()}
-    return Stages(blocks, owners, _placed(owners, sizes, [sum(weights[i] for i in own) for own in blocks], mean))
+    return Stages(
+        blocks, owners, _placed(owners, sizes, [sum(weights[i] for i in own) for own in blocks], mean)
+    )
 
 
-def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float) -> dict[str, int]:
+def _placed(
+    owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float
+) -> dict[str, int]:
     """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the stages, counted on here."""
     placed, rest = {}, []
     for name, owner in owners.items():
@@ -52,7 +62,9 @@ def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int]
     return {name: placed[name] for name in owners}
 
 
-def stage_blocks(costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0) -> list[range]:
+def stage_blocks(
+    costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0
+) -> list[range]:
     """Consecutive ranges of blocks, none empty, whose dearest stage is as cheap as can be; ``costs`` is the work of each block.
 
     Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages`` <= number of blocks. With ``weights`` only
@@ -69,8 +81,17 @@ def _cheapest(costs, stages, weights, most):
     # best[i]: (dearest stage, sum of squares, cuts) for the first i blocks on the stages so far
     best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1) if heavy[i] <= most}
     for stage in range(2, stages + 1):
-        best = {i: min(plans) for i in range(stage, len(costs) + 1)
-                if (plans := [_extend(best[j], upto[i] - upto[j], i) for j in range(stage - 1, i) if j in best and heavy[i] - heavy[j] <= most])}
+        best = {
+            i: min(plans)
+            for i in range(stage, len(costs) + 1)
+            if (
+                plans := [
+                    _extend(best[j], upto[i] - upto[j], i)
+                    for j in range(stage - 1, i)
+                    if j in best and heavy[i] - heavy[j] <= most
+                ]
+            )
+        }
     if len(costs) not in best:
         return None
     cuts = best[len(costs)][2]

@@ -62,7 +62,7 @@ class Stage:
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
-        self.known: set[tuple[str, int]] = set()                  # branch and item whose text has run (Family.once)
+        self.known: set[tuple[str, int]] = set()  # branch and item whose text has run (Family.once)
         self.like: Tensor | None = None
         self.transformer = transformer
         self.total = 0
@@ -75,7 +75,9 @@ class Stage:
                 self.joined.append(name in family.joined)
                 self.total += 1
         self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
-        self.entry = sum(len(transformer.get_submodule(name)) for name in family.image_first)        # the block at which text enters
+        self.entry = sum(
+            len(transformer.get_submodule(name)) for name in family.image_first
+        )  # the block at which text enters
 
     def join(self, mesh: Mesh):
         """Talk over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
@@ -113,7 +115,12 @@ class Stage:
         if self.pipe and not self.mesh.pp.first:
             rows = self._rows(forward, self.sequences[forward.branch])
             width = like.shape[2] * (1 + len(self._crossing(self.blocks.start)))
-            self.pipe.post((len(forward.items), sum(self._received(rows)), width), like.dtype, like.device, self.mesh.pp.neighbour(-1))
+            self.pipe.post(
+                (len(forward.items), sum(self._received(rows)), width),
+                like.dtype,
+                like.device,
+                self.mesh.pp.neighbour(-1),
+            )
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
@@ -133,7 +140,14 @@ class Stage:
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
         if index in (0, self.entry):
-            self.current.parts = tuple((self.family.nested.names[i], call[self.family.streams[i]].shape[1]) for i in self.family.nested.order) if self.family.streams else ()
+            self.current.parts = (
+                tuple(
+                    (self.family.nested.names[i], call[self.family.streams[i]].shape[1])
+                    for i in self.family.nested.order
+                )
+                if self.family.streams
+                else ()
+            )
             streams = self._enter(index, streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
@@ -168,9 +182,17 @@ class Stage:
         if self.family.streams:
             streams = {"image": self._join_parts([call[name] for name in self.family.streams]), "text": None}
         elif not self.joined[index]:
-            streams = {"image": image, "text": call[self.family.text] if self.family.text and index >= self.entry else None}
+            streams = {
+                "image": image,
+                "text": call[self.family.text] if self.family.text and index >= self.entry else None,
+            }
         else:
-            streams = self._split(image, image.shape[1] - self.current.tokens - self.current.context if enters else rows.kept + rows.sequence.fresh)
+            streams = self._split(
+                image,
+                image.shape[1] - self.current.tokens - self.current.context
+                if enters
+                else rows.kept + rows.sequence.fresh,
+            )
         return streams if enters else self._own(streams)
 
     def _own(self, streams):
@@ -180,55 +202,88 @@ class Stage:
         image = image if image.shape[1] == share.stream else self._mine(image)
         if rows.sequence.fresh:
             lo, hi = (max(row, fresh) - fresh + rows.kept for row in (share.text.lo, share.text.hi))
-            text = torch.cat([text[:, : rows.kept], text[:, lo: hi]], dim=1)
+            text = torch.cat([text[:, : rows.kept], text[:, lo:hi]], dim=1)
         return {"text": text, "image": image}
 
     def _join_parts(self, rows):
         """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end in zeros."""
         width = max(part.shape[2] for part in rows)
-        return torch.cat([F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1)
+        return torch.cat(
+            [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1
+        )
 
     def _divide(self, image, call):
         """The way back of _join_parts: what a block is given and returns."""
         nested, rows = self.family.nested, self.current.rows
         whole = image.shape[1] == rows.sequence.image
-        sizes = [rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i])) for i in nested.order]
+        sizes = [
+            rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i]))
+            for i in nested.order
+        ]
         pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.streams)]
 
     def _mine(self, image):
         """This rank's rows of the whole image stream."""
         share, tokens = self.current.rows.local, self.current.rows.sequence.image
-        latent, context = image[:, share.image.lo: share.image.hi], image[:, tokens + share.context.lo: tokens + share.context.hi]
+        latent, context = (
+            image[:, share.image.lo : share.image.hi],
+            image[:, tokens + share.context.lo : tokens + share.context.hi],
+        )
         return torch.cat([latent, context], dim=1) if len(share.context) else latent
 
     def _split(self, joined, text_rows):
         if self.family.text_position == "first":
             return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
-        return {"image": joined[:, : joined.shape[1] - text_rows], "text": joined[:, joined.shape[1] - text_rows:]}
+        return {
+            "image": joined[:, : joined.shape[1] - text_rows],
+            "text": joined[:, joined.shape[1] - text_rows :],
+        }
 
     def _join(self, streams):
-        return torch.cat([streams["text"], streams["image"]] if self.family.text_position == "first" else [streams["image"], streams["text"]], dim=1)
+        return torch.cat(
+            [streams["text"], streams["image"]]
+            if self.family.text_position == "first"
+            else [streams["image"], streams["text"]],
+            dim=1,
+        )
 
     def _enter(self, index, streams):
         text, image, forward = streams["text"], streams["image"], self.current
-        context = forward.context if index == self.entry else 0          # it comes with the text
-        sequence = Sequence(0 if text is None else text.shape[1], image.shape[1] - context, self.family.text_position, forward.fresh, forward.parts, context)
+        context = forward.context if index == self.entry else 0  # it comes with the text
+        sequence = Sequence(
+            0 if text is None else text.shape[1],
+            image.shape[1] - context,
+            self.family.text_position,
+            forward.fresh,
+            forward.parts,
+            context,
+        )
         self.sequences[forward.branch] = sequence
         forward.rows = self._rows(forward, sequence)
         span = forward.rows.local.text
-        return {"image": self._mine(image), "text": None if text is None else text[:, span.lo: span.hi]}
+        return {"image": self._mine(image), "text": None if text is None else text[:, span.lo : span.hi]}
 
     def _rows(self, forward, sequence):
         given = forward.with_text and not self.known.issuperset(forward.keys)
         text, context = (Span(0, count if given else 0) for count in (sequence.text, sequence.context))
-        return Rows(sequence, text, forward.image or Span(0, sequence.image), self.mesh.sp.rank, self.mesh.sp.size, context)
+        return Rows(
+            sequence,
+            text,
+            forward.image or Span(0, sequence.image),
+            self.mesh.sp.rank,
+            self.mesh.sp.size,
+            context,
+        )
 
     def _run(self, index, block, call, streams):
         forward, family = self.current, self.family
         stand_in = family.text_needs_a_row and not self.joined[index] and streams["text"].shape[1] == 0
         if stand_in:
-            streams = {**streams, "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2])}
+            streams = {
+                **streams,
+                "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2]),
+            }
         if family.streams:
             call |= zip(family.streams, self._divide(streams["image"], call))
         else:
@@ -244,7 +299,15 @@ class Stage:
                     call[name] = forward.rows.leading(call[name], kinds)
         if self.skip_sources[index] is not None:
             call[family.skip] = forward.skips.pop(self.skip_sources[index])
-        where = LayerCall(index, forward.branch, forward.rows, family.attention, slice(forward.items.lo, forward.items.hi), stand_in, family.once)
+        where = LayerCall(
+            index,
+            forward.branch,
+            forward.rows,
+            family.attention,
+            slice(forward.items.lo, forward.items.hi),
+            stand_in,
+            family.once,
+        )
         if family.text_mask:
             where.text_mask, call[family.text_mask] = call.get(family.text_mask), None
         self.attention.call = where
@@ -257,7 +320,11 @@ class Stage:
         if family.streams:
             return {"text": None, "image": self._join_parts(out)}
         streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
-        return {**streams, "text": streams["text"][:, :0]} if stand_in and streams["text"] is not None else streams
+        return (
+            {**streams, "text": streams["text"][:, :0]}
+            if stand_in and streams["text"] is not None
+            else streams
+        )
 
     def _cut(self, value, kind, dim, stand_in):
         """This rank's rows of a per-token argument, one row where one stands for all; the same object comes to every block, so cuts are kept for the forward."""
@@ -273,7 +340,10 @@ class Stage:
             positions = self.current.rows.local_positions(kind).to(value.device)
             if stand_in and kind != "image":
                 positions = F.pad(positions, (1, 0) if self.family.text_position == "first" else (0, 1))
-            kept = self.current.cuts[id(value), kind, dim, stand_in] = (value, value.index_select(dim, positions))
+            kept = self.current.cuts[id(value), kind, dim, stand_in] = (
+                value,
+                value.index_select(dim, positions),
+            )
         return kept[1]
 
     def _receive(self, streams):
@@ -287,11 +357,16 @@ class Stage:
             return {"image": both, "text": None}
         kept, received = self._received(self.current.rows)
         context = image[:, received:]
-        return {"text": torch.cat([both[:, :kept], text[:, kept:]], dim=1), "image": torch.cat([both[:, kept:], context], dim=1) if context.shape[1] else both[:, kept:]}
+        return {
+            "text": torch.cat([both[:, :kept], text[:, kept:]], dim=1),
+            "image": torch.cat([both[:, kept:], context], dim=1) if context.shape[1] else both[:, kept:],
+        }
 
     def _received(self, rows):
         """(rows of text, rows of the image stream) that come from the stage before: the latent's alone where text and context enter with this one's first block."""
-        return (rows.kept, rows.local.stream) if self.blocks.start > self.entry else (0, len(rows.local.image))
+        return (
+            (rows.kept, rows.local.stream) if self.blocks.start > self.entry else (0, len(rows.local.image))
+        )
 
     def _send(self, streams):
         text, image = streams["text"], streams["image"]
@@ -308,7 +383,9 @@ class Stage:
         if rows.is_everything:
             return streams
         text = streams["text"]
-        if (self.joined[self.entry] or self.family.counts_text) and text is not None:                 # the model's tail counts on the text rows that it handed in
+        if (
+            self.joined[self.entry] or self.family.counts_text
+        ) and text is not None:  # the model's tail counts on the text rows that it handed in
             text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
         return {"image": self._whole(streams["image"]), "text": text}
 
@@ -318,7 +395,7 @@ class Stage:
         if rows.is_everything:
             return image
         full, span = image.new_zeros(image.shape[0], rows.sequence.stream, image.shape[2]), rows.local.image
-        full[:, span.lo: span.hi] = image[:, : len(span)]
+        full[:, span.lo : span.hi] = image[:, : len(span)]
         return full
 
 
@@ -336,7 +413,10 @@ class StagedBlock(nn.Module):
         self.names = positional_names(block)
         self.index = index
         self.block = block if index in stage.blocks else None
-        self.stage, self.original = [stage], [block]            # in lists: neither the stage nor a block without weights is a submodule
+        self.stage, self.original = (
+            [stage],
+            [block],
+        )  # in lists: neither the stage nor a block without weights is a submodule
 
     def __getattr__(self, name):
         """What a model's forward reads of its blocks."""

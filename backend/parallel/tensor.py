@@ -27,7 +27,11 @@ from .rows import Span
 
 
 #: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
-QUERIES, HEAD_COUNTS, ALL_HEADS = ("to_q", "to_query"), ("heads", "num_heads", "kv_heads", "num_kv_heads"), "inner_dim"
+QUERIES, HEAD_COUNTS, ALL_HEADS = (
+    ("to_q", "to_query"),
+    ("heads", "num_heads", "kv_heads", "num_kv_heads"),
+    "inner_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,25 @@ class ShardedLinear(nn.Module):
         self.shard = shard
         rows, columns = sum(map(len, shard.outputs)), sum(map(len, shard.inputs))
         self.weight = nn.Parameter(linear.weight.new_empty(rows, columns), requires_grad=False)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
+        self.bias = (
+            None if linear.bias is None else nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
         if shard.take_input:
-            x = x[..., shard.inputs[0].lo: shard.inputs[0].hi]
+            x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
         if shard.reduce is None:
             out = F.linear(x, self.weight, self.bias)
         else:
             out = comm.reduce(F.linear(x, self.weight), shard.reduce, "tensor")
-            out = out if self.bias is None else out + self.bias          # once, behind the sum
+            out = out if self.bias is None else out + self.bias  # once, behind the sum
         if shard.collect is None:
             return out
-        return torch.cat(comm.gather(out, [(*out.shape[:-1], width) for width in shard.widths], shard.collect, "tensor"), dim=-1)
+        return torch.cat(
+            comm.gather(out, [(*out.shape[:-1], width) for width in shard.widths], shard.collect, "tensor"),
+            dim=-1,
+        )
 
 
 class ShardedNorm(nn.Module):
@@ -94,14 +103,28 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
 
     UnsupportedError where the scheme does not fit the transformer.
     """
-    layers = {name: module for name, module in transformer.named_modules() if name.startswith(tuple(f"{blocks}." for blocks in family.block_lists))}
+    layers = {
+        name: module
+        for name, module in transformer.named_modules()
+        if name.startswith(tuple(f"{blocks}." for blocks in family.block_lists))
+    }
     if scheme != "megatron":
-        return {name: _whole_activations(module, scheme, mesh) for name, module in layers.items() if isinstance(module, nn.Linear)}
+        return {
+            name: _whole_activations(module, scheme, mesh)
+            for name, module in layers.items()
+            if isinstance(module, nn.Linear)
+        }
     plan = family.tp_plan or transformer._tp_plan
     if not plan:
-        raise UnsupportedError(f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, column or 2d.")
+        raise UnsupportedError(
+            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, column or 2d."
+        )
     _check_heads(layers, mesh.tp.size)
-    found = {name: _planned(layers, name, style, mesh.tp) for name in layers if (style := _style(plan, name)) is not None}
+    found = {
+        name: _planned(layers, name, style, mesh.tp)
+        for name in layers
+        if (style := _style(plan, name)) is not None
+    }
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
@@ -111,9 +134,15 @@ def _attends(module: nn.Module) -> bool:
 
 def _check_heads(layers, ranks):
     for name, module in layers.items():
-        for count in (getattr(module, key) for key in HEAD_COUNTS if _attends(module) and isinstance(getattr(module, key, None), int)):
+        for count in (
+            getattr(module, key)
+            for key in HEAD_COUNTS
+            if _attends(module) and isinstance(getattr(module, key, None), int)
+        ):
             if count % ranks:
-                raise UnsupportedError(f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d.")
+                raise UnsupportedError(
+                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
+                )
 
 
 def _style(plan, name):
@@ -121,7 +150,11 @@ def _style(plan, name):
 
 
 def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
-    inputs, outputs = {"row": (mesh.tp, None), "column": (None, mesh.tp), "2d": (mesh.tp_inputs, mesh.tp_outputs)}[scheme]
+    inputs, outputs = {
+        "row": (mesh.tp, None),
+        "column": (None, mesh.tp),
+        "2d": (mesh.tp_inputs, mesh.tp_outputs),
+    }[scheme]
     whole_in, whole_out = Span(0, linear.in_features), Span(0, linear.out_features)
     mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
     mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
@@ -144,8 +177,13 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
         return Shard(_pieces(layer._tp_packed_col_blocks, tp), (whole_in,))
     if style == "gated colwise":
         return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
-    packed = {"rowwise": [layer.in_features], "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features]}
-    widths = packed[style] if isinstance(style, str) else layer._tp_packed_row_blocks         # diffusers' packed rowwise style
+    packed = {
+        "rowwise": [layer.in_features],
+        "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features],
+    }
+    widths = (
+        packed[style] if isinstance(style, str) else layer._tp_packed_row_blocks
+    )  # diffusers' packed rowwise style
     return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
 
 
@@ -168,7 +206,11 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
     for name, shard in found.items():
         parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         whole = getattr(parent, leaf)
-        setattr(parent, leaf, ShardedLinear(whole, shard) if isinstance(whole, nn.Linear) else ShardedNorm(whole, shard))
+        setattr(
+            parent,
+            leaf,
+            ShardedLinear(whole, shard) if isinstance(whole, nn.Linear) else ShardedNorm(whole, shard),
+        )
     if scheme != "megatron":
         return
     for module in transformer.modules():
@@ -178,7 +220,12 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
                     setattr(module, count, getattr(module, count) // tp.size)
     for name in family.block_lists if family.per_feature else ():
         for block in transformer.get_submodule(name):
-            block.register_forward_pre_hook(partial(_own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp), with_kwargs=True)
+            block.register_forward_pre_hook(
+                partial(
+                    _own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp
+                ),
+                with_kwargs=True,
+            )
 
 
 def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
@@ -187,7 +234,9 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
     for module in transformer.modules():
         if isinstance(module, (ShardedLinear, ShardedNorm)):
             shard = module.shard
-            module.shard = replace(shard, reduce=axes.get(id(shard.reduce)), collect=axes.get(id(shard.collect)))
+            module.shard = replace(
+                shard, reduce=axes.get(id(shard.reduce)), collect=axes.get(id(shard.collect))
+            )
 
 
 def _own_features(block, args, kwargs, signature, names, tp):

@@ -31,11 +31,24 @@ def gather_heads(out: Tensor, heads: int, rows: list[int], axis: Axis) -> Tensor
     """(B, own heads, sum(rows), D) -> (B, H, own rows, D): the way back of scatter_heads."""
     batch, _, _, size = out.shape
     own = rows[axis.rank]
-    received = exchange(list(out.split(rows, dim=2)), [(batch, n, own, size) for n in head_shards(heads, axis)], axis, "ulysses")
+    received = exchange(
+        list(out.split(rows, dim=2)),
+        [(batch, n, own, size) for n in head_shards(heads, axis)],
+        axis,
+        "ulysses",
+    )
     return torch.cat(received, dim=1)
 
 
-def ring_attend(kernel: str, q: Tensor, kv: Tensor, rows: list[int], axis: Axis, masks: list[Tensor] | None, scale: float | None) -> Tensor:
+def ring_attend(
+    kernel: str,
+    q: Tensor,
+    kv: Tensor,
+    rows: list[int],
+    axis: Axis,
+    masks: list[Tensor] | None,
+    scale: float | None,
+) -> Tensor:
     """Attention of own queries to the keys and values of every ring rank, which travel round in one buffer a hop.
 
     q (B, H, S, D); kv (2, B, H, own rows, D); ``rows[i]`` rows on ring rank i; ``masks[i]`` for the keys of rank i, or None.

@@ -57,12 +57,18 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
         start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
         half = start + 0.5 * (end - start)
         middle = problem.sigma_at(half)
-        denoised = yield _sde_step(x, denoised, (sigma, start), (middle, half), problem.brownian(sigma, middle)), middle, i
+        denoised = yield (
+            _sde_step(x, denoised, (sigma, start), (middle, half), problem.brownian(sigma, middle)),
+            middle,
+            i,
+        )
         x = _sde_step(x, denoised, (sigma, start), (sigma_next, end), problem.brownian(sigma, sigma_next))
     return x
 
 
-def _sde_step(x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor) -> Tensor:
+def _sde_step(
+    x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor
+) -> Tensor:
     """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a flow model too."""
     (sigma, start), (target, end) = here, there
     alpha, alpha_target = sigma * start.exp(), target * end.exp()
@@ -72,7 +78,9 @@ def _sde_step(x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: t
     return x + alpha_target * noise * up
 
 
-def _sde_first_order(problem: Problem, x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+def _sde_first_order(
+    problem: Problem, x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor
+) -> Tensor:
     return sigma_next / sigma * (-h).exp() * x + problem.alpha(sigma_next) * (-2 * h).expm1().neg() * denoised
 
 
@@ -92,7 +100,9 @@ def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
         h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
         x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
         if old_denoised is not None:
-            x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (denoised - old_denoised)
+            x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (
+                denoised - old_denoised
+            )
         x = x + _sde_noise(problem, sigma, sigma_next, h)
         old_denoised, h_last = denoised, h
     return x
@@ -116,7 +126,9 @@ def dpmpp_3m_sde(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def _higher_orders(x: Tensor, alpha: Tensor, denoised: Tensor, h: Tensor, history: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _higher_orders(
+    x: Tensor, alpha: Tensor, denoised: Tensor, h: Tensor, history: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """x with the terms of the first derivative and, with two steps of history, the second one."""
     denoised_1, h_1 = history[0]
     h_eta = 2 * h

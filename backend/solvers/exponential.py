@@ -87,9 +87,17 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
             continue
         h, sigmas, alphas = _seeds_points(problem, sigma, sigma_next, (0.5,))
         noise = _SeedsNoise(h, fresh)
-        middle = sigmas[0] / sigma * (-0.5 * h).exp() * x - alphas[0] * torch.expm1(-h) * denoised + noise.up_to(0.5) * sigmas[0]
+        middle = (
+            sigmas[0] / sigma * (-0.5 * h).exp() * x
+            - alphas[0] * torch.expm1(-h) * denoised
+            + noise.up_to(0.5) * sigmas[0]
+        )
         denoised = yield middle, sigmas[0], i
-        x = sigma_next / sigma * (-h).exp() * x - alphas[1] * torch.expm1(-2 * h) * denoised + noise.up_to(1.0) * sigma_next
+        x = (
+            sigma_next / sigma * (-h).exp() * x
+            - alphas[1] * torch.expm1(-2 * h) * denoised
+            + noise.up_to(1.0) * sigma_next
+        )
     return x
 
 
@@ -109,7 +117,9 @@ def seeds_3(x: Tensor, problem: Problem) -> Steps:
         denoised_1 = yield x_1, sigmas[0], i
         newer = r_2 / r_1 * _phi_2(-2 * r_2 * h)
         older = torch.expm1(-2 * r_2 * h) - newer
-        x_2 = kept(1, r_2) - alphas[1] * (older * denoised + newer * denoised_1) + noise.up_to(r_2) * sigmas[1]
+        x_2 = (
+            kept(1, r_2) - alphas[1] * (older * denoised + newer * denoised_1) + noise.up_to(r_2) * sigmas[1]
+        )
         denoised_2 = yield x_2, sigmas[1], i
         newer = _phi_2(-2 * h) / r_2
         older = torch.expm1(-2 * h) - newer
@@ -137,14 +147,14 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
         if i == 0 or sigma_next == 0:
             x = predicted
         else:
-            x = _adams(x, lambdas, sigmas, i - 1, h, tau, history, lambdas[i - corrector + 1: i + 1])
+            x = _adams(x, lambdas, sigmas, i - 1, h, tau, history, lambdas[i - corrector + 1 : i + 1])
             x = x if noise is None else x + noise
         if sigma_next == 0:
             predicted = denoised
             continue
         tau = 1.0 if upper >= sigma_next.item() >= lower else 0.0
         h = lambdas[i + 1] - lambdas[i]
-        predicted = _adams(x, lambdas, sigmas, i, h, tau, history, lambdas[i - predictor + 1: i + 1])
+        predicted = _adams(x, lambdas, sigmas, i, h, tau, history, lambdas[i - predictor + 1 : i + 1])
         noise = fresh() * sigma_next * (-2 * tau**2 * h).expm1().neg().sqrt() if tau else None
         predicted = predicted if noise is None else predicted + noise
     return predicted
@@ -155,7 +165,7 @@ def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
     weights = sigmas[i + 1] * lambdas[i + 1].exp() * _adams_weights(knots, lambdas[i], lambdas[i + 1], tau)
     x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * h).exp() * x
     total = weights[0] * history[-len(knots)]
-    for weight, denoised in zip(weights[1:], history[len(history) - len(knots) + 1:]):
+    for weight, denoised in zip(weights[1:], history[len(history) - len(knots) + 1 :]):
         total = total + weight * denoised
     return x + total
 

@@ -17,8 +17,10 @@ def lms(x: Tensor, problem: Problem) -> Steps:
         if sigma_next == 0:
             x = denoised
             continue
-        knots = times[i - len(slopes) + 1: i + 1][::-1]
-        x = x + _weighted([_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))], slopes)
+        knots = times[i - len(slopes) + 1 : i + 1][::-1]
+        x = x + _weighted(
+            [_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))], slopes
+        )
     return x
 
 
@@ -33,7 +35,9 @@ def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> 
     """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to degree 3."""
     half, centre = (end - start) / 2, (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
-    return half * sum(math.prod((p - k) / (knots[j] - k) for m, k in enumerate(knots) if m != j) for p in points)
+    return half * sum(
+        math.prod((p - k) / (knots[j] - k) for m, k in enumerate(knots) if m != j) for p in points
+    )
 
 
 #: Adams-Bashforth for equal steps: the weights, newest slope first, and what they are divided by.
@@ -60,7 +64,7 @@ def ipndm_v(x: Tensor, problem: Problem) -> Steps:
         if sigma_next == 0:
             x = denoised
             continue
-        lengths = problem.sigmas[i - len(slopes) + 1: i + 2].diff().flip(0)
+        lengths = problem.sigmas[i - len(slopes) + 1 : i + 2].diff().flip(0)
         x = x + (sigma_next - sigma) * _weighted(_uneven_steps(*lengths), slopes)
     return x
 
@@ -80,8 +84,11 @@ def _uneven_steps(h: Tensor, h1: Tensor = None, h2: Tensor = None, h3: Tensor = 
     second = (1 - h / (3 * (h + h1)) * (h * (h + h1)) / (h1 * (h1 + h2))) / 2
     if h3 is None:
         return first[0] + second, first[1] - (1 + h1 / h2) * second, second * h1 / h2
-    third = ((1 - h / (3 * (h + h1))) / 2 + (1 - h / (2 * (h + h1))) * h / (6 * (h + h1 + h2))) \
-        * (h * (h + h1) * (h + h1 + h2)) / (h1 * (h1 + h2) * (h1 + h2 + h3))
+    third = (
+        ((1 - h / (3 * (h + h1))) / 2 + (1 - h / (2 * (h + h1))) * h / (6 * (h + h1 + h2)))
+        * (h * (h + h1) * (h + h1 + h2))
+        / (h1 * (h1 + h2) * (h1 + h2 + h3))
+    )
     share = h1 * (h1 + h2) / (h2 * (h2 + h3))
     return (
         first[0] + second + third,
@@ -123,11 +130,21 @@ def _deis_weights(sigmas: tuple[float, ...], points: int = 10000) -> list[tuple[
     for i in range(1, len(times) - 1):
         tau = torch.linspace(times[i], times[i + 1], points)
         alpha = torch.exp(-0.5 * tau**2 * (beta_1 - beta_0) - tau * beta_0)
-        unit = 1 / alpha * alpha  # the rounding of the chain rule, with which ComfyUI differentiates log(alpha)
-        speed = -0.5 * (unit * (beta_1 - beta_0) * -0.5 * (2 * tau) - unit * beta_0) / torch.sqrt(alpha * (1 - alpha))
-        knots = times[max(i - 2, 0): i + 1].flip(0)
-        weights.append(tuple(
-            (torch.sum(speed * _lagrange(knots, j, tau)) * ((times[i + 1] - times[i]) / points)).item() for j in range(len(knots))))
+        unit = (
+            1 / alpha * alpha
+        )  # the rounding of the chain rule, with which ComfyUI differentiates log(alpha)
+        speed = (
+            -0.5
+            * (unit * (beta_1 - beta_0) * -0.5 * (2 * tau) - unit * beta_0)
+            / torch.sqrt(alpha * (1 - alpha))
+        )
+        knots = times[max(i - 2, 0) : i + 1].flip(0)
+        weights.append(
+            tuple(
+                (torch.sum(speed * _lagrange(knots, j, tau)) * ((times[i + 1] - times[i]) / points)).item()
+                for j in range(len(knots))
+            )
+        )
     return weights
 
 
@@ -152,7 +169,9 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
             phi_1 = torch.expm1(-h) / -h
             phi_2 = (phi_1 - 1.0) / -h
             share = torch.nan_to_num(phi_2 / ((t_last - t) / h), nan=0.0)
-            x = h.neg().exp() * x + h * (torch.nan_to_num(phi_1 - share, nan=0.0) * denoised + share * old_denoised)
+            x = h.neg().exp() * x + h * (
+                torch.nan_to_num(phi_1 - share, nan=0.0) * denoised + share * old_denoised
+            )
         old_denoised, t_last = denoised, t
     return x
 

@@ -15,7 +15,9 @@ Steps = Generator[tuple[Tensor, Tensor, int], Tensor, Tensor]
 
 
 def _not_given(*_):
-    raise UnsupportedError("this solver needs the request's percent_sigmas or Brownian noise, which was not given.")
+    raise UnsupportedError(
+        "this solver needs the request's percent_sigmas or Brownian noise, which was not given."
+    )
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x = data + sigma · noise)."""
-    up = torch.fmin(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)         # not a number where the schedule rises: ``target`` then
+    up = torch.fmin(
+        target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
+    )  # not a number where the schedule rises: ``target`` then
     return (target**2 - up**2) ** 0.5, up
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level ``target``."""
-    if target == 0:                                         # also from 0
+    if target == 0:  # also from 0
         return target, torch.ones_like(target), target
     if not problem.flow:
         down, up = ancestral_split(sigma, target)

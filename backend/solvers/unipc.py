@@ -23,7 +23,15 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
     # with one step ComfyUI's order is 0: it never leaves the first level, and so do we
     for k in range(1, steps + 1 if order else 0):
         used = k if k < order else min(order, steps + 1 - k)
-        update = partial(_update, x, data[:used], alphas[k], stds[k] / stds[k - 1], lambdas[[k, *range(k - 1, k - 1 - used, -1)]], variant)
+        update = partial(
+            _update,
+            x,
+            data[:used],
+            alphas[k],
+            stds[k] / stds[k - 1],
+            lambdas[[k, *range(k - 1, k - 1 - used, -1)]],
+            variant,
+        )
         if k == steps:
             x = update(None)
         else:
@@ -54,7 +62,15 @@ def _data(x: Tensor, times: Tensor, alphas: Tensor, stds: Tensor, k: int) -> Ste
     return (x - stds[k] * ((scaled - denoised) / times[k])) / alphas[k]
 
 
-def _update(x: Tensor, data: list[Tensor], alpha: Tensor, ratio: Tensor, lambdas: Tensor, variant: str, newest: Tensor | None) -> Tensor:
+def _update(
+    x: Tensor,
+    data: list[Tensor],
+    alpha: Tensor,
+    ratio: Tensor,
+    lambdas: Tensor,
+    variant: str,
+    newest: Tensor | None,
+) -> Tensor:
     """x one step on. data: earlier predictions, newest first; lambdas: at the target and at each of ``data``; ratio: of the noise levels.
 
     newest: the prediction at the target for the corrector, None for the predictor.

@@ -21,7 +21,7 @@ def comfy_modules():
         from comfy.cli_args import args
 
         args.cpu = args.cpu or not torch.cuda.is_available()
-        args.use_pytorch_cross_attention = True         # as in comfy_server.py
+        args.use_pytorch_cross_attention = True  # as in comfy_server.py
         yield
     except ImportError as error:
         pytest.skip(f"the ComfyUI at {ROOT} cannot be imported here: {error}", allow_module_level=True)

@@ -43,7 +43,7 @@ def family_comfy(tmp_path_factory):
     """A ComfyServer with a tiny checkpoint of every golden family and of every variant, FAMILY.safetensors."""
     folder = tmp_path_factory.mktemp("families")
     models = folder / "models/diffusion_models"
-    with comfy_over(folder) as server:                  # written where there is a server alone: gigabytes
+    with comfy_over(folder) as server:  # written where there is a server alone: gigabytes
         for family in LATENT_FORMATS:
             tiny.write_checkpoint(models / f"{family}.safetensors", family)
         for variant in variants.VARIANTS:
@@ -55,7 +55,7 @@ def family_comfy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(folder):
     """Name of a golden family -> its Pair."""
-    from pairs import Pair                              # here, since it imports ComfyUI
+    from pairs import Pair  # here, since it imports ComfyUI
     from parallel_dit.nodes import backends
 
     yield functools.cache(lambda name: Pair(name, folder))

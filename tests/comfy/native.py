@@ -35,7 +35,9 @@ def native_model(family: str) -> comfy.model_patcher.ModelPatcher:
     skip_without_class(told["comfy_class"])
     state = weights_module().state_dict(told["shapes"])
     # what this version detects, at the tiny widths
-    config = getattr(comfy.supported_models, told["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"]})
+    config = getattr(comfy.supported_models, told["comfy_class"])(
+        {**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"]}
+    )
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model(state, "")
     model.load_model_weights(state, "")
@@ -53,8 +55,12 @@ class Rank:
         self.requests = []
 
     def sample(self, message, on_progress, should_cancel):
-        header = json.loads(json.dumps({key: value for key, value in vars(message).items() if key != "tensors"}))
-        sample = protocol.Sample(**header, tensors={name: tensor.cpu().clone() for name, tensor in message.tensors.items()})
+        header = json.loads(
+            json.dumps({key: value for key, value in vars(message).items() if key != "tensors"})
+        )
+        sample = protocol.Sample(
+            **header, tensors={name: tensor.cpu().clone() for name, tensor in message.tensors.items()}
+        )
         self.requests.append(sample)
         tensors = {}
         try:
@@ -62,7 +68,10 @@ class Rank:
         except (UnsupportedError, ConfigError) as error:
             raise client_protocol.RefusedError(str(error)) from None
         total = len(sample.tensors["sigmas"]) - 1
-        callbacks = Callbacks(lambda step, x0: on_progress(client_protocol.Progress(step, total)), on_denoised=lambda x0: tensors.update(denoised=x0))
+        callbacks = Callbacks(
+            lambda step, x0: on_progress(client_protocol.Progress(step, total)),
+            on_denoised=lambda x0: tensors.update(denoised=x0),
+        )
         samples, stats = self.engine.sample(sample, callbacks)
         return client_protocol.Result(stats, {"samples": samples, **tensors})
 

@@ -30,17 +30,25 @@ class Pair:
         skip_without(["LTX-2 with its connectors, nor 2.3"] if name.startswith("ltx2") else [])
         state = weights_module().state_dict(wanted["shapes"])
         # ComfyUI detects what it can, and takes some widths for those of the released sizes
-        config = getattr(comfy.supported_models, wanted["comfy_class"])({**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]})
-        config.unet_config.update(wanted["unet_config"])         # some classes put the released widths over what they are given
+        config = getattr(comfy.supported_models, wanted["comfy_class"])(
+            {**comfy.model_detection.detect_unet_config(state, ""), **wanted["unet_config"]}
+        )
+        config.unet_config.update(
+            wanted["unet_config"]
+        )  # some classes put the released widths over what they are given
         config.set_inference_dtype(dtype, None)
         native = config.get_model(state)
         native.load_model_weights(state, "")
         self.native = comfy.model_patcher.ModelPatcher(native, CPU, CPU)
-        self.dit = handle.load(CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), WEIGHT_DTYPES[dtype])
+        self.dit = handle.load(
+            CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), WEIGHT_DTYPES[dtype]
+        )
         self.ours = remote_model(self.dit)
         stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
         self.positive, self.negative = (_conditioning(stored, branch) for branch in ("positive", "negative"))
-        self.noise = stored["noise"] if "noise" in stored else NestedTensor([stored["noise.0"], stored["noise.1"]])
+        self.noise = (
+            stored["noise"] if "noise" in stored else NestedTensor([stored["noise.0"], stored["noise.1"]])
+        )
         self.latent = self.noise * 0.0
 
     def error(self, run) -> float:
@@ -57,11 +65,25 @@ def parts(latent) -> list[torch.Tensor]:
 
 
 def _conditioning(stored, branch):
-    values = {key.split(".")[1]: value.item() if value.ndim == 0 else value for key, value in stored.items() if key.startswith(branch + ".")}
+    values = {
+        key.split(".")[1]: value.item() if value.ndim == 0 else value
+        for key, value in stored.items()
+        if key.startswith(branch + ".")
+    }
     return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
 
 
 def ksampler(pair: Pair, sampler="euler", scheduler="simple", steps=4, cfg=3.0, **changes):
     """MODEL -> what KSampler's node would return for it."""
-    inputs = {"noise": pair.noise, "positive": pair.positive, "negative": pair.negative, "latent_image": pair.latent, "disable_pbar": True, "seed": 7, **changes}
-    return lambda model: comfy.sample.sample(model, steps=steps, cfg=cfg, sampler_name=sampler, scheduler=scheduler, **inputs)
+    inputs = {
+        "noise": pair.noise,
+        "positive": pair.positive,
+        "negative": pair.negative,
+        "latent_image": pair.latent,
+        "disable_pbar": True,
+        "seed": 7,
+        **changes,
+    }
+    return lambda model: comfy.sample.sample(
+        model, steps=steps, cfg=cfg, sampler_name=sampler, scheduler=scheduler, **inputs
+    )

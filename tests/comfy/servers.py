@@ -12,7 +12,9 @@ from comfy_server import PACK, CannotStart, ComfyServer
 def comfy_over(folder: Path) -> Iterator[ComfyServer]:
     """A ComfyServer with the pack as ``parallel-dit`` and the tests' own nodes; tests are skipped where there is none to start."""
     try:
-        server = ComfyServer(folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"})
+        server = ComfyServer(
+            folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"}
+        )
     except CannotStart as reason:
         pytest.skip(str(reason))
     try:

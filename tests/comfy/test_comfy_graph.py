@@ -15,16 +15,34 @@ TWO_RANKS = {"ulysses_degree": 2, "device": "cpu"}
 SOON = 60
 
 
-def graph(case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-flux.safetensors", **sampler) -> dict:
+def graph(
+    case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-flux.safetensors", **sampler
+) -> dict:
     """An API graph that samples a golden case and compares."""
     file = str(tiny.GOLDEN / f"flux-dev__{case}.safetensors")
-    inputs = {"seed": 42, "steps": 6, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0, **sampler}
+    inputs = {
+        "seed": 42,
+        "steps": 6,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "denoise": 1.0,
+        **sampler,
+    }
     return {
         "1": {"class_type": "TestGoldenInputs", "inputs": {"file": file, "change": change}},
         "2": {"class_type": "ParallelConfig", "inputs": config},
         "3": {"class_type": "LoadParallelDiT", "inputs": {"config": ["2", 0], "model_name": model}},
-        "4": {"class_type": "ParallelSampler", "inputs": {
-            "dit": ["3", 0], "positive": ["1", 0], "negative": ["1", 1], "latent_image": ["1", 2], **inputs}},
+        "4": {
+            "class_type": "ParallelSampler",
+            "inputs": {
+                "dit": ["3", 0],
+                "positive": ["1", 0],
+                "negative": ["1", 1],
+                "latent_image": ["1", 2],
+                **inputs,
+            },
+        },
         "5": {"class_type": "TestGoldenError", "inputs": {"samples": ["4", 0], "file": file}},
     }
 
@@ -33,7 +51,11 @@ def model_graph(case="euler_simple", **arguments) -> dict:
     """The same graph with ComfyUI's KSampler on the MODEL of ParallelModel."""
     nodes = graph(case, **arguments)
     inputs = {key: value for key, value in nodes["4"]["inputs"].items() if key != "dit"}
-    return {**nodes, "4": {"class_type": "KSampler", "inputs": {"model": ["6", 0], **inputs}}, "6": {"class_type": "ParallelModel", "inputs": {"dit": ["3", 0]}}}
+    return {
+        **nodes,
+        "4": {"class_type": "KSampler", "inputs": {"model": ["6", 0], **inputs}},
+        "6": {"class_type": "ParallelModel", "inputs": {"dit": ["3", 0]}},
+    }
 
 
 def custom_graph(sampler: str, scheduler: str, cfg: float, case: str) -> dict:
@@ -41,12 +63,36 @@ def custom_graph(sampler: str, scheduler: str, cfg: float, case: str) -> dict:
     nodes, model = model_graph(case), ["7", 0]
     return {
         **{key: nodes[key] for key in "1236"},
-        "7": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["6", 0], "max_shift": 1.15, "base_shift": 0.5, "width": 1024, "height": 1024}},
-        "8": {"class_type": "CFGGuider", "inputs": {"model": model, "positive": ["1", 0], "negative": ["1", 1], "cfg": cfg}},
-        "9": {"class_type": "BasicScheduler", "inputs": {"model": model, "scheduler": scheduler, "steps": 6, "denoise": 1.0}},
+        "7": {
+            "class_type": "ModelSamplingFlux",
+            "inputs": {
+                "model": ["6", 0],
+                "max_shift": 1.15,
+                "base_shift": 0.5,
+                "width": 1024,
+                "height": 1024,
+            },
+        },
+        "8": {
+            "class_type": "CFGGuider",
+            "inputs": {"model": model, "positive": ["1", 0], "negative": ["1", 1], "cfg": cfg},
+        },
+        "9": {
+            "class_type": "BasicScheduler",
+            "inputs": {"model": model, "scheduler": scheduler, "steps": 6, "denoise": 1.0},
+        },
         "10": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": sampler}},
         "11": {"class_type": "RandomNoise", "inputs": {"noise_seed": 42}},
-        "4": {"class_type": "SamplerCustomAdvanced", "inputs": {"noise": ["11", 0], "guider": ["8", 0], "sampler": ["10", 0], "sigmas": ["9", 0], "latent_image": ["1", 2]}},
+        "4": {
+            "class_type": "SamplerCustomAdvanced",
+            "inputs": {
+                "noise": ["11", 0],
+                "guider": ["8", 0],
+                "sampler": ["10", 0],
+                "sigmas": ["9", 0],
+                "latent_image": ["1", 2],
+            },
+        },
         "5": nodes["5"],
     }
 
@@ -58,33 +104,44 @@ def error_of(run) -> float:
 
 def ranks_of(server) -> dict[int, str]:
     """Process id of every rank of the server's backend."""
-    return {pid: line for pid, line in server.descendants("backend.worker").items() if "torch.distributed.run" not in line}
+    return {
+        pid: line
+        for pid, line in server.descendants("backend.worker").items()
+        if "torch.distributed.run" not in line
+    }
 
 
-@pytest.mark.parametrize("case, sampler", [
-    ("euler_simple", {}),
-    ("denoise06", {"denoise": 0.6}),
-    ("inpaint", {}),
-    ("batch2", {}),
-    ("size20x12", {}),
-    ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
-    ("ddim_ddim_uniform", {"sampler_name": "ddim", "scheduler": "ddim_uniform", "cfg": 1.0}),
-])
+@pytest.mark.parametrize(
+    "case, sampler",
+    [
+        ("euler_simple", {}),
+        ("denoise06", {"denoise": 0.6}),
+        ("inpaint", {}),
+        ("batch2", {}),
+        ("size20x12", {}),
+        ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
+        ("ddim_ddim_uniform", {"sampler_name": "ddim", "scheduler": "ddim_uniform", "cfg": 1.0}),
+    ],
+)
 def test_same_latent_as_ksampler(comfy, case, sampler):
     run = comfy.run(graph(case, **sampler))
     assert error_of(run) < 1e-4
     assert run.steps[-1][0] == run.steps[-1][1] and run.previews > 0
 
 
-@pytest.mark.parametrize("case, config", [
-    ("euler_simple", {"ring_degree": 2}),
-    ("batch2", {"data_parallel_degree": 2}),
-    ("euler_simple", {"ulysses_degree": 2, "shard_weights": True}),
-    ("euler_simple", {"cfg_degree": 2, "offload_modulation": True}),
-    ("euler_simple", {"tensor_parallel_degree": 2}),
-    ("euler_simple", {"tensor_parallel_degree": 2, "split_scheme": "row"}),
-    ("euler_simple", {"pipefusion_degree": 2, "num_pipeline_patch": 1, "attn_layer_num_for_pp": "5,7"}),
-], ids=lambda value: value if isinstance(value, str) else " ".join(value))
+@pytest.mark.parametrize(
+    "case, config",
+    [
+        ("euler_simple", {"ring_degree": 2}),
+        ("batch2", {"data_parallel_degree": 2}),
+        ("euler_simple", {"ulysses_degree": 2, "shard_weights": True}),
+        ("euler_simple", {"cfg_degree": 2, "offload_modulation": True}),
+        ("euler_simple", {"tensor_parallel_degree": 2}),
+        ("euler_simple", {"tensor_parallel_degree": 2, "split_scheme": "row"}),
+        ("euler_simple", {"pipefusion_degree": 2, "num_pipeline_patch": 1, "attn_layer_num_for_pp": "5,7"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 def test_every_way_to_use_ranks_from_the_graph(comfy, case, config):
     assert error_of(comfy.run(graph(case, config={"device": "cpu", **config}))) < 1e-4
 
@@ -94,26 +151,43 @@ def test_custom_sampler(comfy):
     prompt = graph()
     file = prompt["5"]["inputs"]["file"]
     prompt["6"] = {"class_type": "RandomNoise", "inputs": {"noise_seed": 42}}
-    prompt["7"] = {"class_type": "ManualSigmas", "inputs": {"sigmas": ", ".join(f"{sigma:.9f}" for sigma in load_file(file)["sigmas"].tolist())}}
-    prompt["4"] = {"class_type": "ParallelSamplerCustom", "inputs": {
-        "dit": ["3", 0], "noise": ["6", 0], "cfg": 3.0, "sampler_name": "euler", "sigmas": ["7", 0], "positive": ["1", 0], "negative": ["1", 1], "latent_image": ["1", 2]}}
+    prompt["7"] = {
+        "class_type": "ManualSigmas",
+        "inputs": {"sigmas": ", ".join(f"{sigma:.9f}" for sigma in load_file(file)["sigmas"].tolist())},
+    }
+    prompt["4"] = {
+        "class_type": "ParallelSamplerCustom",
+        "inputs": {
+            "dit": ["3", 0],
+            "noise": ["6", 0],
+            "cfg": 3.0,
+            "sampler_name": "euler",
+            "sigmas": ["7", 0],
+            "positive": ["1", 0],
+            "negative": ["1", 1],
+            "latent_image": ["1", 2],
+        },
+    }
     prompt["8"] = {"class_type": "TestGoldenError", "inputs": {"samples": ["4", 1], "file": file}}
     run = comfy.run(prompt)
     assert error_of(run) < 1e-4 and json.loads(run.outputs["8"]["text"][0])["error"] < 1e-4
     assert run.steps == [(step, 6) for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("case, sampler", [
-    ("euler_simple", {}),
-    ("inpaint", {}),
-    ("batch2", {}),
-    ("size20x12", {}),
-    ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
-    ("heun_simple", {"sampler_name": "heun", "cfg": 3.5}),
-    ("uni_pc_simple", {"sampler_name": "uni_pc", "cfg": 2.0}),
-    ("dpmpp_sde_simple", {"sampler_name": "dpmpp_sde", "cfg": 2.0}),
-    ("euler_ancestral_simple", {"sampler_name": "euler_ancestral", "cfg": 1.0}),
-])
+@pytest.mark.parametrize(
+    "case, sampler",
+    [
+        ("euler_simple", {}),
+        ("inpaint", {}),
+        ("batch2", {}),
+        ("size20x12", {}),
+        ("dpmpp_2m_beta", {"sampler_name": "dpmpp_2m", "scheduler": "beta", "cfg": 3.5}),
+        ("heun_simple", {"sampler_name": "heun", "cfg": 3.5}),
+        ("uni_pc_simple", {"sampler_name": "uni_pc", "cfg": 2.0}),
+        ("dpmpp_sde_simple", {"sampler_name": "dpmpp_sde", "cfg": 2.0}),
+        ("euler_ancestral_simple", {"sampler_name": "euler_ancestral", "cfg": 1.0}),
+    ],
+)
 def test_same_latent_from_comfyuis_ksampler(comfy, case, sampler):
     run = comfy.run(model_graph(case, **sampler))
     assert error_of(run) < 1e-4
@@ -165,8 +239,17 @@ def test_other_degrees_load_again_and_say_why(comfy):
     again = comfy.run(graph(config=piped, cfg=1.0))
     assert again.status == "success" and not again.loaded
     told = [next(text for text in each.texts if "rank 0:" in text) for each in (run, again)]
-    assert all(text.count("rank 1:") == 2 and re.search(r"a (picture of 1024 x 1024|latent of 128 x 128) \(4096 rows\)", text) for text in told)
-    assert "two prompts" in told[0] and ", 1 patch:" in told[0] and "one prompt" in told[1] and "5 patches" in told[1].splitlines()[-1]
+    assert all(
+        text.count("rank 1:") == 2
+        and re.search(r"a (picture of 1024 x 1024|latent of 128 x 128) \(4096 rows\)", text)
+        for text in told
+    )
+    assert (
+        "two prompts" in told[0]
+        and ", 1 patch:" in told[0]
+        and "one prompt" in told[1]
+        and "5 patches" in told[1].splitlines()[-1]
+    )
     comfy.run(graph(seed=4))
 
 
@@ -199,7 +282,9 @@ def test_what_one_sees(comfy):
     before = len(comfy.log.read_text(errors="replace"))
     run = comfy.run(graph(steps=60, seed=5))
     assert run.status == "success" and run.steps == [(step, 60) for step in range(1, 61)]
-    assert re.fullmatch(r"60 steps in [\d.]+ s \([\d.]+ (steps/s|s/step), 2 ranks\)", run.texts[-1]), run.texts
+    assert re.fullmatch(r"60 steps in [\d.]+ s \([\d.]+ (steps/s|s/step), 2 ranks\)", run.texts[-1]), (
+        run.texts
+    )
     assert re.fullmatch(r"step \d+/60, \d\d:\d\d left \([\d.]+ (steps/s|s/step)\)", run.texts[0]), run.texts
     assert "60/60 [" in comfy.log.read_text(errors="replace")[before:]
 
@@ -235,27 +320,41 @@ def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy):
     run = comfy.run(graph(steps=2000, seed=7), press)
     assert run.status == "interrupted"
     steps = [later - earlier for earlier, later in zip(moments[1:20], moments[2:20])]
-    step, left = max(steps), 1980 * sum(steps) / len(steps)         # seconds of one, and of those that the interrupt leaves out
+    step, left = (
+        max(steps),
+        1980 * sum(steps) / len(steps),
+    )  # seconds of one, and of those that the interrupt leaves out
     stopped, after = [told for told in comfy.get("/history").values()], history_of(comfy, behind[0])
-    interrupted = max(message["timestamp"] / 1000 for told in stopped for name, message in told["status"]["messages"] if name == "execution_interrupted")
+    interrupted = max(
+        message["timestamp"] / 1000
+        for told in stopped
+        for name, message in told["status"]["messages"]
+        if name == "execution_interrupted"
+    )
     assert interrupted - pressed[0] < 3 * step + left / 50
     assert after["execution_start"] - interrupted < left / 50 and "execution_success" in after
 
 
-@pytest.mark.parametrize("expected, arguments", [
-    ("latent_image has the shape", {"change": "channels"}),
-    ("NaN|not finite|finite", {"change": "nan"}),
-    ("'area'", {"change": "area"}),
-    ("'control'", {"change": "control"}),
-    ("skips the negative prompt", {"cfg": 1.0, "config": {"cfg_degree": 2, "device": "cpu"}}),
-    ("two branches", {"config": {"cfg_degree": 3, "device": "cpu"}}),
-    ("at most 16", {"config": {"ulysses_degree": 32, "device": "cpu"}}),
-    ("no CUDA GPU|this machine has", {"config": {"ulysses_degree": 64, "device": "cuda"}}),
-    ("num_pipeline_patch", {"config": {"pipefusion_degree": 2, "num_pipeline_patch": 1000, "device": "cpu"}}),
-    ("not a list of device numbers", {"config": {"gpus": "a,b"}}),
-    ("No backend listens|PARALLEL_DIT_TOKEN", {"config": {"address": "tcp:127.0.0.1:1"}}),
-    ("not a backend's address|PARALLEL_DIT_TOKEN", {"config": {"address": "somewhere"}}),
-])
+@pytest.mark.parametrize(
+    "expected, arguments",
+    [
+        ("latent_image has the shape", {"change": "channels"}),
+        ("NaN|not finite|finite", {"change": "nan"}),
+        ("'area'", {"change": "area"}),
+        ("'control'", {"change": "control"}),
+        ("skips the negative prompt", {"cfg": 1.0, "config": {"cfg_degree": 2, "device": "cpu"}}),
+        ("two branches", {"config": {"cfg_degree": 3, "device": "cpu"}}),
+        ("at most 16", {"config": {"ulysses_degree": 32, "device": "cpu"}}),
+        ("no CUDA GPU|this machine has", {"config": {"ulysses_degree": 64, "device": "cuda"}}),
+        (
+            "num_pipeline_patch",
+            {"config": {"pipefusion_degree": 2, "num_pipeline_patch": 1000, "device": "cpu"}},
+        ),
+        ("not a list of device numbers", {"config": {"gpus": "a,b"}}),
+        ("No backend listens|PARALLEL_DIT_TOKEN", {"config": {"address": "tcp:127.0.0.1:1"}}),
+        ("not a backend's address|PARALLEL_DIT_TOKEN", {"config": {"address": "somewhere"}}),
+    ],
+)
 def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arguments):
     run = comfy.run(graph(**arguments))
     assert run.status == "error"
@@ -272,7 +371,14 @@ def test_cfg_degree_without_guidance_is_refused_before_anything_is_launched(comf
     assert ranks_of(comfy) == before  # the four ranks would have taken their place
 
 
-@pytest.mark.parametrize("name, content", [("truncated.safetensors", "half"), ("text.safetensors", b"not a checkpoint"), ("other.safetensors", "other")])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("truncated.safetensors", "half"),
+        ("text.safetensors", b"not a checkpoint"),
+        ("other.safetensors", "other"),
+    ],
+)
 def test_bad_files(comfy, name, content):
     models = comfy.folder / "models/diffusion_models"
     whole = (models / "tiny-flux.safetensors").read_bytes()
@@ -281,6 +387,7 @@ def test_bad_files(comfy, name, content):
     elif content == "other":
         from safetensors.torch import save
         from torch import zeros
+
         content = save({"some.other.weight": zeros(4, 4)})
     (models / name).write_bytes(content)
     run = comfy.run(graph(model=name))
@@ -307,13 +414,19 @@ def test_killed_rank_is_named_and_the_next_queue_works(comfy):
     def kill_rank_1(step):
         if step >= 3 and not killed:
             rank_1 = max(ranks_of(comfy))
-            rank = [part for part in open(f"/proc/{rank_1}/environ").read().split("\0") if part.startswith("RANK=")][0][5:]
+            rank = [
+                part
+                for part in open(f"/proc/{rank_1}/environ").read().split("\0")
+                if part.startswith("RANK=")
+            ][0][5:]
             os.kill(rank_1, signal.SIGKILL)
             killed.update(rank=rank, at=time.monotonic())
 
     run = comfy.run(graph(steps=500, seed=4), kill_rank_1)
     assert run.status == "error" and time.monotonic() - killed["at"] < SOON
-    assert f"rank {killed['rank']} was killed by SIGKILL" in run.message and "\n" not in run.message.strip(), run.message
+    assert (
+        f"rank {killed['rank']} was killed by SIGKILL" in run.message and "\n" not in run.message.strip()
+    ), run.message
     assert error_of(comfy.run(graph("size20x12"))) < 1e-4
 
 

@@ -9,7 +9,17 @@ from backend.config import ParallelConfig
 from comfy_server import PACK
 from versions import skip_without_nodes
 
-NODES = ["ParallelConfig", "LoadParallelDiT", "ParallelLoRA", "ParallelSampler", "ParallelSamplerAdvanced", "ParallelSamplerCustom", "ParallelModel", "LoadDiffusersCLIPVAE", "ParallelDemoLoader"]
+NODES = [
+    "ParallelConfig",
+    "LoadParallelDiT",
+    "ParallelLoRA",
+    "ParallelSampler",
+    "ParallelSamplerAdvanced",
+    "ParallelSamplerCustom",
+    "ParallelModel",
+    "LoadDiffusersCLIPVAE",
+    "ParallelDemoLoader",
+]
 WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 
 
@@ -34,7 +44,9 @@ def test_node(comfy, name):
 def test_config_inputs_all_have_defaults(comfy):
     info = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]
     assert not info.get("required")
-    assert {name: options["default"] for name, (_, options) in info["optional"].items()} == asdict(ParallelConfig())
+    assert {name: options["default"] for name, (_, options) in info["optional"].items()} == asdict(
+        ParallelConfig()
+    )
 
 
 def test_seed_can_change_after_each_queue(comfy):
@@ -42,17 +54,23 @@ def test_seed_can_change_after_each_queue(comfy):
     assert seed["control_after_generate"] is True and seed["max"] == 2**64 - 1
 
 
-@pytest.mark.parametrize("ours, theirs", [("ParallelSampler", "KSampler"), ("ParallelSamplerAdvanced", "KSamplerAdvanced")])
+@pytest.mark.parametrize(
+    "ours, theirs", [("ParallelSampler", "KSampler"), ("ParallelSamplerAdvanced", "KSamplerAdvanced")]
+)
 def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
     """The same names in the same order, with dit for model and shift behind them; the same ranges, and KSamplerAdvanced's defaults."""
     told = {name: comfy.get(f"/object_info/{name}")[name]["input"] for name in (ours, theirs)}
     names = {name: list(inputs["required"]) for name, inputs in told.items()}
-    assert names[ours] == ["dit" if name == "model" else name for name in names[theirs]] and list(told[ours]["optional"]) == ["shift"]
+    assert names[ours] == ["dit" if name == "model" else name for name in names[theirs]] and list(
+        told[ours]["optional"]
+    ) == ["shift"]
     for name in names[theirs][1:]:
         mine, native = (told[node]["required"][name] for node in (ours, theirs))
         compared = ("min", "max", "step", "round") + ("default",) * (ours == "ParallelSamplerAdvanced")
         if len(native) > 1 and native[0] in ("INT", "FLOAT"):
-            assert {key: mine[1].get(key) for key in compared} == {key: native[1].get(key) for key in compared}, name
+            assert {key: mine[1].get(key) for key in compared} == {
+                key: native[1].get(key) for key in compared
+            }, name
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -68,17 +86,32 @@ def test_workflow_is_a_template(comfy, name):
 
 def widgets_of(info: dict) -> dict[str, dict]:
     """Name -> options of the inputs that are widgets, in the node's order."""
-    inputs, widgets = [(name, *(*info["input"][part][name], {})[:2]) for part in ("required", "optional") for name in info["input_order"].get(part, [])], {}
+    inputs, widgets = (
+        [
+            (name, *(*info["input"][part][name], {})[:2])
+            for part in ("required", "optional")
+            for name in info["input_order"].get(part, [])
+        ],
+        {},
+    )
     for name, kind, options in inputs:
-        if kind == "COMFY_DYNAMICCOMBO_V3" and not options.get("hidden"):        # its first option's own inputs stand behind it
-            widgets |= {name: options} | {f"{name}.{inner}": {} for inner in options["options"][0]["inputs"].get("required", {})}
+        if kind == "COMFY_DYNAMICCOMBO_V3" and not options.get(
+            "hidden"
+        ):  # its first option's own inputs stand behind it
+            widgets |= {name: options} | {
+                f"{name}.{inner}": {} for inner in options["options"][0]["inputs"].get("required", {})
+            }
         elif isinstance(kind, list) or set(kind.split(",")) <= {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}:
             widgets[name] = options
     return widgets
 
 
 def with_defaults(node: dict, known: dict) -> dict:
-    defaults = {name: options["default"] for name, options in widgets_of(known[node["class_type"]]).items() if "default" in options}
+    defaults = {
+        name: options["default"]
+        for name, options in widgets_of(known[node["class_type"]]).items()
+        if "default" in options
+    }
     return {"class_type": node["class_type"], "inputs": defaults | node["inputs"]}
 
 
@@ -94,6 +127,8 @@ def as_prompt(graph: dict, known: dict) -> dict:
             inputs[name] = next(values, options.get("default"))
             if options.get("control_after_generate"):
                 next(values)
-        linked = {entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        linked = {
+            entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None
+        }
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs | linked}
     return prompt

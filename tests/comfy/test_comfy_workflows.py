@@ -14,32 +14,102 @@ from versions import skip_without, skip_without_nodes
 
 NAMES = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
 #: Loaders that would read gigabytes -> what stands in for them.
-TEXT, VIDEO_TEXT = ("TestText", {"width": 64, "pooled": 32, "rows": 12}), ("TestText", {"width": 4096, "pooled": 32, "rows": 512})
-STAND_INS = {"flux": {"DualCLIPLoader": TEXT, "VAELoader": ("TestVae", {"video": False})},
-             "wan": {"CLIPLoader": VIDEO_TEXT, "VAELoader": ("TestVae", {"video": True}), "CLIPVisionLoader": ("TestVision", {})}}
+TEXT, VIDEO_TEXT = (
+    ("TestText", {"width": 64, "pooled": 32, "rows": 12}),
+    ("TestText", {"width": 4096, "pooled": 32, "rows": 512}),
+)
+STAND_INS = {
+    "flux": {"DualCLIPLoader": TEXT, "VAELoader": ("TestVae", {"video": False})},
+    "wan": {
+        "CLIPLoader": VIDEO_TEXT,
+        "VAELoader": ("TestVae", {"video": True}),
+        "CLIPVisionLoader": ("TestVision", {}),
+    },
+}
 #: Start of a workflow's name -> the golden family whose tiny checkpoint and prompt stand in for the released ones.
 TINY = {
-    "sd35": "sd3", "pixart_sigma": "pixart-sigma", "hunyuan_dit": "hunyuan-dit", "chroma": "chroma", "qwen_image21": "qwen-image21", "qwen_image_": "qwen-image", "flux_kontext": "flux-dev", "z_image": "z-image-turbo",
-    "krea2": "krea2", "flux2": "flux2-dev", "lumina2": "lumina2", "hidream": "hidream", "kandinsky5": "kandinsky5", "hunyuan_video_": "hunyuan-video", "hunyuan_video15": "hunyuan-video15",
-    "cogvideox": "cogvideox", "ltxv": "ltxv", "ltx2_": "ltx2", "ltx25": "ltx23", "minimax_h3": "minimax-h3", "ideogram4": "ideogram4",
+    "sd35": "sd3",
+    "pixart_sigma": "pixart-sigma",
+    "hunyuan_dit": "hunyuan-dit",
+    "chroma": "chroma",
+    "qwen_image21": "qwen-image21",
+    "qwen_image_": "qwen-image",
+    "flux_kontext": "flux-dev",
+    "z_image": "z-image-turbo",
+    "krea2": "krea2",
+    "flux2": "flux2-dev",
+    "lumina2": "lumina2",
+    "hidream": "hidream",
+    "kandinsky5": "kandinsky5",
+    "hunyuan_video_": "hunyuan-video",
+    "hunyuan_video15": "hunyuan-video15",
+    "cogvideox": "cogvideox",
+    "ltxv": "ltxv",
+    "ltx2_": "ltx2",
+    "ltx25": "ltx23",
+    "minimax_h3": "minimax-h3",
+    "ideogram4": "ideogram4",
 }
 #: Start of a workflow's name whose encoders are a folder's -> the tiny pipeline that stands in for it, encoders and all.
 FOLDERS = {"sana": "SanaPipeline", "flux3": "Flux3ModularPipeline"}
-LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader")
+LOADERS = (
+    "CLIPLoader",
+    "DualCLIPLoader",
+    "TripleCLIPLoader",
+    "QuadrupleCLIPLoader",
+    "LTXAVTextEncoderLoader",
+)
 #: Family whose video has sound -> its latent: channels, and frequencies where it has them.
-SOUND = {**dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}), "minimax-h3": {"channels": 32}}
+SOUND = {
+    **dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}),
+    "minimax-h3": {"channels": 32},
+}
 #: Input -> value that keeps a run short; a step of the graph is scaled with them.
-SMALL = {"width": 128, "height": 128, "resolution": 128, "length": 9, "frames_number": 9, "steps": 4, "device": "cpu"}
+SMALL = {
+    "width": 128,
+    "height": 128,
+    "resolution": 128,
+    "length": 9,
+    "frames_number": 9,
+    "steps": 4,
+    "device": "cpu",
+}
 #: Noise levels that are written out, for as many steps.
 SIGMAS = "1.0, 0.9, 0.7, 0.4, 0.0"
 #: Family whose latents are smaller -> pixels to one of them, and their channels.
-SCALES, CHANNELS = {"flux2-dev": 16, "ltx2": 32, "ltx23": 32, "qwen-image21": 16}, {"flux2-dev": 128, "ltx2": 128, "ltx23": 128, "qwen-image21": 64}
+SCALES, CHANNELS = (
+    {"flux2-dev": 16, "ltx2": 32, "ltx23": 32, "qwen-image21": 16},
+    {"flux2-dev": 128, "ltx2": 128, "ltx23": 128, "qwen-image21": 64},
+)
 #: Widths that a node takes at least.
 LEAST = {"Ideogram4Scheduler": 256}
-WAN_IMAGE = {"patch_embedding.weight": (512, 36, 1, 2, 2), **{f"img_emb.proj.{layer}.{leaf}": shape for layer, leaf, shape in (
-    (0, "weight", (1280,)), (0, "bias", (1280,)), (1, "weight", (1280, 1280)), (1, "bias", (1280,)), (3, "weight", (512, 1280)), (3, "bias", (512,)), (4, "weight", (512,)), (4, "bias", (512,)))},
-    **{f"blocks.{i}.cross_attn.{name}": shape for i in range(4) for name, shape in (
-        ("k_img.weight", (512, 512)), ("k_img.bias", (512,)), ("v_img.weight", (512, 512)), ("v_img.bias", (512,)), ("norm_k_img.weight", (512,)))}}
+WAN_IMAGE = {
+    "patch_embedding.weight": (512, 36, 1, 2, 2),
+    **{
+        f"img_emb.proj.{layer}.{leaf}": shape
+        for layer, leaf, shape in (
+            (0, "weight", (1280,)),
+            (0, "bias", (1280,)),
+            (1, "weight", (1280, 1280)),
+            (1, "bias", (1280,)),
+            (3, "weight", (512, 1280)),
+            (3, "bias", (512,)),
+            (4, "weight", (512,)),
+            (4, "bias", (512,)),
+        )
+    },
+    **{
+        f"blocks.{i}.cross_attn.{name}": shape
+        for i in range(4)
+        for name, shape in (
+            ("k_img.weight", (512, 512)),
+            ("k_img.bias", (512,)),
+            ("v_img.weight", (512, 512)),
+            ("v_img.bias", (512,)),
+            ("norm_k_img.weight", (512,)),
+        )
+    },
+}
 
 
 def read(name: str) -> dict:
@@ -51,7 +121,10 @@ def nodes_of(graph: dict, kind: str) -> list[dict]:
 
 
 def family_of(name: str) -> str:
-    return next((family for start, family in {**TINY, **FOLDERS}.items() if name.startswith(start)), "wan" if name.startswith("wan") else "flux")
+    return next(
+        (family for start, family in {**TINY, **FOLDERS}.items() if name.startswith(start)),
+        "wan" if name.startswith("wan") else "flux",
+    )
 
 
 def stand_ins(family: str, scale: int) -> dict:
@@ -59,9 +132,19 @@ def stand_ins(family: str, scale: int) -> dict:
     if family in STAND_INS:
         return STAND_INS[family]
     golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
-    picture = {"video": family in ("qwen-image", "ltx2", "ltx23"), "scale": scale, "channels": CHANNELS.get(family, 16)}
-    return {loader: ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden) for loader in LOADERS} | {
-        "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture), "VAELoader": ("TestVae", picture), "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {}))}
+    picture = {
+        "video": family in ("qwen-image", "ltx2", "ltx23"),
+        "scale": scale,
+        "channels": CHANNELS.get(family, 16),
+    }
+    return {
+        loader: ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden)
+        for loader in LOADERS
+    } | {
+        "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture),
+        "VAELoader": ("TestVae", picture),
+        "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {})),
+    }
 
 
 def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
@@ -74,21 +157,35 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
             if inputs.get(key, 10000) < 10000:
                 inputs[key] = int(inputs[key] * share)
         small = SMALL | ({"megapixels": 0.02} if family == "flux2-dev" else {})
-        inputs |= {key: value for key, value in small.items() if key in inputs and not isinstance(inputs[key], list) or node["class_type"] == "ParallelConfig" and key == "device"}
+        inputs |= {
+            key: value
+            for key, value in small.items()
+            if key in inputs
+            and not isinstance(inputs[key], list)
+            or node["class_type"] == "ParallelConfig"
+            and key == "device"
+        }
         inputs |= {"sigmas": SIGMAS} if node["class_type"] == "ManualSigmas" else {}
-        inputs |= {key: LEAST[node["class_type"]] for key in ("width", "height") if node["class_type"] in LEAST}
+        inputs |= {
+            key: LEAST[node["class_type"]] for key in ("width", "height") if node["class_type"] in LEAST
+        }
         if "audio" in inputs.get("vae_name", ""):
             node["class_type"], node["inputs"] = "TestAudioVae", SOUND[family]
         elif node["class_type"] in replaced:
             node["class_type"], node["inputs"] = replaced[node["class_type"]]
-        if not inputs.get("model_name", ".safetensors").endswith(".safetensors") and family not in FOLDERS.values():  # a folder of diffusers
+        if (
+            not inputs.get("model_name", ".safetensors").endswith(".safetensors")
+            and family not in FOLDERS.values()
+        ):  # a folder of diffusers
             inputs["model_name"] += ".safetensors"
     return graph
 
 
 def write_tiny(path, family: str):
     """A tiny checkpoint under the name of a real one: other weights for every name."""
-    shapes = facts({"flux": "flux-dev", "wan": "wan21-t2v"}.get(family, family))["shapes"] | (WAN_IMAGE if "i2v" in path.name else {})
+    shapes = facts({"flux": "flux-dev", "wan": "wan21-t2v"}.get(family, family))["shapes"] | (
+        WAN_IMAGE if "i2v" in path.name else {}
+    )
     state = weights_module().state_dict(shapes)
     if "low_noise" in path.name:
         state = {key: value.flip(0) for key, value in state.items()}
@@ -121,10 +218,16 @@ def files(comfy):
 
 def picture_of(comfy, run) -> bytes:
     image = next(output["images"][0] for output in run.outputs.values() if "images" in output)
-    return comfy.fetch(f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}")
+    return comfy.fetch(
+        f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}"
+    )
 
 
-@pytest.mark.parametrize("config", [{}, {"ulysses_degree": 1, "cfg_degree": 2}, {"ulysses_degree": 1, "pipefusion_degree": 2}], ids=["as it is", "cfg", "pipefusion"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"ulysses_degree": 1, "cfg_degree": 2}, {"ulysses_degree": 1, "pipefusion_degree": 2}],
+    ids=["as it is", "cfg", "pipefusion"],
+)
 def test_demo_makes_a_picture(comfy, config):
     graph = read("demo")
     nodes_of(graph, "ParallelConfig")[0]["inputs"].update(config)
@@ -137,7 +240,7 @@ def test_demo_makes_a_picture(comfy, config):
 
 def degrees(name: str) -> list:
     """Workflows with the same ranks follow each other, so that the ranks start once."""
-    config, = nodes_of(read(name), "ParallelConfig")
+    (config,) = nodes_of(read(name), "ParallelConfig")
     return sorted((key, value) for key, value in config["inputs"].items() if key.endswith("_degree"))
 
 
@@ -150,11 +253,17 @@ def test_workflow_makes_a_picture(comfy, files, name):
     run = comfy.run(graph)
     skip_without(re.findall(r"this ComfyUI has no (\w+)", run.message))
     assert run.status == "success", run.message or run.node_errors
-    steps = sum(min(node["inputs"].get("end_at_step", 4), 4) - node["inputs"].get("start_at_step", 0) for node in nodes_of(graph, "ParallelSampler") or [node for node in graph.values() if "steps" in node["inputs"]])
+    steps = sum(
+        min(node["inputs"].get("end_at_step", 4), 4) - node["inputs"].get("start_at_step", 0)
+        for node in nodes_of(graph, "ParallelSampler")
+        or [node for node in graph.values() if "steps" in node["inputs"]]
+    )
     assert len(run.steps) == steps == 4
     assert sum(most for value, most in run.steps if value == most) == 4
     picture = picture_of(comfy, run)
-    start, kind = {"SaveImage": (1, b"PNG"), "SaveAnimatedWEBP": (8, b"WEBP"), "SaveVideo": (4, b"ftyp")}[next(node["class_type"] for node in graph.values() if node["class_type"].startswith("Save"))]
+    start, kind = {"SaveImage": (1, b"PNG"), "SaveAnimatedWEBP": (8, b"WEBP"), "SaveVideo": (4, b"ftyp")}[
+        next(node["class_type"] for node in graph.values() if node["class_type"].startswith("Save"))
+    ]
     assert picture[start:].startswith(kind)
 
 
@@ -165,7 +274,13 @@ def test_both_experts_stay_loaded(comfy, files):
     assert comfy.run(graph).status == "success"
     log = comfy.log.read_text(errors="replace")
     ranks = comfy.descendants("backend.worker").keys()
-    again = {key: {**node, "inputs": {**node["inputs"], **({"noise_seed": 8} if "noise_seed" in node["inputs"] else {})}} for key, node in graph.items()}
+    again = {
+        key: {
+            **node,
+            "inputs": {**node["inputs"], **({"noise_seed": 8} if "noise_seed" in node["inputs"] else {})},
+        }
+        for key, node in graph.items()
+    }
     run = comfy.run(again)
     assert run.status == "success" and len(run.steps) == 4
     loaders = {key for key, node in graph.items() if node["class_type"] == "LoadParallelDiT"}

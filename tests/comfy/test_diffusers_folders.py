@@ -28,9 +28,20 @@ PROMPT, NEGATIVE = "a red fox in snow", "blurry"
 NAMES = [*pipeline_folders.PIPELINES, "Flux3ModularPipeline"]
 #: Pipeline whose VAE is a kind of its own -> channels, pixels to a latent's side, frames to one (None: of pictures), channels of a picture.
 LATENTS = {
-    "SanaPipeline": (32, 32, None, 3), "AuraFlowPipeline": (4, 8, None, 3), "SkyReelsV2Pipeline": (16, 8, 4, 3), "MochiPipeline": (12, 8, 6, 3), "QwenImage21Pipeline": (64, 16, None, 4), "Flux3ModularPipeline": (128, 16, None, 3)}
+    "SanaPipeline": (32, 32, None, 3),
+    "AuraFlowPipeline": (4, 8, None, 3),
+    "SkyReelsV2Pipeline": (16, 8, 4, 3),
+    "MochiPipeline": (12, 8, 6, 3),
+    "QwenImage21Pipeline": (64, 16, None, 4),
+    "Flux3ModularPipeline": (128, 16, None, 3),
+}
 #: What a call of a pipeline takes beside prompts and steps, to be small.
-SMALL = {"SanaPipeline": {"use_resolution_binning": False}, "SanaVideoPipeline": {"use_resolution_binning": False, "frames": 5}, "SkyReelsV2Pipeline": {"num_frames": 5}, "MochiPipeline": {"num_frames": 7}}
+SMALL = {
+    "SanaPipeline": {"use_resolution_binning": False},
+    "SanaVideoPipeline": {"use_resolution_binning": False, "frames": 5},
+    "SkyReelsV2Pipeline": {"num_frames": 5},
+    "MochiPipeline": {"num_frames": 7},
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,10 @@ def folder(tmp_path_factory):
 def quiet_cleaning(monkeypatch):
     """SkyReels-V2's pipeline cleans prompts with a package that need not be here."""
     from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2 as module
-    monkeypatch.setattr(module, "ftfy", type("ftfy", (), {"fix_text": staticmethod(lambda text: text)}), raising=False)
+
+    monkeypatch.setattr(
+        module, "ftfy", type("ftfy", (), {"fix_text": staticmethod(lambda text: text)}), raising=False
+    )
 
 
 def whole(folder, name: str):
@@ -54,16 +68,31 @@ def whole(folder, name: str):
     blocks = diffusers.Flux3AutoBlocks()
     blocks.sub_blocks.pop("prompt_upsampler")
     pipeline = blocks.init_pipeline()
-    pipeline.update_components(**{spec.name: spec.load(pretrained_model_name_or_path=str(folder), subfolder=spec.name) for spec in blocks.expected_components if spec.default_creation_method == "from_pretrained"})
+    pipeline.update_components(
+        **{
+            spec.name: spec.load(pretrained_model_name_or_path=str(folder), subfolder=spec.name)
+            for spec in blocks.expected_components
+            if spec.default_creation_method == "from_pretrained"
+        }
+    )
     return pipeline
 
 
 def seen_by_the_transformer(pipeline, **inputs) -> list[tuple]:
     """(text, mask or None) of every sample that the pipeline gives its transformer in two steps."""
     calls = []
-    pipeline.transformer.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    pipeline.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
     pipeline(prompt=PROMPT, negative_prompt=NEGATIVE, height=64, width=64, num_inference_steps=2, **inputs)
-    return [(text, mask) for call in calls for text, mask in zip(call["encoder_hidden_states"], call["encoder_attention_mask"] if call.get("encoder_attention_mask") is not None else [None] * 9)]
+    return [
+        (text, mask)
+        for call in calls
+        for text, mask in zip(
+            call["encoder_hidden_states"],
+            call["encoder_attention_mask"] if call.get("encoder_attention_mask") is not None else [None] * 9,
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "QwenImage21Pipeline"])
@@ -72,9 +101,14 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(folder, name):
     clips = diffusers_clips(pipelines.open_text(folder(name)), "cpu")
     assert len(seen) == 4
     for clip, text in zip(clips, (PROMPT, NEGATIVE)):
-        (states, values), = clip.encode_from_tokens_scheduled(clip.tokenize(text))
+        ((states, values),) = clip.encode_from_tokens_scheduled(clip.tokenize(text))
         mask = values.get("attention_mask")
-        assert any(torch.equal(states[0], theirs) and (their_mask is None) == (mask is None) and (mask is None or torch.equal(mask[0], their_mask)) for theirs, their_mask in seen), text
+        assert any(
+            torch.equal(states[0], theirs)
+            and (their_mask is None) == (mask is None)
+            and (mask is None or torch.equal(mask[0], their_mask))
+            for theirs, their_mask in seen
+        ), text
     assert values.keys() <= {"attention_mask"} and clip.encode(text).shape == states.shape
 
 
@@ -90,7 +124,7 @@ def test_qwen_image21_leaves_out_the_system_prompt(folder):
     with torch.inference_mode():
         want, _, _ = encoder.encode_prompt(PROMPT)
     for clip in diffusers_clips(pipelines.open_text(folder("QwenImage21Pipeline")), "cpu"):
-        (states, values), = clip.encode_from_tokens_scheduled(clip.tokenize(PROMPT))
+        ((states, values),) = clip.encode_from_tokens_scheduled(clip.tokenize(PROMPT))
         assert torch.equal(states, want) and not values
 
 
@@ -100,14 +134,28 @@ def test_vae(folder, name):
     channels, scale, time, colours = LATENTS[name]
     model = pipelines.open_vae(folder(name), torch.float32)
     vae, is_video = DiffusersVAE(model), time is not None
-    assert (vae.latent_channels, vae.spacial_compression_decode(), vae.spacial_compression_encode(), vae.temporal_compression_decode()) == (channels, scale, scale, time)
-    latent = torch.randn(2 - is_video, channels, *[2] * is_video, 4, 6, generator=torch.Generator().manual_seed(1))
+    assert (
+        vae.latent_channels,
+        vae.spacial_compression_decode(),
+        vae.spacial_compression_encode(),
+        vae.temporal_compression_decode(),
+    ) == (channels, scale, scale, time)
+    latent = torch.randn(
+        2 - is_video, channels, *[2] * is_video, 4, 6, generator=torch.Generator().manual_seed(1)
+    )
     with torch.inference_mode():
         found = vae.decode(latent)
-        assert found.shape == (len(latent), *[(time or 0) + 1] * is_video, 4 * scale, 6 * scale, colours) and 0.0 <= found.min() < found.max() <= 1.0
+        assert (
+            found.shape == (len(latent), *[(time or 0) + 1] * is_video, 4 * scale, 6 * scale, colours)
+            and 0.0 <= found.min() < found.max() <= 1.0
+        )
         theirs = latent
         if name == "Flux3ModularPipeline":
-            theirs = torch.nn.functional.pixel_shuffle(latent * torch.sqrt(model.bn.running_var + 1e-4).view(1, -1, 1, 1) + model.bn.running_mean.view(1, -1, 1, 1), 2)
+            theirs = torch.nn.functional.pixel_shuffle(
+                latent * torch.sqrt(model.bn.running_var + 1e-4).view(1, -1, 1, 1)
+                + model.bn.running_mean.view(1, -1, 1, 1),
+                2,
+            )
         elif name == "QwenImage21Pipeline":
             theirs = latent[:, :, None]
         want = model.decode(theirs).sample
@@ -116,19 +164,23 @@ def test_vae(folder, name):
         tiled = vae.decode_tiled(latent, tile_x=4, tile_y=4, overlap=1)
         assert tiled.shape == found.shape and (tiled - found).abs().mean() < 0.2
         pixels = found[0] if is_video else found[..., :3]
-        encoded, pieces = vae.encode(pixels), vae.encode_tiled(pixels, tile_x=4 * scale, tile_y=4 * scale, overlap=scale)
+        encoded, pieces = (
+            vae.encode(pixels),
+            vae.encode_tiled(pixels, tile_x=4 * scale, tile_y=4 * scale, overlap=scale),
+        )
         assert encoded.shape == pieces.shape == latent.shape
-        cropped = vae.encode(pixels[:, :-3, :-1])                # not a multiple of the scale
+        cropped = vae.encode(pixels[:, :-3, :-1])  # not a multiple of the scale
         assert cropped.shape == (*latent.shape[:-2], 3, 5)
 
 
 def test_flux3_latents_are_the_models(folder):
     """FLUX.3's references are encoded by its own block as by this VAE."""
     from diffusers.modular_pipelines.flux3.encoders import Flux3VaeEncoderStep
+
     block = Flux3VaeEncoderStep().init_pipeline()
     block.update_components(vae=pipelines.open_vae(folder("Flux3ModularPipeline"), torch.float32))
     picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
-    want, = block(condition_images=[picture.movedim(-1, 1) * 2 - 1], output="image_cond_latents")
+    (want,) = block(condition_images=[picture.movedim(-1, 1) * 2 - 1], output="image_cond_latents")
     with torch.inference_mode():
         torch.testing.assert_close(DiffusersVAE(block.vae).encode(picture), want, atol=1e-5, rtol=1e-5)
 
@@ -142,23 +194,61 @@ def returned(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", pipelines.RETURNS)
 def test_returns_are_told_in_diffusers_order(name):
-    assert all(ours in (None, theirs) for ours, theirs in zip(pipelines.RETURNS[name], returned(name), strict=True))
+    assert all(
+        ours in (None, theirs) for ours, theirs in zip(pipelines.RETURNS[name], returned(name), strict=True)
+    )
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda path: shutil.rmtree(path / "text_encoder"), "has no text_encoder, with which prompts are encoded; download the whole folder"),
-    (lambda path: shutil.rmtree(path / "tokenizer"), "has no tokenizer, with which prompts are encoded"),
-    (lambda path: shutil.rmtree(path / "vae"), "has no vae, with which latents are decoded"),
-    (lambda path: (path / "model_index.json").unlink(), "has no model_index.json, so it is no pipeline with text encoders"),
-    (lambda path: change_index(path, _class_name="WanPipeline"), "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, .*CLIPLoader"),
-    (lambda path: change_index(path, text_encoder=None, tokenizer=None), "names no text encoder in its model_index.json"),
-    (lambda path: change_index(path, text_encoder=["my_encoder", "Encoder"]), r"brings code of its own for its text_encoder \(my_encoder\), which is not run"),
-    (lambda path: (path / "text_encoder/model.safetensors").unlink(), "the text encoders of the folder SanaPipeline cannot be read .*model.safetensors"),
-    (lambda path: (path / "text_encoder/model.safetensors").rename(path / "text_encoder/pytorch_model.bin"), "the text encoders of the folder SanaPipeline cannot be read .*model.safetensors"),
-    (lambda path: (path / "model_index.json").write_text("{"), "the model_index.json of the folder SanaPipeline cannot be read"),
-    (lambda path: (path / "tokenizer/tokenizer.json").unlink(), "the text encoders of the folder SanaPipeline cannot be read"),
-    (lambda path: (path / "vae/config.json").write_text("{}"), "the vae of the folder SanaPipeline cannot be read"),
-], ids=lambda value: "" if callable(value) else value[:24])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            lambda path: shutil.rmtree(path / "text_encoder"),
+            "has no text_encoder, with which prompts are encoded; download the whole folder",
+        ),
+        (lambda path: shutil.rmtree(path / "tokenizer"), "has no tokenizer, with which prompts are encoded"),
+        (lambda path: shutil.rmtree(path / "vae"), "has no vae, with which latents are decoded"),
+        (
+            lambda path: (path / "model_index.json").unlink(),
+            "has no model_index.json, so it is no pipeline with text encoders",
+        ),
+        (
+            lambda path: change_index(path, _class_name="WanPipeline"),
+            "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, .*CLIPLoader",
+        ),
+        (
+            lambda path: change_index(path, text_encoder=None, tokenizer=None),
+            "names no text encoder in its model_index.json",
+        ),
+        (
+            lambda path: change_index(path, text_encoder=["my_encoder", "Encoder"]),
+            r"brings code of its own for its text_encoder \(my_encoder\), which is not run",
+        ),
+        (
+            lambda path: (path / "text_encoder/model.safetensors").unlink(),
+            "the text encoders of the folder SanaPipeline cannot be read .*model.safetensors",
+        ),
+        (
+            lambda path: (path / "text_encoder/model.safetensors").rename(
+                path / "text_encoder/pytorch_model.bin"
+            ),
+            "the text encoders of the folder SanaPipeline cannot be read .*model.safetensors",
+        ),
+        (
+            lambda path: (path / "model_index.json").write_text("{"),
+            "the model_index.json of the folder SanaPipeline cannot be read",
+        ),
+        (
+            lambda path: (path / "tokenizer/tokenizer.json").unlink(),
+            "the text encoders of the folder SanaPipeline cannot be read",
+        ),
+        (
+            lambda path: (path / "vae/config.json").write_text("{}"),
+            "the vae of the folder SanaPipeline cannot be read",
+        ),
+    ],
+    ids=lambda value: "" if callable(value) else value[:24],
+)
 def test_folders_that_lack_something(folder, tmp_path, change, words):
     path = shutil.copytree(folder("SanaPipeline"), tmp_path / "SanaPipeline")
     change(path)
@@ -176,6 +266,7 @@ def change_index(path, **values):
 
 def test_a_package_that_is_not_there(folder, monkeypatch):
     from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2 as module
+
     monkeypatch.delattr(module, "ftfy")
     clip, _ = diffusers_clips(pipelines.open_text(folder("SkyReelsV2Pipeline")), "cpu")
     with pytest.raises(RefusedError, match='cleans prompts with the package ftfy, .*-m pip install "ftfy"'):
@@ -194,6 +285,7 @@ def test_what_the_clip_is_not(folder):
 
 def test_text_encoders_that_do_not_fit(folder, monkeypatch):
     import comfy.model_management as management
+
     clip, _ = diffusers_clips(pipelines.open_text(folder("SanaPipeline")), "default")
 
     def full(*arguments, **options):
@@ -204,9 +296,17 @@ def test_text_encoders_that_do_not_fit(folder, monkeypatch):
         clip.encode(PROMPT)
 
 
-@pytest.mark.parametrize("format, channels, told, node", [
-    (SanaLatent, 4, {}, "EmptyHunyuanImageLatent"), (SanaLatent, 16, {}, "EmptyHunyuanImageLatent"), (SanaLatent, 64, {}, None), (SanaLatent, 32, {}, None),
-    (SanaLatent, 4, {"downscale_ratio_spacial": 8}, None), (comfy.latent_formats.Flux, 4, {}, None)])
+@pytest.mark.parametrize(
+    "format, channels, told, node",
+    [
+        (SanaLatent, 4, {}, "EmptyHunyuanImageLatent"),
+        (SanaLatent, 16, {}, "EmptyHunyuanImageLatent"),
+        (SanaLatent, 64, {}, None),
+        (SanaLatent, 32, {}, None),
+        (SanaLatent, 4, {"downscale_ratio_spacial": 8}, None),
+        (comfy.latent_formats.Flux, 4, {}, None),
+    ],
+)
 def test_empty_latents_of_another_size(format, channels, told, node):
     """An empty latent at 1/8 of the size is refused where this ComfyUI does not scale it: for SANA it would be a picture of four times the sides."""
     latent = {"samples": torch.zeros(1, channels, 16, 16), **told}
@@ -221,7 +321,10 @@ def test_empty_latents_of_another_size(format, channels, told, node):
 SIGMAS = [1.0, 0.75, 0.5, 0.25]
 #: Pipeline -> scale of its latents, width and height of the picture, cfg, the node that makes an empty latent, factor from LATENT to the pipeline's latents.
 GRAPHS = {
-    "SanaPipeline": (32, 128, 96, 4.5, "EmptyHunyuanImageLatent", 0.41407), "Flux3ModularPipeline": (16, 64, 48, 3.5, "EmptyFlux2LatentImage", 1.0), "AuraFlowPipeline": (8, 128, 96, 3.5, "EmptyLatentImage", 0.13025)}
+    "SanaPipeline": (32, 128, 96, 4.5, "EmptyHunyuanImageLatent", 0.41407),
+    "Flux3ModularPipeline": (16, 64, 48, 3.5, "EmptyFlux2LatentImage", 1.0),
+    "AuraFlowPipeline": (8, 128, 96, 3.5, "EmptyLatentImage", 0.13025),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -229,31 +332,62 @@ def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name
     """From text to picture, on two ranks, with stock nodes around: the latent to 1e-4 of its standard deviation, the picture to a step of 8 bits."""
     scale, width, height, cfg, empty, factor = GRAPHS[name]
     noise = torch.randn(1, LATENTS[name][0], height // scale, width // scale, generator=torch.manual_seed(11))
-    inputs = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "latents": noise, "sigmas": SIGMAS, "num_inference_steps": 4, "height": height, "width": width}
+    inputs = {
+        "prompt": PROMPT,
+        "negative_prompt": NEGATIVE,
+        "latents": noise,
+        "sigmas": SIGMAS,
+        "num_inference_steps": 4,
+        "height": height,
+        "width": width,
+    }
     pipeline = whole(folder(name), name)
     if name == "Flux3ModularPipeline":
         state = pipeline(**inputs, output_type="pt")
         latent, picture = state.get("latents"), state.get("images")
     else:
-        latent = pipeline(**inputs, guidance_scale=cfg, output_type="latent", **SMALL.get(name, {})).images / factor
+        latent = (
+            pipeline(**inputs, guidance_scale=cfg, output_type="latent", **SMALL.get(name, {})).images
+            / factor
+        )
         picture = pipeline.vae.decode(latent).sample.detach() / 2 + 0.5
     save_file({"samples": latent.detach().contiguous()}, tmp_path / "latent.safetensors")
     target = comfy.folder / "models/diffusers" / f"tiny-{name}"
     shutil.copytree(folder(name), target, dirs_exist_ok=True)
     g = Graph()
     parts = g.add("LoadDiffusersCLIPVAE", model_name=target.name, device="default")
-    positive, negative = g.one("CLIPTextEncode", clip=[parts, 0], text=PROMPT), g.one("CLIPTextEncode", clip=[parts, 2], text=NEGATIVE)
-    dit = g.one("LoadParallelDiT", config=g.one("ParallelConfig", device="cpu", cfg_degree=2), model_name=target.name)
-    samples = g.one("ParallelSampler", dit=dit, positive=positive, negative=negative, latent_image=g.one(empty, width=width, height=height, batch_size=1),
-                    seed=11, steps=4, cfg=cfg, sampler_name="euler", scheduler="simple", denoise=1.0)
+    positive, negative = (
+        g.one("CLIPTextEncode", clip=[parts, 0], text=PROMPT),
+        g.one("CLIPTextEncode", clip=[parts, 2], text=NEGATIVE),
+    )
+    dit = g.one(
+        "LoadParallelDiT", config=g.one("ParallelConfig", device="cpu", cfg_degree=2), model_name=target.name
+    )
+    samples = g.one(
+        "ParallelSampler",
+        dit=dit,
+        positive=positive,
+        negative=negative,
+        latent_image=g.one(empty, width=width, height=height, batch_size=1),
+        seed=11,
+        steps=4,
+        cfg=cfg,
+        sampler_name="euler",
+        scheduler="simple",
+        denoise=1.0,
+    )
     distance = g.add("TestGoldenError", samples=samples, file=str(tmp_path / "latent.safetensors"))
-    saved = g.add("SaveImage", images=g.one("VAEDecode", samples=samples, vae=[parts, 1]), filename_prefix="tiny")
+    saved = g.add(
+        "SaveImage", images=g.one("VAEDecode", samples=samples, vae=[parts, 1]), filename_prefix="tiny"
+    )
     run = comfy.run(g.nodes)
     assert run.status == "success", run.message or run.node_errors
     told = json.loads(run.outputs[distance]["text"][0])
     assert told["shape"] == list(latent.shape) and told["error"] < 1e-4
     image = run.outputs[saved]["images"][0]
-    (tmp_path / "picture.png").write_bytes(comfy.fetch(f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}"))
+    (tmp_path / "picture.png").write_bytes(
+        comfy.fetch(f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}")
+    )
     painted = torch.from_numpy(np.asarray(Image.open(tmp_path / "picture.png"))).float()
     want = picture[0].clamp(0, 1).movedim(0, -1) * 255
     assert want.std() > 1 and (painted - want).abs().max() < 1.1

@@ -33,8 +33,19 @@ def test_every_family_of_the_backend_has_a_node_side():
 def loaded(request, tmp_path_factory):
     """(golden family, what the backend tells of the loaded model)."""
     skip_without_class(facts(request.param)["comfy_class"])
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path_factory.mktemp("models") / f"{request.param}.safetensors", request.param)))
-    info = {"config": json.loads(json.dumps(checkpoint.config)), "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"}
+    checkpoint = open_checkpoint(
+        str(
+            write_checkpoint(
+                tmp_path_factory.mktemp("models") / f"{request.param}.safetensors", request.param
+            )
+        )
+    )
+    info = {
+        "config": json.loads(json.dumps(checkpoint.config)),
+        "conditioning": list(checkpoint.family.conditioning),
+        "latent_format": None,
+        "dtype": "float32",
+    }
     return request.param, Loaded("m", checkpoint.family.name, info)
 
 
@@ -49,7 +60,11 @@ def test_unet_config_is_comfyuis(loaded):
     family, want = NODE_FAMILIES[loaded.family], facts(name)
     assert family.comfy_class(loaded.info["config"]) == want["comfy_class"]
     have = family.unet_config(loaded.info["config"])
-    assert {key: value for key, value in have.items() if key in want["unet_config"] and value != want["unet_config"][key] and key != "axes_lens"} == {}
+    assert {
+        key: value
+        for key, value in have.items()
+        if key in want["unet_config"] and value != want["unet_config"][key] and key != "axes_lens"
+    } == {}
 
 
 def test_arguments_are_those_of_the_golden_requests(loaded):
@@ -59,20 +74,38 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
     for branch in ("positive", "negative"):
         prompt = conditioning(stored, branch)
         check_conditioning(branch, prompt, loaded.family, family)
-        conds = comfy.samplers.process_conds(patcher.model, sample.tensors["noise"], {branch: comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"), latent_shapes=[[1, *shape] for shape in shapes])
+        conds = comfy.samplers.process_conds(
+            patcher.model,
+            sample.tensors["noise"],
+            {branch: comfy.sampler_helpers.convert_cond(prompt)},
+            torch.device("cpu"),
+            latent_shapes=[[1, *shape] for shape in shapes],
+        )
         assert latent_shapes(conds[branch][0]) == shapes
         found = model_arguments(branch, conds[branch][0], 1, loaded.info["conditioning"], family)
         found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
-        want = {key.removeprefix(f"{branch}."): value for key, value in sample.tensors.items() if key.startswith(f"{branch}.")}
-        assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {key: value.flatten().tolist() for key, value in want.items() if value.any()}
+        want = {
+            key.removeprefix(f"{branch}."): value
+            for key, value in sample.tensors.items()
+            if key.startswith(f"{branch}.")
+        }
+        assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {
+            key: value.flatten().tolist() for key, value in want.items() if value.any()
+        }
 
 
 def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
     name, loaded = loaded
-    what, latent = assumed_latent(ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded)))
+    what, latent = assumed_latent(
+        ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded))
+    )
     family, golden_latent = FAMILIES[loaded.family], load(f"{name}__euler_simple")[0]["noise"]
-    assert check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500
-    assert ("frames" in what) == (family.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)), what
+    assert (
+        check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500
+    )
+    assert ("frames" in what) == (
+        family.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)
+    ), what
 
 
 def test_latents_are_scaled_as_in_the_golden_files(loaded):
@@ -80,21 +113,43 @@ def test_latents_are_scaled_as_in_the_golden_files(loaded):
     stored, shapes = load(f"{name}__euler_simple")
     model = weightless_patcher(loaded).model
     model.latent_shapes = [[1, *shape] for shape in shapes]
-    assert torch.allclose(model.process_latent_out(stored["x0_step5"]), to_vae_units(name, stored["x0_step5"], shapes), atol=1e-6)
+    assert torch.allclose(
+        model.process_latent_out(stored["x0_step5"]),
+        to_vae_units(name, stored["x0_step5"], shapes),
+        atol=1e-6,
+    )
 
 
 @pytest.fixture(params=["flux3", "qwen-image21"])
 def edits(request, tmp_path):
     """(golden family, reference latents, values beside them in a CONDITIONING -> the model's arguments) of models whose class is ours."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "model.safetensors", request.param)))
-    loaded = Loaded("m", checkpoint.family.name, {"config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32"})
-    patcher, family, channels = weightless_patcher(loaded), NODE_FAMILIES[loaded.family], checkpoint.config["in_channels"]
+    loaded = Loaded(
+        "m",
+        checkpoint.family.name,
+        {
+            "config": checkpoint.config,
+            "conditioning": list(checkpoint.family.conditioning),
+            "latent_format": None,
+            "dtype": "float32",
+        },
+    )
+    patcher, family, channels = (
+        weightless_patcher(loaded),
+        NODE_FAMILIES[loaded.family],
+        checkpoint.config["in_channels"],
+    )
     pictures = [torch.randn(1, channels, 4, 6), torch.randn(1, channels, 4, 4)]
 
     def arguments(**values):
         prompt = [[torch.randn(1, 12, 64), {"pooled_output": None, "reference_latents": pictures, **values}]]
         check_conditioning("positive", prompt, loaded.family, family)
-        conds = comfy.samplers.process_conds(patcher.model, torch.zeros(2, channels, 8, 9), {"positive": comfy.sampler_helpers.convert_cond(prompt)}, torch.device("cpu"))
+        conds = comfy.samplers.process_conds(
+            patcher.model,
+            torch.zeros(2, channels, 8, 9),
+            {"positive": comfy.sampler_helpers.convert_cond(prompt)},
+            torch.device("cpu"),
+        )
         return model_arguments("positive", conds["positive"][0], 2, loaded.info["conditioning"], family)
 
     return request.param, pictures, arguments
@@ -106,7 +161,9 @@ def test_references_reach_models_that_comfyui_does_not_have(edits):
     found = arguments(**({"image_slots": [3, 5]} if name == "qwen-image21" else {}))
     shift, scale = LATENT_FORMATS[name]
     for i, picture in enumerate(pictures):
-        torch.testing.assert_close(found[f"ref_latents.{i}"], ((picture - shift) * scale).expand(2, -1, -1, -1))
+        torch.testing.assert_close(
+            found[f"ref_latents.{i}"], ((picture - shift) * scale).expand(2, -1, -1, -1)
+        )
     if name == "qwen-image21":
         assert found["image_slots"].tolist() == [[3, 5]]
     else:
@@ -116,9 +173,17 @@ def test_references_reach_models_that_comfyui_does_not_have(edits):
 
 def test_what_qwen_image21_does_not_read_is_left_out():
     """As its transformer in ComfyUI leaves it: places of pictures that are not there, and which rows of the prompt are padding."""
-    translate, prompt, pictures = NODE_FAMILIES["qwen-image-2.1"].translate, torch.zeros(1, 3, 64), [torch.zeros(1, 64, 2, 2)]
-    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "attention_mask": torch.tensor([[1, 1, 0]])}).keys() == {"c_crossattn"}
-    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "ref_latents": pictures})["image_slots"].tolist() == [[1]]
+    translate, prompt, pictures = (
+        NODE_FAMILIES["qwen-image-2.1"].translate,
+        torch.zeros(1, 3, 64),
+        [torch.zeros(1, 64, 2, 2)],
+    )
+    assert translate(
+        {"c_crossattn": prompt, "image_slots": [1, 2], "attention_mask": torch.tensor([[1, 1, 0]])}
+    ).keys() == {"c_crossattn"}
+    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "ref_latents": pictures})[
+        "image_slots"
+    ].tolist() == [[1]]
 
 
 def test_what_minimaxs_encoder_tells_of_a_prompt():

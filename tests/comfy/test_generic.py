@@ -21,12 +21,29 @@ def loaded(folder, name, vae=None, **scheduler):
         (folder / "vae").mkdir()
         (folder / "vae/config.json").write_text(json.dumps(vae))
     checkpoint = open_checkpoint(str(folder))
-    return Loaded("m", checkpoint.family.name, {
-        "config": checkpoint.config, "conditioning": list(checkpoint.family.conditioning), "latent_format": None, "dtype": "float32", "generic": json.loads(json.dumps(checkpoint.generic))})
+    return Loaded(
+        "m",
+        checkpoint.family.name,
+        {
+            "config": checkpoint.config,
+            "conditioning": list(checkpoint.family.conditioning),
+            "latent_format": None,
+            "dtype": "float32",
+            "generic": json.loads(json.dumps(checkpoint.generic)),
+        },
+    )
 
 
 def test_flow_with_the_schedulers_shift(tmp_path):
-    model = weightless_patcher(loaded(tmp_path, CUT[0], {"scaling_factor": 0.13025}, _class_name="FlowMatchEulerDiscreteScheduler", shift=1.73)).model
+    model = weightless_patcher(
+        loaded(
+            tmp_path,
+            CUT[0],
+            {"scaling_factor": 0.13025},
+            _class_name="FlowMatchEulerDiscreteScheduler",
+            shift=1.73,
+        )
+    ).model
     sigmas = comfy.samplers.calculate_sigmas(model.model_sampling, "simple", 4)
     linear = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
     torch.testing.assert_close(sigmas, 1.73 * linear / (1 + 0.73 * linear), atol=1e-6, rtol=0)
@@ -36,7 +53,15 @@ def test_flow_with_the_schedulers_shift(tmp_path):
 
 
 def test_noise_levels_of_a_discrete_scheduler_are_the_backends(tmp_path):
-    info = loaded(tmp_path, CUT[1], _class_name="DDIMScheduler", beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction")
+    info = loaded(
+        tmp_path,
+        CUT[1],
+        _class_name="DDIMScheduler",
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+    )
     model = weightless_patcher(info).model
     schedule = open_checkpoint(str(tmp_path)).family.schedule({})
     torch.testing.assert_close(model.model_sampling.sigmas, schedule.sigmas, rtol=1e-6, atol=0)
@@ -52,11 +77,16 @@ def test_mean_and_deviation_of_a_video_vae(tmp_path):
     assert model.latent_format.latent_dimensions == 3 and model.latent_format.latent_channels == 4
 
 
-@pytest.mark.parametrize("key, argument", [("cross_attn", "c_crossattn"), ("pooled_output", "y"), ("attention_mask", "attention_mask")])
+@pytest.mark.parametrize(
+    "key, argument",
+    [("cross_attn", "c_crossattn"), ("pooled_output", "y"), ("attention_mask", "attention_mask")],
+)
 def test_takes_the_arguments_that_the_transformer_takes(key, argument, tmp_path):
     info = loaded(tmp_path, CUT[1])
     info.info["generic"]["conditioning"] = ["c_crossattn", "y", "attention_mask"]
     value = torch.randn(1, 9, 24)
-    found = weightless_patcher(info).model.extra_conds(**{"device": "cpu", "noise": torch.zeros(1, 4, 8, 8), key: value})
+    found = weightless_patcher(info).model.extra_conds(
+        **{"device": "cpu", "noise": torch.zeros(1, 4, 8, 8), key: value}
+    )
     assert torch.equal(found[argument].cond, value) and set(found) == {argument}
     assert not family_named(info).needs

@@ -20,10 +20,17 @@ def ranks():
     backends.close_all()
 
 
-@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if facts(family)["comfy_class"] not in OURS])
+@pytest.mark.parametrize(
+    "family", [family for family in LATENT_FORMATS if facts(family)["comfy_class"] not in OURS]
+)
 def test_bf16_is_comfyuis(family, tmp_path):
     pair = Pair(family, tmp_path, torch.bfloat16)
     run = ksampler(pair, steps=6, cfg=1.0, start_step=1, last_step=3)
     with torch.inference_mode():
-        wanted, found = (torch.cat([part.flatten() for part in parts(run(model))]) for model in (pair.native, pair.ours))
-    assert wanted.isfinite().all() and (found - wanted).norm() <= SHARP.get(family, NEAR) * (wanted - wanted.mean()).norm()
+        wanted, found = (
+            torch.cat([part.flatten() for part in parts(run(model))]) for model in (pair.native, pair.ours)
+        )
+    assert (
+        wanted.isfinite().all()
+        and (found - wanted).norm() <= SHARP.get(family, NEAR) * (wanted - wanted.mean()).norm()
+    )

@@ -29,8 +29,19 @@ with comfy_modules():
 OTHERS = ["wan21-t2v", "pixart-sigma", "sd3", "hunyuan-dit", "ltx2", "minimax-h3"]
 
 
-@pytest.mark.parametrize("sampler, scheduler", [
-    ("euler", "simple"), ("dpmpp_2m", "beta"), ("heun", "simple"), ("euler_ancestral", "simple"), ("uni_pc", "simple"), ("dpmpp_sde", "simple"), ("dpm_fast", "simple"), ("res_multistep_cfg_pp", "kl_optimal")])
+@pytest.mark.parametrize(
+    "sampler, scheduler",
+    [
+        ("euler", "simple"),
+        ("dpmpp_2m", "beta"),
+        ("heun", "simple"),
+        ("euler_ancestral", "simple"),
+        ("uni_pc", "simple"),
+        ("dpmpp_sde", "simple"),
+        ("dpm_fast", "simple"),
+        ("res_multistep_cfg_pp", "kl_optimal"),
+    ],
+)
 def test_flux_in_ksampler(flux, sampler, scheduler):
     """The last two are solvers that the backend does not have."""
     assert flux.error(ksampler(flux, sampler, scheduler)) <= 1e-4
@@ -43,7 +54,14 @@ def test_other_families_in_ksampler(pairs, family, sampler):
     assert pair.error(ksampler(pair, sampler, steps=3)) <= 1e-4
 
 
-@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in ("flux-dev", *OTHERS) and facts(family)["comfy_class"] not in OURS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        for family in LATENT_FORMATS
+        if family not in ("flux-dev", *OTHERS) and facts(family)["comfy_class"] not in OURS
+    ],
+)
 def test_every_other_family_in_one_step(pairs, family):
     pair = pairs(family)
     assert pair.error(ksampler(pair, steps=1, denoise=0.5)) <= 1e-4
@@ -57,8 +75,14 @@ def regional(kind: str, prompts) -> list:
     if kind == "mask":
         mask = torch.zeros(1, 128, 128)
         mask[:, :, 64:] = 1.0
-        return [[whole, {**values, "mask": 1.0 - mask, "mask_strength": 1.0}], [other, {**others, "mask": mask, "mask_strength": 0.7}]]
-    return [[whole, {**values, "start_percent": 0.0, "end_percent": 0.5}], [other, {**others, "start_percent": 0.5, "end_percent": 1.0}]]
+        return [
+            [whole, {**values, "mask": 1.0 - mask, "mask_strength": 1.0}],
+            [other, {**others, "mask": mask, "mask_strength": 0.7}],
+        ]
+    return [
+        [whole, {**values, "start_percent": 0.0, "end_percent": 0.5}],
+        [other, {**others, "start_percent": 0.5, "end_percent": 1.0}],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["area", "mask", "range"])
@@ -73,14 +97,32 @@ def test_inpainting_a_batch_from_a_later_step(flux):
     noise, latent = (torch.randn(3, *flux.noise.shape[1:], generator=generator) for _ in range(2))
     mask = torch.zeros(1, 1, *noise.shape[2:])
     mask[..., 5:] = 1.0
-    assert flux.error(ksampler(flux, "dpmpp_2m", steps=6, noise=noise, latent_image=latent, noise_mask=mask, start_step=2, last_step=5)) <= 1e-4
+    assert (
+        flux.error(
+            ksampler(
+                flux,
+                "dpmpp_2m",
+                steps=6,
+                noise=noise,
+                latent_image=latent,
+                noise_mask=mask,
+                start_step=2,
+                last_step=5,
+            )
+        )
+        <= 1e-4
+    )
 
 
 def guided(guider, pair: Pair, scheduler="simple", sampler="euler"):
     """MODEL -> what SamplerCustomAdvanced returns: ``guider`` makes one of it."""
+
     def run(model):
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), scheduler, 4)
-        return guider(model).sample(pair.noise, pair.latent, comfy.samplers.sampler_object(sampler), sigmas, disable_pbar=True, seed=7)
+        return guider(model).sample(
+            pair.noise, pair.latent, comfy.samplers.sampler_object(sampler), sigmas, disable_pbar=True, seed=7
+        )
+
     return run
 
 
@@ -89,6 +131,7 @@ def basic(pair):
         guider = Guider_Basic(model)
         guider.set_conds(pair.positive)
         return guider
+
     return make
 
 
@@ -98,6 +141,7 @@ def dual(pair):
         guider.set_conds(pair.positive, [[pair.positive[0][0] * 0.5, pair.positive[0][1]]], pair.negative)
         guider.set_cfg(3.0, 1.5)
         return guider
+
     return make
 
 
@@ -112,6 +156,7 @@ class Shifted(comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.CONST
 
 def test_patched_model_sampling_and_easy_cache(flux):
     """Patches around the transformer work as on any MODEL, and a wrapper of its forward sees what it sees there."""
+
     def patched(model):
         model = model.clone()
         sampling = Shifted(model.model.model_config)
@@ -121,7 +166,7 @@ def test_patched_model_sampling_and_easy_cache(flux):
         return EasyCacheNode.execute(model, 0.0, 0.0, 1.0, False).result[0]
 
     assert flux.error(lambda model: guided(basic(flux), flux)(patched(model))) <= 1e-4
-    assert flux.error(guided(basic(flux), flux)) <= 1e-4        # and the MODEL that was cloned is as it was
+    assert flux.error(guided(basic(flux), flux)) <= 1e-4  # and the MODEL that was cloned is as it was
 
 
 def test_loading_is_free_and_prompts_are_called_together(flux):
@@ -129,7 +174,10 @@ def test_loading_is_free_and_prompts_are_called_together(flux):
     assert flux.ours.model.memory_required([1000, 16, 1000, 1000]) == 0
     batches = []
     model = flux.ours.clone()
-    model.add_wrapper(WrappersMP.DIFFUSION_MODEL, lambda executor, x, *args, **kwargs: batches.append(len(x)) or executor(x, *args, **kwargs))
+    model.add_wrapper(
+        WrappersMP.DIFFUSION_MODEL,
+        lambda executor, x, *args, **kwargs: batches.append(len(x)) or executor(x, *args, **kwargs),
+    )
     ksampler(flux, steps=2)(model)
     assert batches == [2, 2]
 
@@ -139,14 +187,24 @@ def test_prompts_are_sent_once(flux, monkeypatch):
     monkeypatch.setattr(kept, "LEAST_BYTES", 1)
     backend, messages = backends.backend_for(CONFIG), []
     sample = backend.sample
-    monkeypatch.setattr(backend, "sample", lambda message, **rest: messages.append(message) or sample(message, **rest))
+    monkeypatch.setattr(
+        backend, "sample", lambda message, **rest: messages.append(message) or sample(message, **rest)
+    )
     run = ksampler(flux, steps=3, positive=regional("area", [flux.positive[0], flux.negative[0]]))
     assert flux.error(run) <= 1e-4
     prompts = ["cond.c_crossattn" in message.tensors for message in messages]
     assert len(prompts) == 6 and prompts == [True, True, False, False, False, False]
     comfy.model_management.unload_all_models()
     assert flux.error(run) <= 1e-4
-    assert ["cond.c_crossattn" in message.tensors for message in messages[6:]] == [False, True, True, False, False, False, False]
+    assert ["cond.c_crossattn" in message.tensors for message in messages[6:]] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):
@@ -188,7 +246,10 @@ def test_unload_models_frees_the_ranks_and_the_next_sampling_loads_again(flux):
 
 def test_interrupt_within_a_call_keeps_the_weights(flux):
     """A large latent: the first call lasts longer than the wait."""
-    backend, noise = backends.backend_for(CONFIG), torch.randn(1, 16, 96, 96, generator=torch.Generator().manual_seed(5))
+    backend, noise = (
+        backends.backend_for(CONFIG),
+        torch.randn(1, 16, 96, 96, generator=torch.Generator().manual_seed(5)),
+    )
     ksampler(flux, steps=1)(flux.ours)
     threading.Timer(0.2, comfy.model_management.interrupt_current_processing).start()
     began = time.monotonic()

@@ -13,7 +13,10 @@ with comfy_modules():
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 REFUSED = {
-    "LoRA": (lambda m: comfy.sd.load_lora_for_models(m, None, {"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0), "a LoRA"),
+    "LoRA": (
+        lambda m: comfy.sd.load_lora_for_models(m, None, {"some.lora_up.weight": torch.ones(2, 2)}, 1.0, 1.0),
+        "a LoRA",
+    ),
     "merge": (lambda m: m.get_key_patches("diffusion_model."), "a merge"),
     "save": (lambda m: m.state_dict_for_saving(), "saves the model"),
     "compile": (lambda m: set_torch_compile_wrapper(m.clone(), "inductor"), "torch.compile"),
@@ -37,6 +40,7 @@ def with_patch(model, name, value):
 
 class Control:
     """Stands for a ControlNet in a CONDITIONING."""
+
     def get_control(self, *args):
         return {"input": [torch.ones(1)]}
 
@@ -47,12 +51,32 @@ class Control:
 
 
 STEPS_REFUSED = {
-    "attention patch": (lambda m: with_patch(m, "patches", {"attn1_patch": [print]}), None, "'patches': attn1_patch"),
-    "replaced block": (lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}), None, "'patches_replace': dit"),
-    "attention": (lambda m: with_patch(m, "optimized_attention_override", print), None, "another attention function"),
-    "rounded keys": (lambda m: with_patch(m, "qwen_image21_cache", {"device": "auto", "dtype": "int8"}), None, "as int8 .Qwen Image 2.1 Cache."),
+    "attention patch": (
+        lambda m: with_patch(m, "patches", {"attn1_patch": [print]}),
+        None,
+        "'patches': attn1_patch",
+    ),
+    "replaced block": (
+        lambda m: with_patch(m, "patches_replace", {"dit": {("double_block", 0): print}}),
+        None,
+        "'patches_replace': dit",
+    ),
+    "attention": (
+        lambda m: with_patch(m, "optimized_attention_override", print),
+        None,
+        "another attention function",
+    ),
+    "rounded keys": (
+        lambda m: with_patch(m, "qwen_image21_cache", {"device": "auto", "dtype": "int8"}),
+        None,
+        "as int8 .Qwen Image 2.1 Cache.",
+    ),
     "ControlNet": (lambda m: m, {"control": Control()}, "ControlNet"),
-    "style model's mask": (lambda m: m, {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)}, "'attention_mask'"),
+    "style model's mask": (
+        lambda m: m,
+        {"attention_mask": torch.ones(1, 76, 76), "attention_mask_img_shape": (8, 8)},
+        "'attention_mask'",
+    ),
     "NaN": (lambda m: m, {"pooled_output": torch.full((1, 32), float("nan"))}, "cond.y holds NaN"),
     "other encoder": (lambda m: m, {"pooled_output": torch.zeros(1, 31)}, "encoded for another model"),
 }
@@ -70,7 +94,14 @@ def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioni
 
 def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
     """Qwen Image 2.1 Cache, which by itself changes no number."""
-    assert flux.error(lambda model: ksampler(flux, steps=1)(with_patch(model, "qwen_image21_cache", {"device": "cpu", "dtype": "default"}))) <= 1e-4
+    assert (
+        flux.error(
+            lambda model: ksampler(flux, steps=1)(
+                with_patch(model, "qwen_image21_cache", {"device": "cpu", "dtype": "default"})
+            )
+        )
+        <= 1e-4
+    )
     assert "stays here" not in caplog.text
 
 

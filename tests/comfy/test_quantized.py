@@ -27,7 +27,11 @@ def test_weights_are_comfyuis(folder, state, kind, monkeypatch):
     path = write_scaled(folder / f"{kind}.safetensors", state, kind)
     # its detection takes heads to be 128 wide, which those of a tiny model are not
     detect = comfy.model_detection.detect_unet_config
-    monkeypatch.setattr(comfy.model_detection, "detect_unet_config", lambda *args, **kwargs: detect(*args, **kwargs) | facts("flux-dev")["unet_config"])
+    monkeypatch.setattr(
+        comfy.model_detection,
+        "detect_unet_config",
+        lambda *args, **kwargs: detect(*args, **kwargs) | facts("flux-dev")["unet_config"],
+    )
     theirs = dict(comfy.sd.load_diffusion_model(str(path)).model.diffusion_model.named_parameters())
     files, compared = open_checkpoint(str(path)).files, 0
     for key in matrices(state):

@@ -33,20 +33,35 @@ class Pair:
         self.positive, self.negative = (self._prompt(stored, name) for name in ("positive", "negative"))
         self.empty = {"samples": torch.zeros_like(stored["latent"])}
         self.plain = None
-        self.picture = {"samples": torch.randn(stored["latent"].shape, generator=torch.Generator().manual_seed(1))}
+        self.picture = {
+            "samples": torch.randn(stored["latent"].shape, generator=torch.Generator().manual_seed(1))
+        }
 
     @staticmethod
     def _prompt(stored, name):
-        values = {key.split(".")[1]: value.item() if value.ndim == 0 else value for key, value in stored.items() if key.startswith(name + ".")}
+        values = {
+            key.split(".")[1]: value.item() if value.ndim == 0 else value
+            for key, value in stored.items()
+            if key.startswith(name + ".")
+        }
         return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
 
     def both(self, node: str, model=None, shift=0.0, **inputs):
         """(ComfyUI's latent, ours) of KSampler or KSamplerAdvanced."""
-        inputs = {"steps": STEPS, "cfg": 2.5, "sampler_name": "euler", "scheduler": "simple", "positive": self.positive, "negative": self.negative, "latent_image": self.picture, **inputs}
+        inputs = {
+            "steps": STEPS,
+            "cfg": 2.5,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "positive": self.positive,
+            "negative": self.negative,
+            "latent_image": self.picture,
+            **inputs,
+        }
         parallel = {"KSampler": ours.ParallelSampler, "KSamplerAdvanced": ours.ParallelSamplerAdvanced}[node]
         with torch.inference_mode():
-            native, = getattr(nodes, node)().sample(model=model or self.model, **inputs)
-            found, = parallel.execute(dit=self.dit, shift=shift, **inputs).result
+            (native,) = getattr(nodes, node)().sample(model=model or self.model, **inputs)
+            (found,) = parallel.execute(dit=self.dit, shift=shift, **inputs).result
         return native, found
 
 
@@ -65,30 +80,68 @@ def pairs(tmp_path_factory):
     def pair(family):
         if family not in made:
             made[family] = Pair(family, folder, patch)
-        patch.setattr("parallel_dit.nodes.remote_solver.ensure_loaded", lambda handle: (made[family].rank, made[family].dit.loaded))
+        patch.setattr(
+            "parallel_dit.nodes.remote_solver.ensure_loaded",
+            lambda handle: (made[family].rank, made[family].dit.loaded),
+        )
         return made[family]
 
     yield pair
     patch.undo()
 
 
-@pytest.mark.parametrize("family, inputs", [
-    ("flux-dev", {}), ("flux-dev", {"denoise": 0.5}), ("flux-dev", {"denoise": 0.0}), ("flux-dev", {"cfg": 1.0}), ("flux-dev", {"sampler_name": "dpmpp_sde", "scheduler": "karras"}),
-    ("pixart-sigma", {"denoise": 0.5}), ("pixart-sigma", {"sampler_name": "uni_pc"}), ("pixart-sigma", {"sampler_name": "euler_cfg_pp", "cfg": 1.0}),
-], ids=str)
+@pytest.mark.parametrize(
+    "family, inputs",
+    [
+        ("flux-dev", {}),
+        ("flux-dev", {"denoise": 0.5}),
+        ("flux-dev", {"denoise": 0.0}),
+        ("flux-dev", {"cfg": 1.0}),
+        ("flux-dev", {"sampler_name": "dpmpp_sde", "scheduler": "karras"}),
+        ("pixart-sigma", {"denoise": 0.5}),
+        ("pixart-sigma", {"sampler_name": "uni_pc"}),
+        ("pixart-sigma", {"sampler_name": "euler_cfg_pp", "cfg": 1.0}),
+    ],
+    ids=str,
+)
 def test_ksampler(pairs, family, inputs):
     assert error(*pairs(family).both("KSampler", seed=SEED, **{"denoise": 1.0, **inputs})) <= 1e-4
 
 
-ADVANCED = {"add_noise": "enable", "noise_seed": SEED, "start_at_step": 0, "end_at_step": 10000, "return_with_leftover_noise": "disable"}
+ADVANCED = {
+    "add_noise": "enable",
+    "noise_seed": SEED,
+    "start_at_step": 0,
+    "end_at_step": 10000,
+    "return_with_leftover_noise": "disable",
+}
 
 
-@pytest.mark.parametrize("family, inputs", [
-    ("flux-dev", {}), ("flux-dev", {"start_at_step": 2}), ("pixart-sigma", {"end_at_step": 2}), ("flux-dev", {"end_at_step": 2, "return_with_leftover_noise": "enable"}),
-    ("pixart-sigma", {"end_at_step": 2, "return_with_leftover_noise": "enable"}), ("pixart-sigma", {"add_noise": "disable", "start_at_step": 2}), ("flux-dev", {"add_noise": "disable"}),
-    ("wan21-t2v", {"start_at_step": 1, "end_at_step": 3, "return_with_leftover_noise": "enable", "sampler_name": "dpmpp_2m_sde"}),
-    ("flux-dev", {"start_at_step": 3, "end_at_step": 2}), ("wan21-t2v", {"end_at_step": 0}), ("flux-dev", {"start_at_step": 9}),
-], ids=str)
+@pytest.mark.parametrize(
+    "family, inputs",
+    [
+        ("flux-dev", {}),
+        ("flux-dev", {"start_at_step": 2}),
+        ("pixart-sigma", {"end_at_step": 2}),
+        ("flux-dev", {"end_at_step": 2, "return_with_leftover_noise": "enable"}),
+        ("pixart-sigma", {"end_at_step": 2, "return_with_leftover_noise": "enable"}),
+        ("pixart-sigma", {"add_noise": "disable", "start_at_step": 2}),
+        ("flux-dev", {"add_noise": "disable"}),
+        (
+            "wan21-t2v",
+            {
+                "start_at_step": 1,
+                "end_at_step": 3,
+                "return_with_leftover_noise": "enable",
+                "sampler_name": "dpmpp_2m_sde",
+            },
+        ),
+        ("flux-dev", {"start_at_step": 3, "end_at_step": 2}),
+        ("wan21-t2v", {"end_at_step": 0}),
+        ("flux-dev", {"start_at_step": 9}),
+    ],
+    ids=str,
+)
 def test_ksampler_advanced(pairs, family, inputs):
     assert error(*pairs(family).both("KSamplerAdvanced", **{**ADVANCED, **inputs})) <= 1e-4
 
@@ -97,8 +150,12 @@ def test_two_stages_are_the_whole(pairs):
     """Steps 0 to 2 with the noise left in, then 2 to 4: what one run of 4 steps gives."""
     pair = pairs("wan21-t2v")
     _, whole = pair.both("KSamplerAdvanced", **ADVANCED)
-    _, half = pair.both("KSamplerAdvanced", **{**ADVANCED, "end_at_step": 2, "return_with_leftover_noise": "enable"})
-    _, rest = pair.both("KSamplerAdvanced", **{**ADVANCED, "add_noise": "disable", "start_at_step": 2, "latent_image": half})
+    _, half = pair.both(
+        "KSamplerAdvanced", **{**ADVANCED, "end_at_step": 2, "return_with_leftover_noise": "enable"}
+    )
+    _, rest = pair.both(
+        "KSamplerAdvanced", **{**ADVANCED, "add_noise": "disable", "start_at_step": 2, "latent_image": half}
+    )
     assert error(whole, rest) <= 1e-4
 
 
@@ -118,8 +175,12 @@ def custom_both(pair, noise, sigmas, solver="euler", cfg=2.5, latent=None, model
     guider.set_conds(pair.positive, pair.negative)
     guider.set_cfg(cfg)
     with torch.inference_mode():
-        native = custom.SamplerCustomAdvanced.execute(noise, guider, comfy.samplers.sampler_object(solver), sigmas.clone(), latent).result
-        found = ours.ParallelSamplerCustom.execute(pair.dit, noise, cfg, solver, sigmas.clone(), pair.positive, pair.negative, latent, shift).result
+        native = custom.SamplerCustomAdvanced.execute(
+            noise, guider, comfy.samplers.sampler_object(solver), sigmas.clone(), latent
+        ).result
+        found = ours.ParallelSamplerCustom.execute(
+            pair.dit, noise, cfg, solver, sigmas.clone(), pair.positive, pair.negative, latent, shift
+        ).result
     return native, found
 
 
@@ -129,15 +190,28 @@ SCHEDULES = {
     "karras": lambda model: custom.KarrasScheduler.execute(STEPS, 0.95, 0.02, 7.0),
     "exponential": lambda model: custom.ExponentialScheduler.execute(STEPS, 0.95, 0.02),
     "beta sampling": lambda model: custom.BetaSamplingScheduler.execute(model, STEPS, 0.6, 0.6),
-    "first half": lambda model: (custom.SplitSigmas.execute(custom.BasicScheduler.execute(model, "simple", 6, 1.0)[0], 3)[0],),
+    "first half": lambda model: (
+        custom.SplitSigmas.execute(custom.BasicScheduler.execute(model, "simple", 6, 1.0)[0], 3)[0],
+    ),
     # from 0 ComfyUI would start at 1e-4, where float32 leaves little of a solver's slope
-    "backwards": lambda model: custom.SetFirstSigma.execute(custom.FlipSigmas.execute(custom.BasicScheduler.execute(model, "simple", 3, 0.4)[0])[0], 0.02),
+    "backwards": lambda model: custom.SetFirstSigma.execute(
+        custom.FlipSigmas.execute(custom.BasicScheduler.execute(model, "simple", 3, 0.4)[0])[0], 0.02
+    ),
     "one level": lambda model: (torch.tensor([0.7]),),
     "nothing": lambda model: (torch.tensor([]),),
 }
 
 
-@pytest.mark.parametrize("family, schedule", [*(("flux-dev", schedule) for schedule in SCHEDULES), ("pixart-sigma", "part of one"), ("pixart-sigma", "karras"), ("pixart-sigma", "first half"), ("pixart-sigma", "one level")])
+@pytest.mark.parametrize(
+    "family, schedule",
+    [
+        *(("flux-dev", schedule) for schedule in SCHEDULES),
+        ("pixart-sigma", "part of one"),
+        ("pixart-sigma", "karras"),
+        ("pixart-sigma", "first half"),
+        ("pixart-sigma", "one level"),
+    ],
+)
 def test_custom_takes_any_sigmas(pairs, family, schedule):
     pair = pairs(family)
     native, found = custom_both(pair, custom.Noise_RandomNoise(SEED), SCHEDULES[schedule](pair.model)[0])
@@ -150,10 +224,28 @@ def test_custom_without_noise(pairs):
     assert error(native[0], found[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("solver", ["heun", "dpm_2", "dpmpp_2s_ancestral", "dpmpp_sde", "seeds_2", "seeds_3", "uni_pc", "er_sde", "sa_solver", "res_multistep", "euler_cfg_pp", "lcm"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        "heun",
+        "dpm_2",
+        "dpmpp_2s_ancestral",
+        "dpmpp_sde",
+        "seeds_2",
+        "seeds_3",
+        "uni_pc",
+        "er_sde",
+        "sa_solver",
+        "res_multistep",
+        "euler_cfg_pp",
+        "lcm",
+    ],
+)
 def test_denoised_output_is_comfyuis(pairs, solver):
     """A schedule that ends early, where a solver's last step has all its model calls."""
-    native, found = custom_both(pairs("flux-dev"), custom.Noise_RandomNoise(SEED), torch.tensor([1.0, 0.8, 0.5, 0.2]), solver)
+    native, found = custom_both(
+        pairs("flux-dev"), custom.Noise_RandomNoise(SEED), torch.tensor([1.0, 0.8, 0.5, 0.2]), solver
+    )
     assert error(native[0], found[0]) <= 1e-4 and error(native[1], found[1]) <= 1e-4
     assert error(found[0], found[1]) > 1e-2
 
@@ -166,7 +258,11 @@ def shifted(model, node, **inputs):
 
 SHIFTS = {
     # width and height do not matter where both ends are the same
-    "flux-dev": ("ModelSamplingFlux", 2.0, {"max_shift": 2.0, "base_shift": 2.0, "width": 1024, "height": 1024}),
+    "flux-dev": (
+        "ModelSamplingFlux",
+        2.0,
+        {"max_shift": 2.0, "base_shift": 2.0, "width": 1024, "height": 1024},
+    ),
     "ltxv": ("ModelSamplingFlux", 1.5, {"max_shift": 1.5, "base_shift": 1.5, "width": 1024, "height": 1024}),
     "wan21-t2v": ("ModelSamplingSD3", 5.0, {"shift": 5.0}),
     "sd3": ("ModelSamplingSD3", 1.5, {"shift": 1.5}),
@@ -180,7 +276,14 @@ SHIFTS = {
 def test_shift_is_that_of_the_model_sampling_node(pairs, family):
     pair, (node, shift, inputs) = pairs(family), SHIFTS[family]
     _, own = pair.both("KSampler", seed=SEED, denoise=1.0)
-    native, found = pair.both("KSampler", shifted(pair.model, node, **inputs), shift, seed=SEED, denoise=1.0, sampler_name="dpmpp_2m_sde")
+    native, found = pair.both(
+        "KSampler",
+        shifted(pair.model, node, **inputs),
+        shift,
+        seed=SEED,
+        denoise=1.0,
+        sampler_name="dpmpp_2m_sde",
+    )
     assert error(native, found) <= 1e-4
     native, found = pair.both("KSampler", seed=SEED, denoise=1.0)  # nothing of it stays
     assert error(native, found) <= 1e-4 and torch.equal(own["samples"], found["samples"])
@@ -189,8 +292,10 @@ def test_shift_is_that_of_the_model_sampling_node(pairs, family):
 def test_shift_of_custom_is_that_of_its_sigmas(pairs):
     pair = pairs("wan21-t2v")
     model = shifted(pair.model, "ModelSamplingSD3", shift=5.0)
-    sigmas, = custom.BasicScheduler.execute(model, "simple", STEPS, 1.0)
-    native, found = custom_both(pair, custom.Noise_RandomNoise(SEED), sigmas, "dpmpp_sde", model=model, shift=5.0)
+    (sigmas,) = custom.BasicScheduler.execute(model, "simple", STEPS, 1.0)
+    native, found = custom_both(
+        pair, custom.Noise_RandomNoise(SEED), sigmas, "dpmpp_sde", model=model, shift=5.0
+    )
     assert error(native[0], found[0]) <= 1e-4
 
 
@@ -201,7 +306,9 @@ def test_shift_is_refused_where_there_are_two_schedules():
         """As MiniMax-H3's."""
 
     model = SimpleNamespace(get_model_object=lambda name: Sampling())
-    with pytest.raises(RefusedError, match="shift is 3, but the sound of minimax-h3 has a schedule of its own"):
+    with pytest.raises(
+        RefusedError, match="shift is 3, but the sound of minimax-h3 has a schedule of its own"
+    ):
         apply_shift(model, 3.0, "minimax-h3", None)
 
 
@@ -212,7 +319,7 @@ def test_shift_is_refused_where_noise_levels_are_fixed(pairs):
 
 # ------------------------------------------------------------------ several prompts, ranges and masks
 def prompt(pair, scale, **values):
-    (cross, told), = pair.positive
+    ((cross, told),) = pair.positive
     return [[cross * scale, {**told, **values}]]
 
 
@@ -225,24 +332,59 @@ def half(shape, axis, upper):
 SIZE = {"flux-dev": (1, 128, 128), "wan21-t2v": (1, 64, 64), "pixart-sigma": (1, 64, 64)}
 MIXES = {
     "combined": lambda p, size: (p.positive + prompt(p, -0.7), p.negative),
-    "three of different strength": lambda p, size: (prompt(p, 1.0, strength=0.3) + prompt(p, -0.7, strength=1.0) + prompt(p, 0.2, strength=2.0), p.negative),
-    "one after the other": lambda p, size: (prompt(p, 1.0, start_percent=0.0, end_percent=0.4) + prompt(p, -0.7, start_percent=0.4, end_percent=1.0), p.negative),
-    "scheduled text encoders": lambda p, size: (prompt(p, 1.0, clip_start_percent=0.0, clip_end_percent=0.4) + prompt(p, -0.7, clip_start_percent=0.4, clip_end_percent=1.0, end_percent=0.9), p.negative),
-    "negative for the first part": lambda p, size: (p.positive, prompt(p, -1.0, start_percent=0.0, end_percent=0.5)),
+    "three of different strength": lambda p, size: (
+        prompt(p, 1.0, strength=0.3) + prompt(p, -0.7, strength=1.0) + prompt(p, 0.2, strength=2.0),
+        p.negative,
+    ),
+    "one after the other": lambda p, size: (
+        prompt(p, 1.0, start_percent=0.0, end_percent=0.4)
+        + prompt(p, -0.7, start_percent=0.4, end_percent=1.0),
+        p.negative,
+    ),
+    "scheduled text encoders": lambda p, size: (
+        prompt(p, 1.0, clip_start_percent=0.0, clip_end_percent=0.4)
+        + prompt(p, -0.7, clip_start_percent=0.4, clip_end_percent=1.0, end_percent=0.9),
+        p.negative,
+    ),
+    "negative for the first part": lambda p, size: (
+        p.positive,
+        prompt(p, -1.0, start_percent=0.0, end_percent=0.5),
+    ),
     "nothing for a while": lambda p, size: (prompt(p, 1.0, start_percent=0.3, end_percent=0.7), p.negative),
-    "regions": lambda p, size: (prompt(p, 1.0, mask=half(size, 1, True), mask_strength=1.0) + prompt(p, -0.7, mask=half(size, 1, False), mask_strength=0.6), p.negative),
-    "region on a ground": lambda p, size: (p.positive + prompt(p, -0.7, mask=half(size, 2, True), mask_strength=2.0, end_percent=0.6), p.negative),
+    "regions": lambda p, size: (
+        prompt(p, 1.0, mask=half(size, 1, True), mask_strength=1.0)
+        + prompt(p, -0.7, mask=half(size, 1, False), mask_strength=0.6),
+        p.negative,
+    ),
+    "region on a ground": lambda p, size: (
+        p.positive + prompt(p, -0.7, mask=half(size, 2, True), mask_strength=2.0, end_percent=0.6),
+        p.negative,
+    ),
     "region alone": lambda p, size: (prompt(p, 1.0, mask=half(size, 2, True)), p.negative),
-    "soft regions of both sides": lambda p, size: (p.positive, prompt(p, 0.5, mask=torch.linspace(0, 1, size[1])[None, :, None].expand(size)) + prompt(p, -0.5, strength=0.5)),
+    "soft regions of both sides": lambda p, size: (
+        p.positive,
+        prompt(p, 0.5, mask=torch.linspace(0, 1, size[1])[None, :, None].expand(size))
+        + prompt(p, -0.5, strength=0.5),
+    ),
 }
 
 
-@pytest.mark.parametrize("family, mix", [*(("flux-dev", mix) for mix in MIXES), ("wan21-t2v", "region on a ground"), ("wan21-t2v", "one after the other"), ("pixart-sigma", "one after the other")])
+@pytest.mark.parametrize(
+    "family, mix",
+    [
+        *(("flux-dev", mix) for mix in MIXES),
+        ("wan21-t2v", "region on a ground"),
+        ("wan21-t2v", "one after the other"),
+        ("pixart-sigma", "one after the other"),
+    ],
+)
 def test_mixed_prompts(pairs, family, mix):
     pair = pairs(family)
     positive, negative = MIXES[mix](pair, SIZE[family])
     inputs = {"positive": positive, "negative": negative, "seed": SEED, "denoise": 1.0}
-    native, found = pair.both("KSampler", **inputs, sampler_name="heun" if mix == "one after the other" else "euler")
+    native, found = pair.both(
+        "KSampler", **inputs, sampler_name="heun" if mix == "one after the other" else "euler"
+    )
     assert error(native, found) <= 1e-4
     if pair.plain is None:
         pair.plain, _ = pair.both("KSampler", seed=SEED, denoise=1.0)
@@ -251,19 +393,52 @@ def test_mixed_prompts(pairs, family, mix):
 
 def test_ranges_follow_the_shift(pairs):
     pair = pairs("wan21-t2v")
-    inputs = {"positive": prompt(pair, 1.0, start_percent=0.0, end_percent=0.3) + prompt(pair, -0.7, start_percent=0.3, end_percent=1.0), "seed": SEED, "denoise": 1.0, "steps": 8}
-    assert error(*pair.both("KSampler", shifted(pair.model, "ModelSamplingSD3", shift=3.0), 3.0, **inputs)) <= 1e-4
+    inputs = {
+        "positive": prompt(pair, 1.0, start_percent=0.0, end_percent=0.3)
+        + prompt(pair, -0.7, start_percent=0.3, end_percent=1.0),
+        "seed": SEED,
+        "denoise": 1.0,
+        "steps": 8,
+    }
+    assert (
+        error(*pair.both("KSampler", shifted(pair.model, "ModelSamplingSD3", shift=3.0), 3.0, **inputs))
+        <= 1e-4
+    )
 
 
-@pytest.mark.parametrize("values, what", [
-    ({"area": (8, 8, 0, 0)}, "an area.*on the MODEL of Parallel Model"), ({"set_area_to_bounds": True, "mask": torch.ones(1, 8, 8)}, "bounds are an area.*on the MODEL of Parallel Model"),
-    ({"default": True}, "a default.*on the MODEL of Parallel Model"), ({"control": object()}, "a ControlNet.*ordinary MODEL"),
-    ({"hooks": object()}, "hooks.*ordinary MODEL"), ({"gligen": object()}, "GLIGEN.*ordinary MODEL"), ({"concat_mask": torch.ones(1, 1, 8, 8)}, "a mask that is given.*ordinary MODEL"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "values, what",
+    [
+        ({"area": (8, 8, 0, 0)}, "an area.*on the MODEL of Parallel Model"),
+        (
+            {"set_area_to_bounds": True, "mask": torch.ones(1, 8, 8)},
+            "bounds are an area.*on the MODEL of Parallel Model",
+        ),
+        ({"default": True}, "a default.*on the MODEL of Parallel Model"),
+        ({"control": object()}, "a ControlNet.*ordinary MODEL"),
+        ({"hooks": object()}, "hooks.*ordinary MODEL"),
+        ({"gligen": object()}, "GLIGEN.*ordinary MODEL"),
+        ({"concat_mask": torch.ones(1, 1, 8, 8)}, "a mask that is given.*ordinary MODEL"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_what_cannot_be_mixed_is_refused_by_name(pairs, values, what):
     pair = pairs("pixart-sigma")
-    for inputs in ({"positive": prompt(pair, 1.0, **values)}, {"negative": pair.negative + prompt(pair, 1.0, **values)}):
+    for inputs in (
+        {"positive": prompt(pair, 1.0, **values)},
+        {"negative": pair.negative + prompt(pair, 1.0, **values)},
+    ):
         with pytest.raises(RefusedError, match=what) as refusal:
             with torch.inference_mode():
-                ours.ParallelSampler.execute(pair.dit, SEED, STEPS, 2.5, "euler", "simple", **{"positive": pair.positive, "negative": pair.negative, **inputs}, latent_image=pair.empty, denoise=1.0)
+                ours.ParallelSampler.execute(
+                    pair.dit,
+                    SEED,
+                    STEPS,
+                    2.5,
+                    "euler",
+                    "simple",
+                    **{"positive": pair.positive, "negative": pair.negative, **inputs},
+                    latent_image=pair.empty,
+                    denoise=1.0,
+                )
         assert "\n" not in str(refusal.value)

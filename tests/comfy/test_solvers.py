@@ -38,7 +38,9 @@ def _pull(centre):
     """A model output whose prediction stays near ``centre``, not linear in x."""
     return {
         FLOW: lambda x, sigma: (x - centre - 0.2 * torch.sin(2 * x) * (1 - sigma)) / (0.1 + 0.9 * sigma),
-        EPS: lambda x, sigma: (x - (centre + 0.2 * torch.sin(2 * x)) / (1 + sigma**2) ** 0.5) * (1 - 0.1 / (1 + sigma)),
+        EPS: lambda x, sigma: (
+            (x - (centre + 0.2 * torch.sin(2 * x)) / (1 + sigma**2) ** 0.5) * (1 - 0.1 / (1 + sigma))
+        ),
         V: lambda x, sigma: (x - centre + 0.2 * torch.sin(2 * x)) / (1 + 1 / (1 + sigma**2)) ** 0.5,
     }
 
@@ -62,7 +64,10 @@ class Guided:
         return self.model_sampling.noise_scaling(sigma.reshape(-1, 1, 1, 1), noise, latent_image)
 
     def __call__(self, x, sigma, model_options={}, seed=None):
-        outputs = (model(self.model_sampling.calculate_input(sigma, x), sigma[0]) for model in (self.toy.positive, self.toy.negative))
+        outputs = (
+            model(self.model_sampling.calculate_input(sigma, x), sigma[0])
+            for model in (self.toy.positive, self.toy.negative)
+        )
         positive, negative = (self.model_sampling.calculate_denoised(sigma, output, x) for output in outputs)
         guided = negative + (positive - negative) * self.toy.cfg
         for function in model_options.get("sampler_post_cfg_function", []):
@@ -71,7 +76,9 @@ class Guided:
 
 
 def _schedule(sampling, steps: int, to_zero: bool):
-    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple" if steps < 5 else "karras", steps if to_zero else steps + 1)
+    sigmas = comfy.samplers.calculate_sigmas(
+        sampling, "simple" if steps < 5 else "karras", steps if to_zero else steps + 1
+    )
     return sigmas if to_zero else sigmas[:-1]
 
 
@@ -87,15 +94,32 @@ def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = Fal
         latent = torch.zeros_like(latent)
 
     request = SimpleNamespace(
-        noise=GRID.to_tokens(noise), latent=GRID.to_tokens(latent), mask=GRID.to_tokens(mask) if masked else None, solver=solver, seed=SEED,
-        grid=GRID, prediction=prediction, batch=BATCH, items=slice(None), clean_inpaint=False)
+        noise=GRID.to_tokens(noise),
+        latent=GRID.to_tokens(latent),
+        mask=GRID.to_tokens(mask) if masked else None,
+        solver=solver,
+        seed=SEED,
+        grid=GRID,
+        prediction=prediction,
+        batch=BATCH,
+        items=slice(None),
+        clean_inpaint=False,
+    )
     start = prediction.add_noise(sigmas[0], request.noise, request.latent, True)
     x = solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas), Inpaint(request))
     ours = prediction.finish(GRID.to_latent(x), sigmas[-1])
 
     sampler = comfy.samplers.sampler_object(solver)
     theirs = sampler.sample(
-        Guided(toy, sampling), sigmas.clone(), {"seed": SEED, "model_options": {}}, None, noise.clone(), latent.clone(), mask, True)
+        Guided(toy, sampling),
+        sigmas.clone(),
+        {"seed": SEED, "model_options": {}},
+        None,
+        noise.clone(),
+        latent.clone(),
+        mask,
+        True,
+    )
     assert torch.isfinite(theirs).all()
     return ((ours - theirs).abs().max() / theirs.std()).item()
 
@@ -125,7 +149,14 @@ def test_same_latent_in_one_step(solver):
 
 
 #: Schedules that hardly fall.
-STILL = {"ends at 1": (1.0, 1.0), "begins twice": (1.0, 1.0, 0.6, 0.3, 0.0), "stands": (1.0, 0.6, 0.6, 0.3, 0.0), "stands at 0": (1.0, 0.5, 0.0, 0.0), "rises": (0.5, 0.8, 1.0), "from 0": (0.0, 0.4, 0.8)}
+STILL = {
+    "ends at 1": (1.0, 1.0),
+    "begins twice": (1.0, 1.0, 0.6, 0.3, 0.0),
+    "stands": (1.0, 0.6, 0.6, 0.3, 0.0),
+    "stands at 0": (1.0, 0.5, 0.0, 0.0),
+    "rises": (0.5, 0.8, 1.0),
+    "from 0": (0.0, 0.4, 0.8),
+}
 
 #: Those on which a Brownian tree answers: on others it searches for ever (ours is never asked, since they are refused).
 SDE_STILL = ("ends at 1", "stands", "stands at 0")
@@ -133,18 +164,42 @@ SDE_STILL = ("ends at 1", "stands", "stands at 0")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["flow", "eps"])
-@pytest.mark.parametrize("solver, schedule", [(solver, name) for solver in SOLVERS for name in STILL if solver not in BROWNIAN or name in SDE_STILL])
+@pytest.mark.parametrize(
+    "solver, schedule",
+    [(solver, name) for solver in SOLVERS for name in STILL if solver not in BROWNIAN or name in SDE_STILL],
+)
 def test_a_schedule_is_refused_where_nothing_is_painted(solver, schedule, kind):
     """Never where ComfyUI's own function gets through, and then the latents are the same; some of ours get through where that divides by zero."""
     (prediction, sampling), sigmas = MODELS[kind], torch.tensor(STILL[schedule])
     toy = Toy(prediction, POSITIVE[prediction], NEGATIVE[prediction], sampling().percent_to_sigma)
     noise = torch.randn(BATCH, *GRID.shape, generator=torch.Generator().manual_seed(SEED))
-    start = prediction.add_noise(sigmas[0], GRID.to_tokens(noise), torch.zeros_like(GRID.to_tokens(noise)), False)
-    ours = painted(lambda: prediction.finish(GRID.to_latent(solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas))), sigmas[-1]))
-    theirs = painted(lambda: comfy.samplers.sampler_object(solver).sample(Guided(toy, sampling()), sigmas.clone(), {"seed": SEED, "model_options": {}}, None, noise, torch.zeros_like(noise), None, False))
+    start = prediction.add_noise(
+        sigmas[0], GRID.to_tokens(noise), torch.zeros_like(GRID.to_tokens(noise)), False
+    )
+    ours = painted(
+        lambda: prediction.finish(
+            GRID.to_latent(solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas))), sigmas[-1]
+        )
+    )
+    theirs = painted(
+        lambda: comfy.samplers.sampler_object(solver).sample(
+            Guided(toy, sampling()),
+            sigmas.clone(),
+            {"seed": SEED, "model_options": {}},
+            None,
+            noise,
+            torch.zeros_like(noise),
+            None,
+            False,
+        )
+    )
     passes = is_finite(solver, Problem(sigmas, prediction, None, None, toy.percent_to_sigma))
-    assert passes == (ours is not None) or (solver == "res_multistep" and not passes)               # which puts the largest number in infinity's place, and gives that to the model
-    assert theirs is None or (ours is not None and ((ours - theirs).abs().max() / theirs.std()).item() <= 1e-5)
+    assert passes == (ours is not None) or (
+        solver == "res_multistep" and not passes
+    )  # which puts the largest number in infinity's place, and gives that to the model
+    assert theirs is None or (
+        ours is not None and ((ours - theirs).abs().max() / theirs.std()).item() <= 1e-5
+    )
 
 
 def painted(sample):

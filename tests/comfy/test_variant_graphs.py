@@ -11,6 +11,7 @@ from versions import skip_without, skip_without_nodes
 
 def references(video: bool, method: str = "", negative: bool = False, batch: int = 1, channels: int = 16):
     """Two reference pictures of other sizes, one of odd sides; the latent's sides are odd too."""
+
     def build(g: Graph, positive, other):
         extra = (1,) if video else ()
         for shape, seed in (((11, 14), 2), ((8, 27), 3)):
@@ -18,32 +19,66 @@ def references(video: bool, method: str = "", negative: bool = False, batch: int
             positive = g.one("ReferenceLatent", conditioning=positive, latent=picture)
             other = g.one("ReferenceLatent", conditioning=other, latent=picture) if negative else other
         if method:
-            positive = g.one("FluxKontextMultiReferenceLatentMethod", conditioning=positive, reference_latents_method=method)
+            positive = g.one(
+                "FluxKontextMultiReferenceLatentMethod",
+                conditioning=positive,
+                reference_latents_method=method,
+            )
         return positive, other, g.latent(batch, channels, *extra, 15, 18, empty=True)
+
     return build
 
 
 def inpainting(g, positive, negative):
     mask = g.one("TestMask", width=128, height=104)
-    return g.three("InpaintModelConditioning", positive=positive, negative=negative, vae=g.vae(temporal=0), pixels=g.image(), mask=mask, noise_mask=True)
+    return g.three(
+        "InpaintModelConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(temporal=0),
+        pixels=g.image(),
+        mask=mask,
+        noise_mask=True,
+    )
 
 
 def control(g, positive, negative):
-    return g.three("InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(temporal=0), pixels=g.image(136, 120))
+    return g.three(
+        "InstructPixToPixConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(temporal=0),
+        pixels=g.image(136, 120),
+    )
 
 
 def pictured_video(g, positive, negative):
-    positive, negative, _ = g.three("InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image())
+    positive, negative, _ = g.three(
+        "InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image()
+    )
     return positive, negative, g.latent(1, 16, 3, 15, 18, empty=True)
 
 
 def encoded(*pictures, shape=None):
     """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the first one's size unless its ``shape`` is told."""
+
     def build(g, positive, negative):
         clip = g.one("TestPicturedText", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
-        images = {f"images.image_{i}": g.image(width, height, seed=i) for i, (width, height) in enumerate(pictures, 1)}
-        positive, negative, latent = g.three("TextEncodeQwenImage21", clip=clip, vae=g.vae(64, 16, 0), prompt="a winter evening", negative_prompt="", resolution=128, **images)
+        images = {
+            f"images.image_{i}": g.image(width, height, seed=i)
+            for i, (width, height) in enumerate(pictures, 1)
+        }
+        positive, negative, latent = g.three(
+            "TextEncodeQwenImage21",
+            clip=clip,
+            vae=g.vae(64, 16, 0),
+            prompt="a winter evening",
+            negative_prompt="",
+            resolution=128,
+            **images,
+        )
         return positive, negative, latent if shape is None else g.latent(*shape, empty=True)
+
     return build
 
 
@@ -55,66 +90,173 @@ def first_frame(node, features=True, vae={}, batch=1, **size):
     def build(g, positive, negative):
         size_of = {"width": 144, "height": 112, "length": 9} | size
         seen = {"clip_vision_output": g.features(width=features)} if features else {}
-        return g.three(node, positive=positive, negative=negative, vae=g.vae(**vae), start_image=g.image(frames=1), batch_size=batch, **size_of, **seen)
+        return g.three(
+            node,
+            positive=positive,
+            negative=negative,
+            vae=g.vae(**vae),
+            start_image=g.image(frames=1),
+            batch_size=batch,
+            **size_of,
+            **seen,
+        )
+
     return build
 
 
 def first_and_last_frame(g, positive, negative):
     return g.three(
-        "WanFirstLastFrameToVideo", positive=positive, negative=negative, vae=g.vae(), width=144, height=112, length=9, batch_size=1, clip_vision_start_image=g.features(seed=3),
-        clip_vision_end_image=g.features(seed=4), start_image=g.image(seed=1), end_image=g.image(seed=2))
+        "WanFirstLastFrameToVideo",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(),
+        width=144,
+        height=112,
+        length=9,
+        batch_size=1,
+        clip_vision_start_image=g.features(seed=3),
+        clip_vision_end_image=g.features(seed=4),
+        start_image=g.image(seed=1),
+        end_image=g.image(seed=2),
+    )
 
 
 def given_frame(g, positive, negative):
-    latent = g.one("Wan22ImageToVideoLatent", vae=g.vae(48, 16), width=288, height=224, length=9, batch_size=2, start_image=g.image(288, 224))
+    latent = g.one(
+        "Wan22ImageToVideoLatent",
+        vae=g.vae(48, 16),
+        width=288,
+        height=224,
+        length=9,
+        batch_size=2,
+        start_image=g.image(288, 224),
+    )
     return positive, negative, latent
 
 
 def hunyuan(kind, batch=1):
     def build(g, positive, negative):
-        node = g.add("HunyuanImageToVideo", positive=positive, vae=g.vae(), width=144, height=112, length=9, batch_size=batch, guidance_type=kind, start_image=g.image())
+        node = g.add(
+            "HunyuanImageToVideo",
+            positive=positive,
+            vae=g.vae(),
+            width=144,
+            height=112,
+            length=9,
+            batch_size=batch,
+            guidance_type=kind,
+            start_image=g.image(),
+        )
         return [node, 0], negative, [node, 1]
+
     return build
 
 
 def ltx_image(g, positive, negative):
-    return g.three("LTXVImgToVideo", positive=positive, negative=negative, vae=g.vae(128, 32, 8), image=g.image(), width=224, height=160, length=17, batch_size=2, strength=0.8)
+    return g.three(
+        "LTXVImgToVideo",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(128, 32, 8),
+        image=g.image(),
+        width=224,
+        height=160,
+        length=17,
+        batch_size=2,
+        strength=0.8,
+    )
 
 
 def ltx_guides(g, positive, negative):
     vae = g.vae(128, 32, 8)
     latent = g.latent(1, 128, 3, 5, 7, empty=True)
     for frame, seed in ((0, 1), (-1, 2)):
-        positive, negative, latent = g.three("LTXVAddGuide", positive=positive, negative=negative, vae=vae, latent=latent, image=g.image(224, 160, seed=seed), frame_idx=frame, strength=1.0)
+        positive, negative, latent = g.three(
+            "LTXVAddGuide",
+            positive=positive,
+            negative=negative,
+            vae=vae,
+            latent=latent,
+            image=g.image(224, 160, seed=seed),
+            frame_idx=frame,
+            strength=1.0,
+        )
     return positive, negative, latent
 
 
 def ltx2_image(g, positive, negative):
     """A first frame, and sound with a mask."""
-    video = g.one("LTXVImgToVideoInplace", vae=g.vae(128, 32, 8), image=g.image(), latent=g.latent(2, 128, 3, 5, 7, empty=True), strength=0.8, bypass=False)
-    audio = g.one("SetLatentNoiseMask", samples=g.latent(2, 8, 9, 16, seed=5), mask=g.one("TestMask", width=16, height=9))
+    video = g.one(
+        "LTXVImgToVideoInplace",
+        vae=g.vae(128, 32, 8),
+        image=g.image(),
+        latent=g.latent(2, 128, 3, 5, 7, empty=True),
+        strength=0.8,
+        bypass=False,
+    )
+    audio = g.one(
+        "SetLatentNoiseMask",
+        samples=g.latent(2, 8, 9, 16, seed=5),
+        mask=g.one("TestMask", width=16, height=9),
+    )
     return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=audio)
 
 
 def ltx2_guides(g, positive, negative):
     positive, negative, video = ltx_guides(g, positive, negative)
-    return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=g.latent(1, 8, 9, 16, empty=True))
+    return (
+        positive,
+        negative,
+        g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=g.latent(1, 8, 9, 16, empty=True)),
+    )
 
 
 def minimax_guides(g, positive, negative):
     """A keyframe at the beginning, and a picture with sound at a later frame; a prompt with a picture in it."""
-    positive = g.one("TestConditioningValues", conditioning=positive, values=json.dumps({"minimax_token_tags": [1] * 4 + [0] * 5 + [1] * 3}), rows=0)
-    latent = g.one("LTXVConcatAVLatent", video_latent=g.latent(1, 24, 3, 8, 10, empty=True), audio_latent=g.latent(1, 32, 2, 15, empty=True))
+    positive = g.one(
+        "TestConditioningValues",
+        conditioning=positive,
+        values=json.dumps({"minimax_token_tags": [1] * 4 + [0] * 5 + [1] * 3}),
+        rows=0,
+    )
+    latent = g.one(
+        "LTXVConcatAVLatent",
+        video_latent=g.latent(1, 24, 3, 8, 10, empty=True),
+        audio_latent=g.latent(1, 32, 2, 15, empty=True),
+    )
     guide = {"vae": g.vae(24, 16, 4), "audio_vae": g.one("TestAudioVae", channels=32), "latent": latent}
-    positive = g.one("MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=1), frame_idx=0, **guide)
+    positive = g.one(
+        "MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=1), frame_idx=0, **guide
+    )
     audio = g.one("EmptyAudio", duration=0.2, sample_rate=16000, channels=2)
-    return g.one("MiniMaxH3AddGuide", positive=positive, image=g.image(160, 128, seed=2), audio=audio, frame_idx=4, **guide), negative, latent
+    return (
+        g.one(
+            "MiniMaxH3AddGuide",
+            positive=positive,
+            image=g.image(160, 128, seed=2),
+            audio=audio,
+            frame_idx=4,
+            **guide,
+        ),
+        negative,
+        latent,
+    )
 
 
 def minimax_frames(g, positive, negative):
     """A first and a last frame of other sizes, as the model's own node hands them over."""
     clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
-    node = g.add("MiniMaxH3ImageToVideo", clip=clip, vae=g.vae(24, 16, 4), prompt="a lantern is lit", width=160, height=128, length=22, first_frame=g.image(96, 128, seed=1), last_frame=g.image(200, 128, seed=2))
+    node = g.add(
+        "MiniMaxH3ImageToVideo",
+        clip=clip,
+        vae=g.vae(24, 16, 4),
+        prompt="a lantern is lit",
+        width=160,
+        height=128,
+        length=22,
+        first_frame=g.image(96, 128, seed=1),
+        last_frame=g.image(200, 128, seed=2),
+    )
     return [node, 0], negative, [node, 1]
 
 
@@ -123,15 +265,37 @@ def minimax_references(g, positive, negative):
     clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
     audio = g.one("EmptyAudio", duration=0.2, sample_rate=16000, channels=2)
     node = g.add(
-        "MiniMaxH3ReferenceToVideo", clip=clip, vae=g.vae(24, 16, 4), audio_vae=g.one("TestAudioVae", channels=32), prompt="<Picture 1>", width=160, height=128, length=5, ref_image_size="match",
-        **{"ref_images.ref_image_0": g.image(96, 128, seed=1), "ref_videos.ref_video_0": g.image(96, 64, frames=5, seed=2), "ref_video_audios.ref_video_audio_0": audio, "ref_audios.ref_audio_0": audio})
+        "MiniMaxH3ReferenceToVideo",
+        clip=clip,
+        vae=g.vae(24, 16, 4),
+        audio_vae=g.one("TestAudioVae", channels=32),
+        prompt="<Picture 1>",
+        width=160,
+        height=128,
+        length=5,
+        ref_image_size="match",
+        **{
+            "ref_images.ref_image_0": g.image(96, 128, seed=1),
+            "ref_videos.ref_video_0": g.image(96, 64, frames=5, seed=2),
+            "ref_video_audios.ref_video_audio_0": audio,
+            "ref_audios.ref_audio_0": audio,
+        },
+    )
     return [node, 0], negative, [node, 1]
 
 
 def with_values(build, **values):
     """``values`` set on both prompts."""
+
     def changed(g, positive, negative):
-        return build(g, *(g.one("TestConditioningValues", conditioning=prompt, values=json.dumps(values), rows=0) for prompt in (positive, negative)))
+        return build(
+            g,
+            *(
+                g.one("TestConditioningValues", conditioning=prompt, values=json.dumps(values), rows=0)
+                for prompt in (positive, negative)
+            ),
+        )
+
     return changed
 
 
@@ -164,7 +328,10 @@ GRAPHS = {
     "wan 2.2 ti2v without picture": ("wan22-ti2v", plain(1, 48, 3, 15, 18)),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
-    "hunyuan-video 1.5 i2v": ("hunyuan-video15-i2v", first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16})),
+    "hunyuan-video 1.5 i2v": (
+        "hunyuan-video15-i2v",
+        first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16}),
+    ),
     "ltxv i2v": ("ltxv-i2v", ltx_image),
     "ltxv guides": ("ltxv-i2v", ltx_guides),
     "ltx2 i2v": ("ltx2-i2v", ltx2_image),
@@ -189,18 +356,36 @@ def test_same_latent_as_ksampler(family_comfy, name):
     variant, build, rows = (*GRAPHS[name], 7)[:3]
     file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
     g = Graph()
-    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"), change="nothing")
-    negative = g.one("TestConditioningValues", conditioning=[prompts, 1], values="{}", rows=0 if variant in ONE_LENGTH else rows)
+    prompts = g.add(
+        "TestGoldenInputs",
+        file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"),
+        change="nothing",
+    )
+    negative = g.one(
+        "TestConditioningValues",
+        conditioning=[prompts, 1],
+        values="{}",
+        rows=0 if variant in ONE_LENGTH else rows,
+    )
     positive, negative, latent = build(g, [prompts, 0], negative)
     inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
-    theirs = g.one("KSampler", model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))), **inputs)
+    theirs = g.one(
+        "KSampler",
+        model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))),
+        **inputs,
+    )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
     dit = g.one("LoadParallelDiT", config=config, model_name=file.name)
-    ours = g.one("ParallelSampler", dit=dit, **inputs), g.one("KSampler", model=g.one("ParallelModel", dit=dit), **inputs)
+    ours = (
+        g.one("ParallelSampler", dit=dit, **inputs),
+        g.one("KSampler", model=g.one("ParallelModel", dit=dit), **inputs),
+    )
     results = [g.add("TestLatentDistance", samples=samples, reference=theirs) for samples in ours]
     known = family_comfy.get("/object_info")
     skip_without_nodes(g.nodes, known)
-    skip_without({"QwenImage21"} if "qwen-image21" in variant and "TextEncodeQwenImage21" not in known else ())
+    skip_without(
+        {"QwenImage21"} if "qwen-image21" in variant and "TextEncodeQwenImage21" not in known else ()
+    )
     run = family_comfy.run(g.nodes)
     assert run.status == "success", run.message or run.node_errors
     for result in results:
@@ -212,7 +397,11 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
     variant, build = GRAPHS["flux.2, index"]
     file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
     g = Graph()
-    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"), change="nothing")
+    prompts = g.add(
+        "TestGoldenInputs",
+        file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"),
+        change="nothing",
+    )
     positive, negative, latent = build(g, [prompts, 0], [prompts, 1])
     inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
@@ -228,22 +417,54 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
 def experts(folder, seed: int) -> tuple[dict, str, str]:
     """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The same with KSampler (Advanced) beside it."""
     g = Graph()
-    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing")
+    prompts = g.add(
+        "TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing"
+    )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
     ours = theirs = g.latent(1, 16, 3, 16, 16, empty=True)
-    loaded = {name: g.one("LoadParallelDiT", config=config, model_name=f"{name}.safetensors") for name in EXPERTS}
+    loaded = {
+        name: g.one("LoadParallelDiT", config=config, model_name=f"{name}.safetensors") for name in EXPERTS
+    }
     for name, part in EXPERTS.items():
         file = str(folder / f"models/diffusion_models/{name}.safetensors")
-        inputs = {"positive": [prompts, 0], "negative": [prompts, 1], "noise_seed": seed, "steps": 4, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", **part}
+        inputs = {
+            "positive": [prompts, 0],
+            "negative": [prompts, 1],
+            "noise_seed": seed,
+            "steps": 4,
+            "cfg": 3.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            **part,
+        }
         ours = g.one("ParallelSamplerAdvanced", dit=loaded[name], latent_image=ours, **inputs)
-        theirs = g.one("KSamplerAdvanced", model=g.one("TestReferenceModel", file=file, facts=json.dumps(described(name))), latent_image=theirs, **inputs)
-    return g.nodes, g.add("TestLatentDistance", samples=ours, reference=theirs), g.add("TestBackendState", samples=ours)
+        theirs = g.one(
+            "KSamplerAdvanced",
+            model=g.one("TestReferenceModel", file=file, facts=json.dumps(described(name))),
+            latent_image=theirs,
+            **inputs,
+        )
+    return (
+        g.nodes,
+        g.add("TestLatentDistance", samples=ours, reference=theirs),
+        g.add("TestBackendState", samples=ours),
+    )
 
 
 #: Model -> its steps: those of high noise and those of low noise.
 EXPERTS = {
-    "wan22-i2v": {"add_noise": "enable", "start_at_step": 0, "end_at_step": 2, "return_with_leftover_noise": "enable"},
-    "wan22-i2v-low": {"add_noise": "disable", "start_at_step": 2, "end_at_step": 10000, "return_with_leftover_noise": "disable"},
+    "wan22-i2v": {
+        "add_noise": "enable",
+        "start_at_step": 0,
+        "end_at_step": 2,
+        "return_with_leftover_noise": "enable",
+    },
+    "wan22-i2v-low": {
+        "add_noise": "disable",
+        "start_at_step": 2,
+        "end_at_step": 10000,
+        "return_with_leftover_noise": "disable",
+    },
 }
 
 
@@ -258,4 +479,8 @@ def test_two_experts_stay_loaded_on_one_backend(family_comfy):
     first, *later = states
     assert len(first["models"]) == 2
     for state in later:
-        assert state["models"] == first["models"] and state["sent"]["Sample"] == 2 and "Unload" not in state["sent"]
+        assert (
+            state["models"] == first["models"]
+            and state["sent"]["Sample"] == 2
+            and "Unload" not in state["sent"]
+        )

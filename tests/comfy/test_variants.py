@@ -33,48 +33,174 @@ def hidden_rows(rows, visible):
 
 def sd3(qk_norm, dual):
     return OpenAISignatureMMDITWrapper(
-        input_size=None, in_channels=16, out_channels=16, patch_size=2, depth=3, adm_in_channels=32, num_patches=1024, pos_embed_max_size=32, qk_norm=qk_norm, pos_embed_scaling_factor=None,
-        x_block_self_attn_layers=dual, context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 192}}, **HERE)
+        input_size=None,
+        in_channels=16,
+        out_channels=16,
+        patch_size=2,
+        depth=3,
+        adm_in_channels=32,
+        num_patches=1024,
+        pos_embed_max_size=32,
+        qk_norm=qk_norm,
+        pos_embed_scaling_factor=None,
+        x_block_self_attn_layers=dual,
+        context_embedder_config={
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 64, "out_features": 192},
+        },
+        **HERE,
+    )
 
 
 def wan(kind):
-    return WanModel(model_type=kind, dim=256, ffn_dim=512, num_heads=2, num_layers=2, in_dim=36, out_dim=16, text_dim=64, qk_norm=True, cross_attn_norm=True, **HERE)
+    return WanModel(
+        model_type=kind,
+        dim=256,
+        ffn_dim=512,
+        num_heads=2,
+        num_layers=2,
+        in_dim=36,
+        out_dim=16,
+        text_dim=64,
+        qk_norm=True,
+        cross_attn_norm=True,
+        **HERE,
+    )
 
 
 def cogvideox(**fields):
-    return CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=64, time_embed_dim=128, num_layers=2, text_embed_dim=64, patch_size_t=2, use_rotary_positional_embeddings=True, **fields, **HERE)
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=64,
+        time_embed_dim=128,
+        num_layers=2,
+        text_embed_dim=64,
+        patch_size_t=2,
+        use_rotary_positional_embeddings=True,
+        **fields,
+        **HERE,
+    )
 
 
 def kandinsky5(**fields):
-    return Kandinsky5(model_dim=256, time_dim=128, ff_dim=512, in_text_dim=64, in_text_dim2=32, num_text_blocks=1, num_visual_blocks=2, **fields, **HERE)
+    return Kandinsky5(
+        model_dim=256,
+        time_dim=128,
+        ff_dim=512,
+        in_text_dim=64,
+        in_text_dim2=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        **fields,
+        **HERE,
+    )
 
 
 def klein():
     return Flux(
-        patch_size=1, theta=2000, mlp_ratio=3.0, qkv_bias=False, ops_bias=False, global_modulation=True, mlp_silu_act=True, vec_in_dim=None, txt_ids_dims=[3], in_channels=128, out_channels=128, context_in_dim=64, hidden_size=128,
-        num_heads=2, depth=1, depth_single_blocks=2, axes_dim=[16, 16, 16, 16], guidance_embed=False, **HERE)
+        patch_size=1,
+        theta=2000,
+        mlp_ratio=3.0,
+        qkv_bias=False,
+        ops_bias=False,
+        global_modulation=True,
+        mlp_silu_act=True,
+        vec_in_dim=None,
+        txt_ids_dims=[3],
+        in_channels=128,
+        out_channels=128,
+        context_in_dim=64,
+        hidden_size=128,
+        num_heads=2,
+        depth=1,
+        depth_single_blocks=2,
+        axes_dim=[16, 16, 16, 16],
+        guidance_embed=False,
+        **HERE,
+    )
 
 
 def ideogram4():
-    return Ideogram4Transformer2DModel(in_channels=128, num_layers=2, num_attention_heads=2, attention_head_dim=128, intermediate_size=256, adaln_dim=64, llm_features_dim=64, **HERE)
+    return Ideogram4Transformer2DModel(
+        in_channels=128,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=128,
+        intermediate_size=256,
+        adaln_dim=64,
+        llm_features_dim=64,
+        **HERE,
+    )
 
 
 TEXT, VIDEO = {"c_crossattn": randn(1, 12, 64)}, randn(1, 16, 3, 9, 10)
-T5 = {"c_crossattn": randn(1, 77, 64), "encoder_hidden_states_t5": randn(1, 256, 64), "text_embedding_mask": hidden_rows(77, 40), "text_embedding_mask_t5": hidden_rows(256, 100),
-      "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]])}
+T5 = {
+    "c_crossattn": randn(1, 77, 64),
+    "encoder_hidden_states_t5": randn(1, 256, 64),
+    "text_embedding_mask": hidden_rows(77, 40),
+    "text_embedding_mask_t5": hidden_rows(256, 100),
+    "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]]),
+}
 IMAGE = {"c_crossattn": randn(1, 512, 64), "c_concat": randn(1, 20, 3, 9, 10)}
 #: Name -> (ComfyUI's module, latent, arguments by ComfyUI's names).
 VARIANTS = {
     "sd3.5 medium": (lambda: sd3("rms", [0, 1]), randn(1, 16, 11, 14), {**TEXT, "y": randn(1, 32)}),
-    "sd3 without norms of queries": (lambda: sd3(None, []), randn(1, 16, 12, 14), {**TEXT, "y": randn(1, 32)}),
-    "pixart alpha": (lambda: PixArtMS(patch_size=2, in_channels=4, hidden_size=144, depth=2, num_heads=16, caption_channels=64, model_max_length=12, micro_condition=True, **HERE), randn(1, 4, 40, 48), TEXT),
-    "hunyuan-dit 1.1": (lambda: HunYuanDiT(depth=4, hidden_size=256, text_states_dim=64, text_states_dim_t5=64, size_cond=True, use_style_cond=True, **HERE), randn(1, 4, 40, 48), T5),
+    "sd3 without norms of queries": (
+        lambda: sd3(None, []),
+        randn(1, 16, 12, 14),
+        {**TEXT, "y": randn(1, 32)},
+    ),
+    "pixart alpha": (
+        lambda: PixArtMS(
+            patch_size=2,
+            in_channels=4,
+            hidden_size=144,
+            depth=2,
+            num_heads=16,
+            caption_channels=64,
+            model_max_length=12,
+            micro_condition=True,
+            **HERE,
+        ),
+        randn(1, 4, 40, 48),
+        TEXT,
+    ),
+    "hunyuan-dit 1.1": (
+        lambda: HunYuanDiT(
+            depth=4,
+            hidden_size=256,
+            text_states_dim=64,
+            text_states_dim_t5=64,
+            size_cond=True,
+            use_style_cond=True,
+            **HERE,
+        ),
+        randn(1, 4, 40, 48),
+        T5,
+    ),
     "cogvideox 1.5": (lambda: cogvideox(in_channels=16), VIDEO, TEXT),
-    "cogvideox 1.5 image to video": (lambda: cogvideox(in_channels=32, ofs_embed_dim=128), VIDEO, {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)}),
+    "cogvideox 1.5 image to video": (
+        lambda: cogvideox(in_channels=32, ofs_embed_dim=128),
+        VIDEO,
+        {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)},
+    ),
     "wan 2.1 image to video": (lambda: wan("i2v"), VIDEO, {**IMAGE, "clip_fea": randn(1, 257, 1280)}),
-    "kandinsky 5 image to video": (kandinsky5, randn(1, 16, 3, 8, 10), {**TEXT, "y": randn(1, 32), "c_concat": (randn(1, 17, 3, 8, 10) > 0).float(), "time_dim_replace": randn(1, 16, 1, 8, 10)}),
+    "kandinsky 5 image to video": (
+        kandinsky5,
+        randn(1, 16, 3, 8, 10),
+        {
+            **TEXT,
+            "y": randn(1, 32),
+            "c_concat": (randn(1, 17, 3, 8, 10) > 0).float(),
+            "time_dim_replace": randn(1, 16, 1, 8, 10),
+        },
+    ),
     "flux.2 klein": (klein, randn(1, 128, 7, 8), TEXT),
-    "ideogram 4 with hidden rows": (ideogram4, randn(1, 128, 7, 8), {**TEXT, "attention_mask": hidden_rows(12, 9)}),
+    "ideogram 4 with hidden rows": (
+        ideogram4,
+        randn(1, 128, 7, 8),
+        {**TEXT, "attention_mask": hidden_rows(12, 9)},
+    ),
     "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
 }
 #: Families whose ComfyUI module takes the noise level itself, not a thousand times it.
@@ -83,7 +209,12 @@ TAKE_SIGMA = ("flux2", "ideogram4")
 
 def weights(module):
     """Random ones that keep activations near 1."""
-    return {name: randn(*value.shape) * value[0].numel() ** -0.5 if value.ndim > 1 else 1.0 + 0.1 * randn(*value.shape) for name, value in module.state_dict().items()}
+    return {
+        name: randn(*value.shape) * value[0].numel() ** -0.5
+        if value.ndim > 1
+        else 1.0 + 0.1 * randn(*value.shape)
+        for name, value in module.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -101,9 +232,25 @@ def test_one_call_is_comfyuis(name, tmp_path):
     if family.prepare:
         family.prepare(ours, grid)
     time = family.schedule(config).timestep(SIGMA) if family.schedule else SIGMA
-    out = family.output(model_output(ours, family, family.forward_args(config, grid, latent, time, {key: value.clone() for key, value in cond.items()})), grid)
+    out = family.output(
+        model_output(
+            ours,
+            family,
+            family.forward_args(
+                config, grid, latent, time, {key: value.clone() for key, value in cond.items()}
+            ),
+        ),
+        grid,
+    )
 
-    timestep = time[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
+    timestep = (
+        time[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
+    )
     further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}
-    want = module(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent, timestep, cond["c_crossattn"].clone(), **further)
+    want = module(
+        torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent,
+        timestep,
+        cond["c_crossattn"].clone(),
+        **further,
+    )
     assert ((grid.to_latent(out) - want).abs().max() / want.std()).item() < 1e-4

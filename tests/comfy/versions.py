@@ -13,7 +13,9 @@ LATER = dict.fromkeys(("QwenImage21", "TextEncodeQwenImage21", "QwenImage21Cache
 def skip_without(missing):
     """Skip the test where this ComfyUI is older than what brought one of ``missing``, names of what the test needs."""
     version = re.search(r'"([\d.]+)"', (ROOT / "comfyui_version.py").read_text())[1]
-    young = sorted(name for name in missing if tuple(map(int, version.split("."))) < LATER.get(name, COMPLETE))
+    young = sorted(
+        name for name in missing if tuple(map(int, version.split("."))) < LATER.get(name, COMPLETE)
+    )
     if young:
         pytest.skip(f"ComfyUI {version} has no {', '.join(young)}")
 
@@ -21,8 +23,13 @@ def skip_without(missing):
 def skip_without_nodes(prompt: dict, known: dict):
     """The same for the nodes of an API graph and their inputs, beside ``known``, ComfyUI's /object_info."""
     used = [(node["class_type"], name) for node in prompt.values() for name in node["inputs"]]
-    has = lambda kind, name: any(name in known[kind]["input"].get(part, {}) for part in ("required", "optional"))
-    skip_without({kind for kind, _ in used if kind not in known} | {f"input {name} of {kind}" for kind, name in used if kind in known and not has(kind, name)})
+    has = lambda kind, name: any(
+        name in known[kind]["input"].get(part, {}) for part in ("required", "optional")
+    )
+    skip_without(
+        {kind for kind, _ in used if kind not in known}
+        | {f"input {name} of {kind}" for kind, name in used if kind in known and not has(kind, name)}
+    )
 
 
 def skip_without_class(name: str):

@@ -1,6 +1,6 @@
 """Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and FAMILY__CASE.safetensors, by default euler_simple.
 
-    COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY[__CASE] [...]         # with ComfyUI's Python; on the CPU in float32
+COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY[__CASE] [...]         # with ComfyUI's Python; on the CPU in float32
 """
 
 import json
@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-sys.path[:0] = [os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")), str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
-sys.argv, NAMES = sys.argv[:1], sys.argv[1:]        # ComfyUI reads the arguments as its own
+sys.path[:0] = [
+    os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")),
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[2] / "scripts"),
+]
+sys.argv, NAMES = sys.argv[:1], sys.argv[1:]  # ComfyUI reads the arguments as its own
 import torch
 import weights
 from comfy.cli_args import args as options
@@ -25,11 +29,23 @@ import comfyui_version
 import nodes
 import pack  # noqa: F401
 from diffusers import Flux3Transformer2DModel, QwenImage21Transformer2DModel, SanaTransformer2DModel
-from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers, convert_qwen_image21_transformer_checkpoint_to_diffusers
+from diffusers.loaders.single_file_utils import (
+    convert_flux3_transformer_checkpoint_to_diffusers,
+    convert_qwen_image21_transformer_checkpoint_to_diffusers,
+)
 from parallel_dit.nodes.families import OURS
 
 HERE = Path(__file__).parent
-SETTINGS = {"sampler": "euler", "scheduler": "simple", "steps": 6, "cfg": 3.0, "denoise": 1.0, "seed": 42, "start_step": None, "last_step": None}
+SETTINGS = {
+    "sampler": "euler",
+    "scheduler": "simple",
+    "steps": 6,
+    "cfg": 3.0,
+    "denoise": 1.0,
+    "seed": 42,
+    "start_step": None,
+    "last_step": None,
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,13 @@ class Diffusers(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = SanaTransformer2DModel(num_attention_heads=14, num_layers=3, num_cross_attention_heads=4, cross_attention_dim=448, caption_channels=64)
+        self.model = SanaTransformer2DModel(
+            num_attention_heads=14,
+            num_layers=3,
+            num_cross_attention_heads=4,
+            cross_attention_dim=448,
+            caption_channels=64,
+        )
         self.dtype = torch.float32
 
     def forward(self, x, timestep, context, attention_mask, **ignored):
@@ -63,8 +85,27 @@ class Diffusers(torch.nn.Module):
 
 
 FLUX2 = {
-    "image_model": "flux2", "patch_size": 1, "theta": 2000, "mlp_ratio": 3.0, "qkv_bias": False, "ops_bias": False, "global_modulation": True, "mlp_silu_act": True, "vec_in_dim": None, "txt_ids_dims": [3], "in_channels": 128,
-    "out_channels": 128, "context_in_dim": 64, "hidden_size": 256, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 16, 16, 16], "default_ref_method": "index", "ref_index_scale": 10.0}
+    "image_model": "flux2",
+    "patch_size": 1,
+    "theta": 2000,
+    "mlp_ratio": 3.0,
+    "qkv_bias": False,
+    "ops_bias": False,
+    "global_modulation": True,
+    "mlp_silu_act": True,
+    "vec_in_dim": None,
+    "txt_ids_dims": [3],
+    "in_channels": 128,
+    "out_channels": 128,
+    "context_in_dim": 64,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [16, 16, 16, 16],
+    "default_ref_method": "index",
+    "ref_index_scale": 10.0,
+}
 
 
 def scales(key: str) -> str:
@@ -77,22 +118,51 @@ class DiffusersFlux3(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = Flux3Transformer2DModel(num_layers=4, num_single_layers=2, attention_head_dim=32, num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(8, 8, 8, 8))
+        self.model = Flux3Transformer2DModel(
+            num_layers=4,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            axes_dims_rope=(8, 8, 8, 8),
+        )
         self.dtype = torch.float32
 
     def forward(self, x, timestep, context, **ignored):
         height, width, rows = *x.shape[-2:], context.shape[1]
-        image = torch.cartesian_prod(torch.arange(1), torch.arange(height), torch.arange(width), torch.arange(1)).float() * 0.5
+        image = (
+            torch.cartesian_prod(
+                torch.arange(1), torch.arange(height), torch.arange(width), torch.arange(1)
+            ).float()
+            * 0.5
+        )
         text = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(rows))
-        out = self.model(x.flatten(2).transpose(1, 2), context, timestep / 1000, image, text, return_dict=False)[0]
+        out = self.model(
+            x.flatten(2).transpose(1, 2), context, timestep / 1000, image, text, return_dict=False
+        )[0]
         return out.transpose(1, 2).reshape(x.shape)
 
 
 FLUX3 = {
-    "attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out", "attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale", "ff.linear_in": "mlp_in",
-    "ff.linear_out": "mlp_out", "single_transformer_blocks.": "single_blocks.", "x_embedders.": "emb_in.", "context_embedder.": "txt_in.", "timestep_embedder.linear_1": "time_in.in_layer", "timestep_embedder.linear_2": "time_in.out_layer",
-    "proj_out.": "final_layer.image.linear.", "norm_out.linear": "final_layer.image.adaLN_modulation.1", "modulations.image.linear": "modulations.image.lin", "modulations.image_cond.linear": "modulations.image_cond.lin",
-    "modulations.txt.linear": "modulations.txt.lin"}
+    "attn.to_q": "q_proj",
+    "attn.to_k": "k_proj",
+    "attn.to_v": "v_proj",
+    "attn.to_out.0": "attn_out",
+    "attn.norm_q.weight": "norm.query_norm.scale",
+    "attn.norm_k.weight": "norm.key_norm.scale",
+    "ff.linear_in": "mlp_in",
+    "ff.linear_out": "mlp_out",
+    "single_transformer_blocks.": "single_blocks.",
+    "x_embedders.": "emb_in.",
+    "context_embedder.": "txt_in.",
+    "timestep_embedder.linear_1": "time_in.in_layer",
+    "timestep_embedder.linear_2": "time_in.out_layer",
+    "proj_out.": "final_layer.image.linear.",
+    "norm_out.linear": "final_layer.image.adaLN_modulation.1",
+    "modulations.image.linear": "modulations.image.lin",
+    "modulations.image_cond.linear": "modulations.image_cond.lin",
+    "modulations.txt.linear": "modulations.txt.lin",
+}
 
 
 def flux3_file(key: str) -> str:
@@ -107,75 +177,270 @@ class DiffusersQwenImage21(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = QwenImage21Transformer2DModel(in_channels=64, num_layers=4, attention_head_dim=32, num_attention_heads=4, context_in_dim=64, axes_dims_rope=(4, 14, 14))
+        self.model = QwenImage21Transformer2DModel(
+            in_channels=64,
+            num_layers=4,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            context_in_dim=64,
+            axes_dims_rope=(4, 14, 14),
+        )
         self.dtype = torch.float32
 
     def forward(self, x, timestep, context, attention_mask=None, **ignored):
         height, width, rows, tokens = *x.shape[-2:], context.shape[1], x.shape[-2] * x.shape[-1]
         slots = (torch.arange(rows + tokens // 4) >= rows).expand(x.shape[0], -1)
-        out = self.model(x.flatten(2).transpose(1, 2), context, timestep, [[(1, height, width)]] * x.shape[0], slots, attention_mask, return_dict=False)[0]
+        out = self.model(
+            x.flatten(2).transpose(1, 2),
+            context,
+            timestep,
+            [[(1, height, width)]] * x.shape[0],
+            slots,
+            attention_mask,
+            return_dict=False,
+        )[0]
         return out[:, -tokens:].transpose(1, 2).reshape(x.shape)
 
 
 CASES = {
     "qwen-image21": Case(
         "QwenImage21",
-        {"image_model": "qwen_image21", "in_channels": 64, "out_channels": 64, "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "context_in_dim": 64, "mlp_ratio": 3, "axes_dims_rope": [4, 14, 14]},
-        (1, 64, 8, 10), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersQwenImage21, converted=convert_qwen_image21_transformer_checkpoint_to_diffusers, stacked=("gate_layer", "proj.", "gate_up")),
-    "flux3": Case("Flux3", {"image_model": "flux3"}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, elsewhere=DiffusersFlux3, renamed=flux3_file, converted=convert_flux3_transformer_checkpoint_to_diffusers),
+        {
+            "image_model": "qwen_image21",
+            "in_channels": 64,
+            "out_channels": 64,
+            "num_layers": 4,
+            "attention_head_dim": 32,
+            "num_attention_heads": 4,
+            "context_in_dim": 64,
+            "mlp_ratio": 3,
+            "axes_dims_rope": [4, 14, 14],
+        },
+        (1, 64, 8, 10),
+        {"cross_attn": (1, 12, 64)},
+        elsewhere=DiffusersQwenImage21,
+        converted=convert_qwen_image21_transformer_checkpoint_to_diffusers,
+        stacked=("gate_layer", "proj.", "gate_up"),
+    ),
+    "flux3": Case(
+        "Flux3",
+        {"image_model": "flux3"},
+        (1, 128, 8, 9),
+        {"cross_attn": (1, 12, 64)},
+        elsewhere=DiffusersFlux3,
+        renamed=flux3_file,
+        converted=convert_flux3_transformer_checkpoint_to_diffusers,
+    ),
     "ltx2": Case(
         "LTXAV",
-        {"image_model": "ltxav", "num_layers": 3, "attention_head_dim": 8, "cross_attention_dim": 256, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 64, "connector_attention_head_dim": 16,
-         "connector_num_attention_heads": 4, "connector_num_layers": 2, "causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split", "frequencies_precision": "float64"},
-        [(1, 128, 3, 6, 5), (1, 8, 9, 16)], {"cross_attn": (1, 12, 64)}, lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)}),
+        {
+            "image_model": "ltxav",
+            "num_layers": 3,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 256,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 128,
+            "caption_channels": 64,
+            "connector_attention_head_dim": 16,
+            "connector_num_attention_heads": 4,
+            "connector_num_layers": 2,
+            "causal_temporal_positioning": True,
+            "use_middle_indices_grid": True,
+            "rope_type": "split",
+            "frequencies_precision": "float64",
+        },
+        [(1, 128, 3, 6, 5), (1, 8, 9, 16)],
+        {"cross_attn": (1, 12, 64)},
+        lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)},
+    ),
     "ltx23": Case(
         "LTXAV",
-        {"image_model": "ltxav", "num_layers": 3, "attention_head_dim": 8, "cross_attention_dim": 256, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "connector_attention_head_dim": 32, "connector_num_attention_heads": 8,
-         "audio_connector_attention_head_dim": 16, "audio_connector_num_attention_heads": 8, "connector_num_layers": 2, "causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
-         "frequencies_precision": "float64", "apply_gated_attention": True, "connector_apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True, "caption_projection_first_linear": False},
-        [(1, 128, 3, 6, 5), (1, 8, 9, 16)], {"cross_attn": (1, 12, 384)}, lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)}),
-    "sana": Case("Sana", {"image_model": "sana"}, (1, 32, 7, 9), {"cross_attn": (1, 12, 64)}, constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]}, elsewhere=Diffusers),
+        {
+            "image_model": "ltxav",
+            "num_layers": 3,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 256,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 128,
+            "connector_attention_head_dim": 32,
+            "connector_num_attention_heads": 8,
+            "audio_connector_attention_head_dim": 16,
+            "audio_connector_num_attention_heads": 8,
+            "connector_num_layers": 2,
+            "causal_temporal_positioning": True,
+            "use_middle_indices_grid": True,
+            "rope_type": "split",
+            "frequencies_precision": "float64",
+            "apply_gated_attention": True,
+            "connector_apply_gated_attention": True,
+            "cross_attention_adaln": True,
+            "caption_proj_before_connector": True,
+            "caption_projection_first_linear": False,
+        },
+        [(1, 128, 3, 6, 5), (1, 8, 9, 16)],
+        {"cross_attn": (1, 12, 384)},
+        lambda: {"unprocessed_ltxav_embeds": torch.tensor(True)},
+    ),
+    "sana": Case(
+        "Sana",
+        {"image_model": "sana"},
+        (1, 32, 7, 9),
+        {"cross_attn": (1, 12, 64)},
+        constant=lambda: {"attention_mask": (torch.arange(12) < 10).float()[None]},
+        elsewhere=Diffusers,
+    ),
     "hidream": Case(
         "HiDream",
-        {"image_model": "hidream", "attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": [16, 8, 8], "caption_channels": [48, 64], "max_resolution": [128, 128], "in_channels": 16, "out_channels": 16,
-         "llama_layers": [0, 1, 2, 3, 3], "num_layers": 2, "num_single_layers": 3, "num_routed_experts": 4, "num_activated_experts": 2, "patch_size": 2, "text_emb_dim": 32},
-        (1, 16, 16, 20), {"cross_attn": (1, 10, 48), "pooled_output": (1, 32), "conditioning_llama3": (1, 4, 13, 64)}),
+        {
+            "image_model": "hidream",
+            "attention_head_dim": 32,
+            "num_attention_heads": 4,
+            "axes_dims_rope": [16, 8, 8],
+            "caption_channels": [48, 64],
+            "max_resolution": [128, 128],
+            "in_channels": 16,
+            "out_channels": 16,
+            "llama_layers": [0, 1, 2, 3, 3],
+            "num_layers": 2,
+            "num_single_layers": 3,
+            "num_routed_experts": 4,
+            "num_activated_experts": 2,
+            "patch_size": 2,
+            "text_emb_dim": 32,
+        },
+        (1, 16, 16, 20),
+        {"cross_attn": (1, 10, 48), "pooled_output": (1, 32), "conditioning_llama3": (1, 4, 13, 64)},
+    ),
     "kandinsky5": Case(
         "Kandinsky5",
-        {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [16, 24, 24], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 132, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2, "num_visual_blocks": 4},
-        (1, 16, 3, 12, 16), {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)}),
+        {
+            "image_model": "kandinsky5",
+            "model_dim": 256,
+            "axes_dims": [16, 24, 24],
+            "time_dim": 128,
+            "ff_dim": 512,
+            "visual_embed_dim": 132,
+            "in_text_dim": 64,
+            "in_text_dim2": 48,
+            "num_text_blocks": 2,
+            "num_visual_blocks": 4,
+        },
+        (1, 16, 3, 12, 16),
+        {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)},
+    ),
     "kandinsky5-image": Case(
         "Kandinsky5Image",
-        {"image_model": "kandinsky5", "model_dim": 256, "axes_dims": [32, 48, 48], "rope_scale_factor": [1.0, 1.0, 1.0], "time_dim": 128, "ff_dim": 512, "visual_embed_dim": 64, "in_text_dim": 64, "in_text_dim2": 48, "num_text_blocks": 2,
-         "num_visual_blocks": 4},
-        (1, 16, 16, 20), {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)}),
-    "flux2-dev": Case("Flux2", FLUX2 | {"guidance_embed": True}, (1, 128, 8, 9), {"cross_attn": (1, 12, 64)}, lambda: {"guidance": torch.tensor(4.0)}, renamed=scales),
+        {
+            "image_model": "kandinsky5",
+            "model_dim": 256,
+            "axes_dims": [32, 48, 48],
+            "rope_scale_factor": [1.0, 1.0, 1.0],
+            "time_dim": 128,
+            "ff_dim": 512,
+            "visual_embed_dim": 64,
+            "in_text_dim": 64,
+            "in_text_dim2": 48,
+            "num_text_blocks": 2,
+            "num_visual_blocks": 4,
+        },
+        (1, 16, 16, 20),
+        {"cross_attn": (1, 12, 64), "pooled_output": (1, 48)},
+    ),
+    "flux2-dev": Case(
+        "Flux2",
+        FLUX2 | {"guidance_embed": True},
+        (1, 128, 8, 9),
+        {"cross_attn": (1, 12, 64)},
+        lambda: {"guidance": torch.tensor(4.0)},
+        renamed=scales,
+    ),
     "lumina2": Case(
         "Lumina2",
-        {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 192, "cap_feat_dim": 64, "n_layers": 4, "qk_norm": True, "n_heads": 4, "n_kv_heads": 2, "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512], "rope_theta": 10000.0,
-         "ffn_dim_multiplier": 4.0},
-        (1, 16, 15, 18), {"cross_attn": (1, 12, 64)}, lambda: {"attention_mask": torch.ones(1, 12, dtype=torch.long)}),
+        {
+            "image_model": "lumina2",
+            "patch_size": 2,
+            "in_channels": 16,
+            "dim": 192,
+            "cap_feat_dim": 64,
+            "n_layers": 4,
+            "qk_norm": True,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "axes_dims": [16, 16, 16],
+            "axes_lens": [300, 512, 512],
+            "rope_theta": 10000.0,
+            "ffn_dim_multiplier": 4.0,
+        },
+        (1, 16, 15, 18),
+        {"cross_attn": (1, 12, 64)},
+        lambda: {"attention_mask": torch.ones(1, 12, dtype=torch.long)},
+    ),
     "ideogram4": Case(
         "Ideogram4",
-        {"image_model": "ideogram4", "in_channels": 128, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 128, "intermediate_size": 512, "adaln_dim": 64, "llm_features_dim": 96},
-        (1, 128, 9, 10), {"cross_attn": (1, 12, 96)}),
+        {
+            "image_model": "ideogram4",
+            "in_channels": 128,
+            "num_layers": 4,
+            "num_attention_heads": 4,
+            "attention_head_dim": 128,
+            "intermediate_size": 512,
+            "adaln_dim": 64,
+            "llm_features_dim": 96,
+        },
+        (1, 128, 9, 10),
+        {"cross_attn": (1, 12, 96)},
+    ),
     "minimax-h3-curves": Case(
         "MiniMaxH3",
-        {"image_model": "minimax_h3", "num_layers": 3, "token_refiner_num_layers": 1, "hidden_size": 256, "latents_dim": 24, "audio_latents_dim": 32, "attention_head_dim": 128, "num_attention_heads": 4, "ffn_hidden_size": 512,
-         "text_dim": 64, "time_embed_dim": 6, "adaln_curve_grid": 33, "rope_inv_freq_len": 16},
-        [(1, 24, 2, 7, 10), (1, 32, 2, 9)], {"cross_attn": (1, 12, 64)}),
+        {
+            "image_model": "minimax_h3",
+            "num_layers": 3,
+            "token_refiner_num_layers": 1,
+            "hidden_size": 256,
+            "latents_dim": 24,
+            "audio_latents_dim": 32,
+            "attention_head_dim": 128,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 512,
+            "text_dim": 64,
+            "time_embed_dim": 6,
+            "adaln_curve_grid": 33,
+            "rope_inv_freq_len": 16,
+        },
+        [(1, 24, 2, 7, 10), (1, 32, 2, 9)],
+        {"cross_attn": (1, 12, 64)},
+    ),
     "minimax-h3__ancestral_13x18": Case(
         "MiniMaxH3",
-        {"image_model": "minimax_h3", "num_layers": 4, "token_refiner_num_layers": 2, "hidden_size": 512, "latents_dim": 24, "audio_latents_dim": 32, "attention_head_dim": 128, "num_attention_heads": 4, "ffn_hidden_size": 1024,
-         "text_dim": 64, "timestep_input_dim": 256, "time_embed_hidden_size": 512, "time_embed_dim": 256, "rope_inv_freq_len": 16},
-        [(1, 24, 3, 13, 18), (1, 32, 2, 15)], {"cross_attn": (1, 12, 64)}, settings={"sampler": "euler_ancestral", "steps": 4, "seed": 7}),
+        {
+            "image_model": "minimax_h3",
+            "num_layers": 4,
+            "token_refiner_num_layers": 2,
+            "hidden_size": 512,
+            "latents_dim": 24,
+            "audio_latents_dim": 32,
+            "attention_head_dim": 128,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 1024,
+            "text_dim": 64,
+            "timestep_input_dim": 256,
+            "time_embed_hidden_size": 512,
+            "time_embed_dim": 256,
+            "rope_inv_freq_len": 16,
+        },
+        [(1, 24, 3, 13, 18), (1, 32, 2, 15)],
+        {"cross_attn": (1, 12, 64)},
+        settings={"sampler": "euler_ancestral", "steps": 4, "seed": 7},
+    ),
 }
 
 
 def build(case: Case):
     """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its checkpoint."""
-    config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))({**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})})
-    config.unet_config |= case.unet_config           # Ideogram 4's class puts the released widths over it
+    config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))(
+        {**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})}
+    )
+    config.unet_config |= case.unet_config  # Ideogram 4's class puts the released widths over it
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({})
     if case.elsewhere:
@@ -187,13 +452,19 @@ def build(case: Case):
         rows = [shapes.pop(key), shapes.pop(key.replace(f"{first}.", second))]
         shapes[key.replace(first, name)] = [rows[0][0] + rows[1][0], *rows[0][1:]]
     state = weights.state_dict(shapes)
-    target.load_state_dict(case.converted(dict(state)) if case.converted else {key: state[case.renamed(key)] for key in target.state_dict()})
+    target.load_state_dict(
+        case.converted(dict(state))
+        if case.converted
+        else {key: state[case.renamed(key)] for key in target.state_dict()}
+    )
     return comfy.model_patcher.ModelPatcher(model.eval(), torch.device("cpu"), torch.device("cpu")), shapes
 
 
 def prompt(case: Case, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in case.conditioning.items()} | case.constant()
+    return {
+        name: torch.randn(shape, generator=generator) for name, shape in case.conditioning.items()
+    } | case.constant()
 
 
 def conditioning(values: dict) -> list:
@@ -205,23 +476,78 @@ def make(name: str):
     """Write both files of a family."""
     case, (family, _, run) = CASES[name], name.partition("__")
     patcher, shapes = build(case)
-    (HERE / f"{family}.json").write_text(json.dumps({"family": family, "comfy_class": case.comfy_class, "unet_config": case.unet_config, "shapes": shapes}, indent=0) + "\n")
-    latent = comfy.nested_tensor.NestedTensor([torch.zeros(shape) for shape in case.latent]) if isinstance(case.latent, list) else torch.zeros(case.latent)
-    prompts, stored, settings = {"positive": prompt(case, 100), "negative": prompt(case, 101)}, {}, SETTINGS | case.settings
-    keep = lambda name, value: stored.update({f"{name}.{i}": part for i, part in enumerate(value.unbind())} if value.is_nested else {name: value})
+    (HERE / f"{family}.json").write_text(
+        json.dumps(
+            {
+                "family": family,
+                "comfy_class": case.comfy_class,
+                "unet_config": case.unet_config,
+                "shapes": shapes,
+            },
+            indent=0,
+        )
+        + "\n"
+    )
+    latent = (
+        comfy.nested_tensor.NestedTensor([torch.zeros(shape) for shape in case.latent])
+        if isinstance(case.latent, list)
+        else torch.zeros(case.latent)
+    )
+    prompts, stored, settings = (
+        {"positive": prompt(case, 100), "negative": prompt(case, 101)},
+        {},
+        SETTINGS | case.settings,
+    )
+    keep = lambda name, value: stored.update(
+        {f"{name}.{i}": part for i, part in enumerate(value.unbind())} if value.is_nested else {name: value}
+    )
     sampling = patcher.get_model_object("model_sampling")
-    stored |= {f"{branch}.{key}": value for branch, values in prompts.items() for key, value in values.items()}
+    stored |= {
+        f"{branch}.{key}": value for branch, values in prompts.items() for key, value in values.items()
+    }
     noise = nodes.comfy.sample.prepare_noise(latent, settings["seed"])
     steps = (settings["steps"], settings["cfg"], settings["sampler"], settings["scheduler"])
-    sampler = nodes.comfy.samplers.KSampler(patcher, steps[0], patcher.load_device, *steps[2:], 1.0, patcher.model_options)
+    sampler = nodes.comfy.samplers.KSampler(
+        patcher, steps[0], patcher.load_device, *steps[2:], 1.0, patcher.model_options
+    )
     with torch.inference_mode():
         samples = nodes.comfy.sample.sample(
-            patcher, noise, *steps, conditioning(prompts["positive"]), conditioning(prompts["negative"]), latent, seed=settings["seed"], callback=lambda step, x0, x, total: keep(f"x0_step{step}", x0) if step + 1 == total else None)
-    for key, value in {"samples": samples, "latent": latent, "noise": noise, "sigmas": sampler.sigmas}.items():
+            patcher,
+            noise,
+            *steps,
+            conditioning(prompts["positive"]),
+            conditioning(prompts["negative"]),
+            latent,
+            seed=settings["seed"],
+            callback=lambda step, x0, x, total: keep(f"x0_step{step}", x0) if step + 1 == total else None,
+        )
+    for key, value in {
+        "samples": samples,
+        "latent": latent,
+        "noise": noise,
+        "sigmas": sampler.sigmas,
+    }.items():
         keep(key, value)
-    facts = {"comfy": comfyui_version.__version__, "family": family, "args": json.dumps(settings), "model_sampling": type(sampling).__mro__[1].__name__, "shift": str(getattr(sampling, "shift", None))}
-    save_file({key: value.clone().contiguous() for key, value in stored.items()}, HERE / f"{family}__{run or 'euler_simple'}.safetensors", metadata=facts)
-    print(name, {key: (tuple(value.shape), round(value.std().item(), 3)) for key, value in stored.items() if key.startswith(("samples", "x0"))})
+    facts = {
+        "comfy": comfyui_version.__version__,
+        "family": family,
+        "args": json.dumps(settings),
+        "model_sampling": type(sampling).__mro__[1].__name__,
+        "shift": str(getattr(sampling, "shift", None)),
+    }
+    save_file(
+        {key: value.clone().contiguous() for key, value in stored.items()},
+        HERE / f"{family}__{run or 'euler_simple'}.safetensors",
+        metadata=facts,
+    )
+    print(
+        name,
+        {
+            key: (tuple(value.shape), round(value.std().item(), 3))
+            for key, value in stored.items()
+            if key.startswith(("samples", "x0"))
+        },
+    )
 
 
 for name in NAMES:

@@ -24,7 +24,11 @@ def heard(dispatcher: Dispatcher, index: int) -> bool:
         dispatcher.tell(Result({"index": index}, {"half": body(index).half(), "whole": body(index)}))
         return True
     message = dispatcher.hear()
-    return message.stats == {"index": index} and message.tensors["whole"].equal(body(index)) and message.tensors["half"].equal(body(index).half())
+    return (
+        message.stats == {"index": index}
+        and message.tensors["whole"].equal(body(index))
+        and message.tensors["half"].equal(body(index).half())
+    )
 
 
 def tell_all(dispatcher: Dispatcher) -> dict:
@@ -34,7 +38,10 @@ def tell_all(dispatcher: Dispatcher) -> dict:
         dispatcher.tell(Ping())
     else:
         found.append(dispatcher.hear() == Ping())
-    return {"right": dispatcher.answers(all(found)), "shared": dispatcher.slab.sent if dispatcher.slab else None}
+    return {
+        "right": dispatcher.answers(all(found)),
+        "shared": dispatcher.slab.sent if dispatcher.slab else None,
+    }
 
 
 def main(out: str):

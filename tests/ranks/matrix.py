@@ -25,13 +25,26 @@ from families import golden, model_call
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 
-gc.freeze()                                 # what is imported stays: no collection looks through it again
-AXES = ("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree", "tensor_parallel_degree")
+gc.freeze()  # what is imported stays: no collection looks through it again
+AXES = (
+    "cfg_degree",
+    "pipefusion_degree",
+    "ulysses_degree",
+    "ring_degree",
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+)
 #: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that every step shows as well as another.
 STEPS, STALE_STEPS, FEW = 6, 4, 2
 
 #: Golden cases that differ from others in their solver alone.
-NEW_SOLVERS = {"deis_normal", "dpmpp_2m_sde_karras", "ipndm_simple", "lms_simple", "res_multistep_sgm_uniform"}
+NEW_SOLVERS = {
+    "deis_normal",
+    "dpmpp_2m_sde_karras",
+    "ipndm_simple",
+    "lms_simple",
+    "res_multistep_sgm_uniform",
+}
 #: Positive and negative prompts of different lengths, one of them shorter than any group.
 SHORT_NEGATIVE = "negative of 1 row"
 #: A solver that reads the negative prediction by itself, which comes from another rank under CFG.
@@ -54,36 +67,85 @@ LORA = "LoRA"
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
 #: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
 OF_EIGHT = (
-    (1, 2, 2, 2, 1, 1), (1, 4, 1, 2, 1, 1), (1, 2, 4, 1, 1, 1), (2, 4, 1, 1, 1, 1), (2, 2, 2, 1, 1, 1), (2, 1, 2, 2, 1, 1),
-    (1, 1, 4, 2, 1, 1), (1, 2, 2, 1, 1, 2), (1, 2, 1, 2, 1, 2), (2, 1, 2, 1, 1, 2), (2, 2, 1, 1, 2, 1), (1, 1, 2, 2, 2, 1), (1, 2, 1, 1, 2, 2))
+    (1, 2, 2, 2, 1, 1),
+    (1, 4, 1, 2, 1, 1),
+    (1, 2, 4, 1, 1, 1),
+    (2, 4, 1, 1, 1, 1),
+    (2, 2, 2, 1, 1, 1),
+    (2, 1, 2, 2, 1, 1),
+    (1, 1, 4, 2, 1, 1),
+    (1, 2, 2, 1, 1, 2),
+    (1, 2, 1, 2, 1, 2),
+    (2, 1, 2, 1, 1, 2),
+    (2, 2, 1, 1, 2, 1),
+    (1, 1, 2, 2, 2, 1),
+    (1, 2, 1, 1, 2, 2),
+)
 
 
 def configurations(world: int) -> list[ParallelConfig]:
     """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold weights."""
     if world == 8:
         found = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in OF_EIGHT]
-        found += [ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", **{axis: 2}) for axis in ("cfg_degree", "ulysses_degree", "pipefusion_degree")]
+        found += [
+            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", **{axis: 2})
+            for axis in ("cfg_degree", "ulysses_degree", "pipefusion_degree")
+        ]
         return in_order(found)
-    sizes = [[d for d in range(1, world + 1) if world % d == 0 and (axis != "cfg_degree" or d <= 2) and (axis != "tensor_parallel_degree" or 8 % d == 0)] for axis in AXES]
+    sizes = [
+        [
+            d
+            for d in range(1, world + 1)
+            if world % d == 0
+            and (axis != "cfg_degree" or d <= 2)
+            and (axis != "tensor_parallel_degree" or 8 % d == 0)
+        ]
+        for axis in AXES
+    ]
     products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
     found = [config for config in products if config.world_size == world]
-    schemes = [ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme) for scheme in ("row", "column", "2d")]
-    sharded = [replace(config, shard_weights=True) for config in found
-               if config.pipefusion_degree == config.tensor_parallel_degree == 1 and config.sp_degree * config.data_parallel_degree > 1]
+    schemes = [
+        ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme)
+        for scheme in ("row", "column", "2d")
+    ]
+    sharded = [
+        replace(config, shard_weights=True)
+        for config in found
+        if config.pipefusion_degree == config.tensor_parallel_degree == 1
+        and config.sp_degree * config.data_parallel_degree > 1
+    ]
     return in_order(found) + schemes + sharded
 
 
 def in_order(configs: list[ParallelConfig]) -> list[ParallelConfig]:
     """Those of the same weights behind each other."""
-    return sorted(configs, key=lambda config: (config.split_scheme, config.tensor_parallel_degree, config.pipefusion_degree, config.sp_degree))
+    return sorted(
+        configs,
+        key=lambda config: (
+            config.split_scheme,
+            config.tensor_parallel_degree,
+            config.pipefusion_degree,
+            config.sp_degree,
+        ),
+    )
 
 
 def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
     """The ways to run a configuration: exactly, and with stale keys and values where it has a pipeline."""
     if config.pipefusion_degree == 1:
         return [("exact", config)]
-    found = [("one patch", replace(config, num_pipeline_patch=1)),
-             ("stale, uneven patches", replace(config, num_pipeline_patch=config.pipefusion_degree + 1, stale_kv="extrapolate", warmup_steps=2))]
+    found = [
+        ("one patch", replace(config, num_pipeline_patch=1)),
+        (
+            "stale, uneven patches",
+            replace(
+                config,
+                num_pipeline_patch=config.pipefusion_degree + 1,
+                stale_kv="extrapolate",
+                warmup_steps=2,
+            ),
+        ),
+    ]
     if config.world_size == 2 or config.sp_degree > 1:
         found += [("all warm-up", replace(config, warmup_steps=STEPS)), ("stale", config)]
     return found + [(STALE_SOLVERS, config)] * (config.world_size == 2)
@@ -106,12 +168,25 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
         return [*map(Case, FLUX_CASES), Case(CFG_PP, STALE_STEPS)]
     plain = config.split_scheme == "megatron" and not config.shard_weights
     if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
-        golden = FLUX_CASES if config.ulysses_degree == 2 else [case for case in FLUX_CASES if case not in NEW_SOLVERS]
-        return [*map(Case, golden), Case(CFG_PP, STALE_STEPS), Case(SHORT_NEGATIVE, FEW), Case(MIXED_HEUN, STALE_STEPS)]
-    in_turn = variant == "exact" and config.cfg_degree == 1             # prompts are computed one after the other, as in one process
+        golden = (
+            FLUX_CASES
+            if config.ulysses_degree == 2
+            else [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+        )
+        return [
+            *map(Case, golden),
+            Case(CFG_PP, STALE_STEPS),
+            Case(SHORT_NEGATIVE, FEW),
+            Case(MIXED_HEUN, STALE_STEPS),
+        ]
+    in_turn = (
+        variant == "exact" and config.cfg_degree == 1
+    )  # prompts are computed one after the other, as in one process
     golden = plain and variant in ("exact", "one patch")
-    found = [Case("size20x12", None if golden and not in_turn else few)] + [Case("euler_ancestral_simple")] * (golden and in_turn)
-    if world in (3, 8):                                     # what prompts need is shown on 2 and 4
+    found = [Case("size20x12", None if golden and not in_turn else few)] + [
+        Case("euler_ancestral_simple")
+    ] * (golden and in_turn)
+    if world in (3, 8):  # what prompts need is shown on 2 and 4
         return found
     if not variant.startswith("stale") and (config.sp_degree > 1 or not in_turn):
         found.append(Case(SHORT_NEGATIVE, FEW))
@@ -129,12 +204,21 @@ def request_of(case: Case):
 def shortened(sample, steps: int):
     """The request over fewer, longer steps."""
     sigmas = sample.tensors["sigmas"]
-    return replace(sample, tensors={**sample.tensors, "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()]})
+    return replace(
+        sample,
+        tensors={
+            **sample.tensors,
+            "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()],
+        },
+    )
 
 
 def short_negative():
     sample, _ = golden_request("euler_simple")
-    return replace(sample, tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]})
+    return replace(
+        sample,
+        tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]},
+    )
 
 
 def mixed_prompts(solver: str):
@@ -142,30 +226,55 @@ def mixed_prompts(solver: str):
     sample = replace(golden_request("heun_simple")[0], sampler=solver)
     tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
     for name, rows in (("positive2", 9), ("positive3", 12)):
-        tensors |= {f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows], f"{name}.y": tensors["negative.y"], f"{name}.guidance": tensors["positive.guidance"]}
+        tensors |= {
+            f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows],
+            f"{name}.y": tensors["negative.y"],
+            f"{name}.guidance": tensors["positive.guidance"],
+        }
     tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
-    return replace(sample, tensors=tensors, prompts={"positive2": {"from": sigmas[2].item(), "strength": 0.5}, "negative": {"until": sigmas[3].item()}})
+    return replace(
+        sample,
+        tensors=tensors,
+        prompts={
+            "positive2": {"from": sigmas[2].item(), "strength": 0.5},
+            "negative": {"until": sigmas[3].item()},
+        },
+    )
 
 
 #: Name of a case that is no golden one -> its request.
 MADE = {
-    UNEVEN_BATCH: lambda: batch_request(5), EVEN_BATCH: lambda: batch_request(2, "size20x12"), LORA: lambda: batch_request(2), SHORT_NEGATIVE: short_negative,
-    MIXED: lambda: mixed_prompts("euler"), MIXED_HEUN: lambda: mixed_prompts("heun"), CFG_PP: lambda: replace(golden_request("euler_simple")[0], sampler=CFG_PP),
+    UNEVEN_BATCH: lambda: batch_request(5),
+    EVEN_BATCH: lambda: batch_request(2, "size20x12"),
+    LORA: lambda: batch_request(2),
+    SHORT_NEGATIVE: short_negative,
+    MIXED: lambda: mixed_prompts("euler"),
+    MIXED_HEUN: lambda: mixed_prompts("heun"),
+    CFG_PP: lambda: replace(golden_request("euler_simple")[0], sampler=CFG_PP),
 }
 
 
 def has_lora_case(world: int, config: ParallelConfig) -> bool:
     """Every way to cut weights, once."""
-    return world == 2 or (config.tensor_parallel_degree > 1 and (config.pipefusion_degree > 1 or config.split_scheme == "2d"))
+    return world == 2 or (
+        config.tensor_parallel_degree > 1 and (config.pipefusion_degree > 1 or config.split_scheme == "2d")
+    )
 
 
 def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
     """The latent with LoRAs, and whether this rank's weights are what they were once they are gone."""
     model = engine.models["tiny"].transformer
-    held = lambda: [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters() if not p.is_meta]
+    held = lambda: [
+        (p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters() if not p.is_meta
+    ]
     sharding.reshard(model)
     before = held()
-    (samples, _), _ = run(engine, config, Case(LORA, FEW), engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])))
+    (samples, _), _ = run(
+        engine,
+        config,
+        Case(LORA, FEW),
+        engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])),
+    )
     engine.ready("tiny")
     return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
 
@@ -174,8 +283,24 @@ def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference)
     """A row of the table for the LoRAs, on rank 0."""
     samples, restored = run_lora(engine, replace(config, num_pipeline_patch=1), checkpoint)
     everyone = of_all_ranks(restored)
-    return [{"config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": LORA, "case": LORA, "relative": relative(samples, reference(Case(LORA, FEW))),
-             "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read, "restored": all(everyone)}] if reference else []
+    return (
+        [
+            {
+                "config": config.product,
+                "scheme": config.split_scheme,
+                "sharded": config.shard_weights,
+                "variant": LORA,
+                "case": LORA,
+                "relative": relative(samples, reference(Case(LORA, FEW))),
+                "golden": 0.0,
+                "described": None,
+                "bytes_read": engine.models["tiny"].bytes_read,
+                "restored": all(everyone),
+            }
+        ]
+        if reference
+        else []
+    )
 
 
 def together(checkpoint: str, rank: int) -> list[dict]:
@@ -183,7 +308,10 @@ def together(checkpoint: str, rank: int) -> list[dict]:
     memo.AHEAD = 1
     path, rows = str(Path(checkpoint).with_name("fp8.safetensors")), []
     reference = SingleProcess(path) if rank == 0 else None
-    for config in (ParallelConfig(ulysses_degree=2, shard_weights=True), ParallelConfig(pipefusion_degree=2, offload_modulation=True)):
+    for config in (
+        ParallelConfig(ulysses_degree=2, shard_weights=True),
+        ParallelConfig(pipefusion_degree=2, offload_modulation=True),
+    ):
         engine = Engine(config, mesh.build(config, "cpu"))
         engine.load("tiny", path, "default")
         rows += [row | {"file": "fp8", "kept": False} for row in lora_row(engine, config, path, reference)]
@@ -193,7 +321,13 @@ def together(checkpoint: str, rank: int) -> list[dict]:
 
 def asked(config: ParallelConfig, case: Case, model: str = "tiny"):
     """The request of a case with a configuration's patches."""
-    return replace(request_of(case)[0], model=model, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps, stale_kv=config.stale_kv)
+    return replace(
+        request_of(case)[0],
+        model=model,
+        num_pipeline_patch=config.num_pipeline_patch,
+        warmup_steps=config.warmup_steps,
+        stale_kv=config.stale_kv,
+    )
 
 
 def run(engine: Engine, config: ParallelConfig, case: Case, model: str = "tiny"):
@@ -215,18 +349,37 @@ def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
     for case in CALLS if engine.config.world_size == 2 else list(CALLS)[-1:]:
         output, _ = call(engine, case)
         if reference:
-            found.append({
-                "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights, "variant": "model call", "case": case,
-                "relative": relative(output, reference(case)), "golden": 0.0, "described": None, "bytes_read": engine.models["tiny"].bytes_read})
+            found.append(
+                {
+                    "config": config.product,
+                    "scheme": config.split_scheme,
+                    "sharded": config.shard_weights,
+                    "variant": "model call",
+                    "case": case,
+                    "relative": relative(output, reference(case)),
+                    "golden": 0.0,
+                    "described": None,
+                    "bytes_read": engine.models["tiny"].bytes_read,
+                }
+            )
     return found
 
 
 def described(config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int) -> list[dict[str, int]]:
     """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of modulation."""
     plans = describe(config, checkpoint, 60, 12, batch, calls=steps)
-    replicas = config.data_parallel_degree          # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
+    replicas = (
+        config.data_parallel_degree
+    )  # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
     once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
-    return [dict(Counter({mechanism: steps * size for mechanism, size in plan.bytes_per_step.items()}) + Counter(once)) | {KEPT: plan.modulation_bytes} for plan in plans]
+    return [
+        dict(
+            Counter({mechanism: steps * size for mechanism, size in plan.bytes_per_step.items()})
+            + Counter(once)
+        )
+        | {KEPT: plan.modulation_bytes}
+        for plan in plans
+    ]
 
 
 def of_all_ranks(value) -> list:
@@ -252,7 +405,11 @@ class SingleProcess:
     def _compute(self, case: Case | str) -> torch.Tensor:
         if case in CALLS:
             return call(self.engine, case)[0]
-        return run_lora(self.engine, self.engine.config, self.checkpoint)[0] if case.name == LORA else run(self.engine, self.engine.config, case)[0][0]
+        return (
+            run_lora(self.engine, self.engine.config, self.checkpoint)[0]
+            if case.name == LORA
+            else run(self.engine, self.engine.config, case)[0][0]
+        )
 
     @cached_property
     def pipeline(self) -> Engine:
@@ -265,7 +422,9 @@ class SingleProcess:
         """The latent of a case under the staleness of ``config``'s pipeline."""
         key = (case, config.patches, config.warmup_steps, config.stale_kv)
         if key not in self.results:
-            self.results[key] = self.pipeline.sample(asked(replace(config, num_pipeline_patch=config.patches), case), Callbacks())[0]
+            self.results[key] = self.pipeline.sample(
+                asked(replace(config, num_pipeline_patch=config.patches), case), Callbacks()
+            )[0]
         return self.results[key]
 
 
@@ -297,20 +456,41 @@ def main(checkpoint: str, out: str):
                     continue
                 (samples, stats), golden = run(engine, variant, case)
                 counted = case.name in COUNTED and name not in UNDESCRIBED
-                sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes}) if counted else None
+                sent = (
+                    of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes})
+                    if counted
+                    else None
+                )
                 if rank == 0:
-                    rows.append({
-                        "config": config.product, "scheme": config.split_scheme, "sharded": config.shard_weights,
-                        "variant": name, "case": case.name, "relative": relative(samples, reference(case)), "simulated": relative(samples, reference.stale(variant, case)) if name.startswith("stale") else None,
-                        "denoised": relative(stats["denoised"], samples), "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden), "sent": sent,
-                        "described": described(variant, reference.opened, case.steps or STEPS, len(samples)) if counted else None, "bytes_read": engine.models["tiny"].bytes_read})
+                    rows.append(
+                        {
+                            "config": config.product,
+                            "scheme": config.split_scheme,
+                            "sharded": config.shard_weights,
+                            "variant": name,
+                            "case": case.name,
+                            "relative": relative(samples, reference(case)),
+                            "simulated": relative(samples, reference.stale(variant, case))
+                            if name.startswith("stale")
+                            else None,
+                            "denoised": relative(stats["denoised"], samples),
+                            "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden),
+                            "sent": sent,
+                            "described": described(
+                                variant, reference.opened, case.steps or STEPS, len(samples)
+                            )
+                            if counted
+                            else None,
+                            "bytes_read": engine.models["tiny"].bytes_read,
+                        }
+                    )
         if has_lora_case(world, config):
             rows += lora_row(engine, config, checkpoint, reference)
         rows += called(engine, config, reference)
         for row in rows:
-            row.setdefault("kept", kept)            # of this configuration's
+            row.setdefault("kept", kept)  # of this configuration's
         if world == 2:
-            mesh.close(engine.mesh)                     # its groups' threads would pile up
+            mesh.close(engine.mesh)  # its groups' threads would pile up
     rows += together(checkpoint, rank) if world == 2 else []
     if rank == 0:
         Path(out).write_text(json.dumps(rows))

@@ -17,12 +17,16 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     how = references.method(cond, "offset")
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(references.with_channels(latent, cond)), *references.tokens(grid, cond)], dim=1),
+        hidden_states=torch.cat(
+            [grid.to_tokens(references.with_channels(latent, cond)), *references.tokens(grid, cond)], dim=1
+        ),
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond["y"],
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=references.all_positions(grid, cond, how if how in references.PLACES else "offset", latent.device),
+        img_ids=references.all_positions(
+            grid, cond, how if how in references.PLACES else "offset", latent.device
+        ),
         txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
     )
 
@@ -31,6 +35,10 @@ def refusal(config, grid, cond):
     """Fill, Canny and Depth take a picture as channels; diffusers' blocks give one timestep to all rows."""
     if config["guidance_embeds"] and "guidance" not in cond:
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
-    if references.references(cond) and config["in_channels"] != (config["out_channels"] or config["in_channels"]):
+    if references.references(cond) and config["in_channels"] != (
+        config["out_channels"] or config["in_channels"]
+    ):
         return "it has reference latents, but this model takes its picture as channels (Fill, Canny, Depth); use FLUX.1 Kontext or remove ReferenceLatent."
-    return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method") or references.wrong_channels(config["in_channels"] // 4, grid, cond)
+    return references.wrong_references(
+        grid, cond, "choose another method in Edit Model Reference Method"
+    ) or references.wrong_channels(config["in_channels"] // 4, grid, cond)

@@ -17,14 +17,28 @@ def adjust(transformer, config):
 
 def forward_args(config, grid, latent, sigma, cond):
     """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself."""
-    batch, device, text, how = latent.shape[0], latent.device, cond["c_crossattn"], references.method(cond, "index")
+    batch, device, text, how = (
+        latent.shape[0],
+        latent.device,
+        cond["c_crossattn"],
+        references.method(cond, "index"),
+    )
     image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
     spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
     rows = torch.arange(text.shape[1], device=device)[:, None]
-    guidance = cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] and "guidance" in cond else None
+    guidance = (
+        cond["guidance"].reshape(-1).expand(batch)
+        if config["guidance_embeds"] and "guidance" in cond
+        else None
+    )
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1), encoder_hidden_states=text, timestep=sigma.expand(batch), guidance=guidance,
-        img_ids=torch.nn.functional.pad(image * spread, (0, 1)), txt_ids=torch.nn.functional.pad(rows, (3, 0)))
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        encoder_hidden_states=text,
+        timestep=sigma.expand(batch),
+        guidance=guidance,
+        img_ids=torch.nn.functional.pad(image * spread, (0, 1)),
+        txt_ids=torch.nn.functional.pad(rows, (3, 0)),
+    )
 
 
 def refusal(config, grid, cond):

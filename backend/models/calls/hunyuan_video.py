@@ -8,14 +8,23 @@ from . import references
 def forward_args(config, grid, latent, sigma, cond):
     """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and its mask as further channels (c_concat)."""
     batch, text = latent.shape[0], cond["c_crossattn"]
-    mask = cond["attention_mask"] if "attention_mask" in cond else torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
+    mask = (
+        cond["attention_mask"]
+        if "attention_mask" in cond
+        else torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
+    )
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
-    if "guiding_frame_index" in cond:                       # v2: the first frame is given, at this timestep
+    if "guiding_frame_index" in cond:  # v2: the first frame is given, at this timestep
         frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
         guidance = torch.stack([torch.zeros_like(frame) if guidance is None else guidance, frame], dim=1)
     return dict(
-        hidden_states=grid.pad(references.with_channels(latent, cond)), encoder_hidden_states=text, encoder_attention_mask=mask, pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
-        timestep=sigma.expand(batch) * 1000, guidance=guidance)
+        hidden_states=grid.pad(references.with_channels(latent, cond)),
+        encoder_hidden_states=text,
+        encoder_attention_mask=mask,
+        pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
+        timestep=sigma.expand(batch) * 1000,
+        guidance=guidance,
+    )
 
 
 def refusal(config, grid, cond):

@@ -2,7 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_ideogram4 import IMAGE_POSITION_OFFSET, LLM_TOKEN_INDICATOR, OUTPUT_IMAGE_INDICATOR, Ideogram4AttnProcessor
+from diffusers.models.transformers.transformer_ideogram4 import (
+    IMAGE_POSITION_OFFSET,
+    LLM_TOKEN_INDICATOR,
+    OUTPUT_IMAGE_INDICATOR,
+    Ideogram4AttnProcessor,
+)
 
 from .precise import round_input
 
@@ -14,7 +19,9 @@ class Whole(Ideogram4AttnProcessor):
     """Attention without a mask where one sample is one segment."""
 
     def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
-        return super().__call__(attn, hidden_states, None if attention_mask.shape[-1] == 1 else attention_mask, image_rotary_emb)
+        return super().__call__(
+            attn, hidden_states, None if attention_mask.shape[-1] == 1 else attention_mask, image_rotary_emb
+        )
 
 
 class Prompt:
@@ -24,7 +31,9 @@ class Prompt:
         self.norm, self.rows = transformer.llm_cond_norm.forward, None
         transformer.register_forward_pre_hook(self.take, with_kwargs=True)
         transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.rows)
-        transformer.llm_cond_proj.register_forward_hook(lambda layer, args, out: F.pad(out, (0, 0, 0, self.total - out.shape[1])))
+        transformer.llm_cond_proj.register_forward_hook(
+            lambda layer, args, out: F.pad(out, (0, 0, 0, self.total - out.shape[1]))
+        )
 
     def take(self, transformer, args, kwargs):
         self.rows, self.total = kwargs["encoder_hidden_states"], kwargs["hidden_states"].shape[1]
@@ -43,9 +52,19 @@ def forward_args(config, grid, latent, sigma, cond):
     """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of their own. The timestep counts from noise (0) to picture (1)."""
     text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
     rows = text.shape[1]
-    image = torch.stack(torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"), dim=-1).reshape(-1, 3) + IMAGE_POSITION_OFFSET
-    positions = torch.cat([torch.arange(rows, device=device)[:, None].expand(rows, 3), image]).expand(batch, -1, -1)
-    kinds = torch.tensor([LLM_TOKEN_INDICATOR] * rows + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device).repeat(batch, 1)
+    image = (
+        torch.stack(
+            torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"),
+            dim=-1,
+        ).reshape(-1, 3)
+        + IMAGE_POSITION_OFFSET
+    )
+    positions = torch.cat([torch.arange(rows, device=device)[:, None].expand(rows, 3), image]).expand(
+        batch, -1, -1
+    )
+    kinds = torch.tensor(
+        [LLM_TOKEN_INDICATOR] * rows + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device
+    ).repeat(batch, 1)
     segments = torch.ones(batch, 1, device=device)
     if "attention_mask" in cond and not bool(cond["attention_mask"].all()):
         shown = cond["attention_mask"].bool().expand(batch, rows)
@@ -53,10 +72,15 @@ def forward_args(config, grid, latent, sigma, cond):
         segments = F.pad(shown.long(), (0, len(image)), value=1)
     cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
     return dict(
-        hidden_states=F.pad(cells, (0, 0, rows, 0)), timestep=(1.0 - sigma).expand(batch), encoder_hidden_states=text,
-        position_ids=positions, segment_ids=segments, indicator=kinds)
+        hidden_states=F.pad(cells, (0, 0, rows, 0)),
+        timestep=(1.0 - sigma).expand(batch),
+        encoder_hidden_states=text,
+        position_ids=positions,
+        segment_ids=segments,
+        indicator=kinds,
+    )
 
 
 def output(output, grid):
     """The image's rows, back in ComfyUI's order of cells."""
-    return -output[:, -grid.tokens:].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
+    return -output[:, -grid.tokens :].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)

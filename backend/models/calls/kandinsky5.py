@@ -18,11 +18,21 @@ class Exact(Kandinsky5AttnProcessor):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (layer(x).unflatten(-1, (attn.num_heads, -1)) for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source)))
+        q, k, v = (
+            layer(x).unflatten(-1, (attn.num_heads, -1))
+            for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
+        )
         q, k = attn.query_norm(q), attn.key_norm(k)
         if rotary_emb is not None:
-            q, k = ((rotary_emb * x.float().unflatten(-1, (-1, 1, 2))).sum(dim=-1).flatten(-2).type_as(x) for x in (q, k))
-        return attn.out_layer(F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(-2))
+            q, k = (
+                (rotary_emb * x.float().unflatten(-1, (-1, 1, 2))).sum(dim=-1).flatten(-2).type_as(x)
+                for x in (q, k)
+            )
+        return attn.out_layer(
+            F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            .transpose(1, 2)
+            .flatten(-2)
+        )
 
 
 def adjust(transformer, config):
@@ -48,12 +58,17 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     if "time_dim_replace" in cond:
         known = cond["time_dim_replace"]
-        latent = torch.cat([known, latent[:, :, known.shape[2]:]], dim=2)
+        latent = torch.cat([known, latent[:, :, known.shape[2] :]], dim=2)
     latent = grid.pad(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent)
     return dict(
-        hidden_states=latent.reshape(*latent.shape[:2], *grid.padded.extent).movedim(1, -1), encoder_hidden_states=cond["c_crossattn"], pooled_projections=cond["y"],
-        timestep=sigma.expand(batch) * 1000, visual_rope_pos=[torch.arange(count, device=latent.device) for count in grid.counts],
-        text_rope_pos=torch.arange(cond["c_crossattn"].shape[1], device=latent.device), scale_factor=stretch(config, grid))
+        hidden_states=latent.reshape(*latent.shape[:2], *grid.padded.extent).movedim(1, -1),
+        encoder_hidden_states=cond["c_crossattn"],
+        pooled_projections=cond["y"],
+        timestep=sigma.expand(batch) * 1000,
+        visual_rope_pos=[torch.arange(count, device=latent.device) for count in grid.counts],
+        text_rope_pos=torch.arange(cond["c_crossattn"].shape[1], device=latent.device),
+        scale_factor=stretch(config, grid),
+    )
 
 
 def refusal(config, grid, cond):
@@ -63,8 +78,14 @@ def refusal(config, grid, cond):
     if cond["c_crossattn"].shape[1] > MOST_TEXT:
         return f"the prompt has {cond['c_crossattn'].shape[1]} rows, but Kandinsky 5 knows {MOST_TEXT}; shorten it."
     known = cond.get("time_dim_replace")
-    if known is not None and (known.shape[1] != grid.shape[0] or known.shape[2] > grid.extent[0] or known.shape[3:] != grid.extent[1:]):
+    if known is not None and (
+        known.shape[1] != grid.shape[0]
+        or known.shape[2] > grid.extent[0]
+        or known.shape[3:] != grid.extent[1:]
+    ):
         return f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of {grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
     if config["visual_cond"] and "c_concat" not in cond:
         return "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; send zeros for text to video."
-    return references.wrong_channels(config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond)
+    return references.wrong_channels(
+        config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond
+    )

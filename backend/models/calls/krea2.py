@@ -15,8 +15,11 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     image = references.all_positions(grid, given(cond), "index", latent.device)
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, given(cond))], dim=1), encoder_hidden_states=text, timestep=sigma.expand(latent.shape[0]),
-        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]))
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, given(cond))], dim=1),
+        encoder_hidden_states=text,
+        timestep=sigma.expand(latent.shape[0]),
+        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
+    )
 
 
 def refusal(config, grid, cond):
@@ -24,4 +27,8 @@ def refusal(config, grid, cond):
     wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
     if wrong:
         return wrong
-    return None if grid.counts[0] == 1 else f"the latent has {grid.counts[0]} frames, but Krea 2 makes one picture; use a batch instead."
+    return (
+        None
+        if grid.counts[0] == 1
+        else f"the latent has {grid.counts[0]} frames, but Krea 2 makes one picture; use a batch instead."
+    )

@@ -5,7 +5,13 @@ from functools import wraps
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import PixArtAlphaTextProjection
-from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle, LTX2AudioVideoAttnProcessor, LTX2VideoTransformerBlock, apply_interleaved_rotary_emb, apply_split_rotary_emb
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AdaLayerNormSingle,
+    LTX2AudioVideoAttnProcessor,
+    LTX2VideoTransformerBlock,
+    apply_interleaved_rotary_emb,
+    apply_split_rotary_emb,
+)
 from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
 from torch import nn
 
@@ -21,14 +27,27 @@ MASKS = ("denoise_mask", "audio_denoise_mask")
 class Attention(LTX2AudioVideoAttnProcessor):
     """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may hold no sound."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, query_rotary_emb=None, key_rotary_emb=None):
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        query_rotary_emb=None,
+        key_rotary_emb=None,
+    ):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
         if query_rotary_emb is not None:
             rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
-            q, k = (rotate(x, emb) if x.shape[1] else x for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb)))
+            q, k = (
+                rotate(x, emb) if x.shape[1] else x
+                for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb))
+            )
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, None if attention_mask is None else attention_mask[:, None])
+        out = F.scaled_dot_product_attention(
+            q, k, v, None if attention_mask is None else attention_mask[:, None]
+        )
         if attn.to_gate_logits is not None:
             out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
@@ -54,25 +73,65 @@ class Block(LTX2VideoTransformerBlock):
     """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both hear what was before."""
 
     @wraps(LTX2VideoTransformerBlock.forward)
-    def forward(self, hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, *args, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        audio_hidden_states,
+        encoder_hidden_states,
+        audio_encoder_hidden_states,
+        temb,
+        temb_audio,
+        temb_ca_scale_shift,
+        temb_ca_audio_scale_shift,
+        temb_ca_gate,
+        *args,
+        **kwargs,
+    ):
         temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
-            levels.of(rows) for levels, rows in zip(self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)))
+            levels.of(rows)
+            for levels, rows in zip(
+                self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)
+            )
+        )
         self.times = temb_ca_scale_shift, temb_ca_gate
         return super().forward(
-            hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, *args, **kwargs)
+            hidden_states,
+            audio_hidden_states,
+            encoder_hidden_states,
+            audio_encoder_hidden_states,
+            temb,
+            temb_audio,
+            temb_ca_scale_shift,
+            temb_ca_audio_scale_shift,
+            temb_ca_gate,
+            *args,
+            **kwargs,
+        )
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
         """As diffusers', for any number of rows, and for a few levels of many."""
         if isinstance(temb, tuple):
             levels, rows = temb
-            return tuple(values[rows] for values in (scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))).unbind(dim=1))
-        return (scale_shift_table[None, None].to(temb.device) + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))).unbind(dim=2)
+            return tuple(
+                values[rows]
+                for values in (
+                    scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))
+                ).unbind(dim=1)
+            )
+        return (
+            scale_shift_table[None, None].to(temb.device)
+            + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))
+        ).unbind(dim=2)
 
     def listen(self, attention, args, kwargs):
         """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
-        batch, (times, gates), table = self.video.shape[0], self.times, self.video_a2v_cross_attn_scale_shift_table
-        gate, = self.get_mod_params(table[4:], gates, batch)
+        batch, (times, gates), table = (
+            self.video.shape[0],
+            self.times,
+            self.video_a2v_cross_attn_scale_shift_table,
+        )
+        (gate,) = self.get_mod_params(table[4:], gates, batch)
         scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
         video = self.audio_to_video_norm(self.video + gate * self.heard) * (1 + scale) + shift
         self.video = self.heard = self.times = None
@@ -81,7 +140,9 @@ class Block(LTX2VideoTransformerBlock):
     def watch(self):
         """Keep what listen needs."""
         self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "heard", out))
-        self.audio_to_video_norm.register_forward_pre_hook(lambda module, args: None if self.video is not None else setattr(self, "video", args[0]))
+        self.audio_to_video_norm.register_forward_pre_hook(
+            lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
+        )
         self.video_to_audio_attn.register_forward_pre_hook(self.listen, with_kwargs=True)
         self.video = None
 
@@ -93,7 +154,10 @@ def finish(connector, prompt):
     rows, registers = prompt.shape[1], connector.num_learnable_registers
     spare = -(-max(ROWS, rows) // registers) * registers - rows
     known = torch.arange(rows + spare, device=prompt.device) < rows
-    return connector(F.pad(prompt[..., :-1], (0, 0, 0, spare)), torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1))[0]
+    return connector(
+        F.pad(prompt[..., :-1], (0, 0, 0, spare)),
+        torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1),
+    )[0]
 
 
 class Prompt(PixArtAlphaTextProjection):
@@ -113,8 +177,16 @@ class Unprojected(nn.Module):
 def hear_the_loudest(transformer, config):
     """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI (there among those of the whole batch); diffusers' by its own rows'."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
-    for heard, gate in ((transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate), (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate)):
-        heard.register_forward_pre_hook(lambda module, args, kwargs, gate=gate: setattr(gate, "loudest", highest(args[0], kwargs["batch_size"])), with_kwargs=True)
+    for heard, gate in (
+        (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
+        (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate),
+    ):
+        heard.register_forward_pre_hook(
+            lambda module, args, kwargs, gate=gate: setattr(
+                gate, "loudest", highest(args[0], kwargs["batch_size"])
+            ),
+            with_kwargs=True,
+        )
         gate.register_forward_pre_hook(lambda module, args: (module.loudest * factor,))
 
 
@@ -126,14 +198,26 @@ def highest(times, batch):
 def adjust(transformer, config):
     """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise level once, and the connectors."""
     hear_the_loudest(transformer, config)
-    levels = (transformer.time_embed, transformer.audio_time_embed, transformer.av_cross_attn_video_scale_shift, transformer.av_cross_attn_audio_scale_shift)
+    levels = (
+        transformer.time_embed,
+        transformer.audio_time_embed,
+        transformer.av_cross_attn_video_scale_shift,
+        transformer.av_cross_attn_audio_scale_shift,
+    )
     for embed in levels:
         embed.__class__ = Levels
     for block in transformer.transformer_blocks:
         block.__class__, block.levels = Block, levels
         block.watch()
         block.perturbed_attn = False
-        for name in ("attn1", "attn2", "audio_to_video_attn", "audio_attn1", "audio_attn2", "video_to_audio_attn"):
+        for name in (
+            "attn1",
+            "attn2",
+            "audio_to_video_attn",
+            "audio_attn1",
+            "audio_attn2",
+            "video_to_audio_attn",
+        ):
             getattr(block, name).set_processor(Attention())
     for name, sizes in zip(("caption_projection", "audio_caption_projection"), config.get("connectors", ())):
         if config["use_prompt_embeddings"]:
@@ -146,7 +230,11 @@ def adjust(transformer, config):
 
 def variant(config):
     """Keys and values of 2.3's prompt depend on the noise level."""
-    return {"prompt_only": ()} if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True) else {}
+    return (
+        {"prompt_only": ()}
+        if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
+        else {}
+    )
 
 
 def widths(config):
@@ -159,7 +247,9 @@ def widths(config):
 
 def is_finished(config, cond):
     """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind them."""
-    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(widths(config)[1])
+    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(
+        widths(config)[1]
+    )
 
 
 def single_frames(grid, cond, device):
@@ -168,24 +258,47 @@ def single_frames(grid, cond, device):
     marks = torch.zeros(frames, device=device)
     marks[0] = 1.0
     marks = marks.repeat_interleave(size)
-    marks[grid.tokens - guides(cond):] = 0.0
+    marks[grid.tokens - guides(cond) :] = 0.0
     first, count = cond["generated_keyframes"][0].long().tolist() if "generated_keyframes" in cond else (0, 0)
-    marks[first * size: (first + count) * size] = 1.0
+    marks[first * size : (first + count) * size] = 1.0
     return marks.view(1, -1, 1)
 
 
 def forward_args(config, grid, latent, sigma, cond):
     """A finished prompt is the video's and the sound's; LTX-2's that is not is both."""
-    (video, audio), text, mask, batch = grid.unpack(latent), cond["c_crossattn"], cond.get("attention_mask"), latent.shape[0]
+    (video, audio), text, mask, batch = (
+        grid.unpack(latent),
+        cond["c_crossattn"],
+        cond.get("attention_mask"),
+        latent.shape[0],
+    )
     prompts = text.split(widths(config)[1], dim=2) if text.shape[2] == sum(widths(config)[1]) else [text] * 2
     prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
-    levels = [times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"] for part, name in zip(grid.parts, MASKS)]
+    levels = [
+        times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
+        for part, name in zip(grid.parts, MASKS)
+    ]
     places = torch.stack([corners(grid.parts[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
-    marks = {"video_keyframes_mask": single_frames(grid.parts[0], cond, latent.device)} if config.get("use_keyframes_abs_pos_embedding") else {}
+    marks = (
+        {"video_keyframes_mask": single_frames(grid.parts[0], cond, latent.device)}
+        if config.get("use_keyframes_abs_pos_embedding")
+        else {}
+    )
     return dict(
-        hidden_states=grid.parts[0].to_tokens(video), audio_hidden_states=grid.parts[1].to_tokens(audio), encoder_hidden_states=prompts[0], audio_encoder_hidden_states=prompts[1],
-        encoder_attention_mask=mask, audio_encoder_attention_mask=mask, timestep=levels[0], audio_timestep=levels[1], sigma=highest(levels[0], batch), audio_sigma=highest(levels[1], batch),
-        video_coords=places.expand(batch, -1, -1, -1), audio_num_frames=grid.parts[1].counts[1], **marks)
+        hidden_states=grid.parts[0].to_tokens(video),
+        audio_hidden_states=grid.parts[1].to_tokens(audio),
+        encoder_hidden_states=prompts[0],
+        audio_encoder_hidden_states=prompts[1],
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        timestep=levels[0],
+        audio_timestep=levels[1],
+        sigma=highest(levels[0], batch),
+        audio_sigma=highest(levels[1], batch),
+        video_coords=places.expand(batch, -1, -1, -1),
+        audio_num_frames=grid.parts[1].counts[1],
+        **marks,
+    )
 
 
 def refusal(config, grid, cond):

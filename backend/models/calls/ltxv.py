@@ -14,7 +14,10 @@ def guides(cond):
 def corners(grid, cond, device, causal, side=0):
     """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``: the video starts with a single frame. Guides, the last tokens, say theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
-    axes = [(torch.arange(count, device=device, dtype=torch.float32) + side) * pixels for count, pixels in zip(grid.counts, PIXELS)]
+    axes = [
+        (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
+        for count, pixels in zip(grid.counts, PIXELS)
+    ]
     if causal:
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
     found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
@@ -26,16 +29,25 @@ def corners(grid, cond, device, causal, side=0):
 
 def times(grid, mask, sigma, batch):
     """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask, that of a token's first value."""
-    return sigma.expand(batch) if mask is None else grid.to_tokens(mask.float())[..., 0] * sigma.expand(batch)[:, None]
+    return (
+        sigma.expand(batch)
+        if mask is None
+        else grid.to_tokens(mask.float())[..., 0] * sigma.expand(batch)[:, None]
+    )
 
 
 def forward_args(config, grid, latent, sigma, cond):
     """Prompts whose rows are all seen need no mask."""
     batch, mask = latent.shape[0], cond.get("attention_mask")
     return dict(
-        hidden_states=grid.to_tokens(latent), encoder_hidden_states=cond["c_crossattn"], timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
+        hidden_states=grid.to_tokens(latent),
+        encoder_hidden_states=cond["c_crossattn"],
+        timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
         encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask,
-        video_coords=corners(grid, cond, latent.device, config.get("causal_temporal_positioning", False)).expand(batch, -1, -1))
+        video_coords=corners(
+            grid, cond, latent.device, config.get("causal_temporal_positioning", False)
+        ).expand(batch, -1, -1),
+    )
 
 
 def refusal(config, grid, cond):

@@ -22,7 +22,10 @@ def carry(sigma):
     """The solvers' audio is the model's times the ratio of the two noise levels."""
     sigma, scale = sigma.clamp(min=1e-6), SHIFT / AUDIO_SHIFT
     audio, one = audio_sigma(sigma), torch.ones_like(sigma)
-    return [(one, 0.0 * one, one), (audio / sigma, (1.0 - scale) * (audio / sigma), 1.0 + (scale - 1.0) * audio)]
+    return [
+        (one, 0.0 * one, one),
+        (audio / sigma, (1.0 - scale) * (audio / sigma), 1.0 + (scale - 1.0) * audio),
+    ]
 
 
 def axis(length, other):
@@ -47,21 +50,54 @@ def positions(grid, text, given, origin):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references and their sound, stand between text and audio."""
-    (video, audio), text, sigma, device = grid.unpack(latent), cond["c_crossattn"], sigma.clamp(min=1e-6), latent.device
-    rows, given = text.shape[1], cond["given_tags"][0].long() if "given_tags" in cond else torch.empty(0, dtype=torch.long, device=device)
+    (video, audio), text, sigma, device = (
+        grid.unpack(latent),
+        cond["c_crossattn"],
+        sigma.clamp(min=1e-6),
+        latent.device,
+    )
+    rows, given = (
+        text.shape[1],
+        cond["given_tags"][0].long()
+        if "given_tags" in cond
+        else torch.empty(0, dtype=torch.long, device=device),
+    )
     full = lambda value, count: torch.full((count,), value, device=device)
-    kinds = torch.cat([full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)])
-    moments = torch.cat([full(0, rows), torch.where(given == AUDIO, 3, 2), full(1, grid.parts[1].tokens), full(0, grid.parts[0].tokens)])
+    kinds = torch.cat(
+        [full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)]
+    )
+    moments = torch.cat(
+        [
+            full(0, rows),
+            torch.where(given == AUDIO, 3, 2),
+            full(1, grid.parts[1].tokens),
+            full(0, grid.parts[0].tokens),
+        ]
+    )
     tags = torch.cat([cond["text_tags"][0].long(), kinds[rows:]]) if "text_tags" in cond else kinds
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
     if len(given):
         clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
         times += [torch.maximum(now, least) for now, least in zip(times, clean)]
-    behind = lambda name, tokens: torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
-    places = positions(grid, rows, cond["given_positions"][0] if len(given) else torch.empty(0, 3), float(cond.get("origin", rows)))
+    behind = lambda name, tokens: (
+        torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
+    )
+    places = positions(
+        grid,
+        rows,
+        cond["given_positions"][0] if len(given) else torch.empty(0, 3),
+        float(cond.get("origin", rows)),
+    )
     return dict(
-        hidden_states=behind("given_video", grid.parts[0].to_tokens(video)), audio_hidden_states=behind("given_audio", grid.parts[1].to_tokens(audio)), encoder_hidden_states=text,
-        timestep=torch.stack(times), timestep_indices=moments, token_tags=tags, position_ids=places.to(device), **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()})
+        hidden_states=behind("given_video", grid.parts[0].to_tokens(video)),
+        audio_hidden_states=behind("given_audio", grid.parts[1].to_tokens(audio)),
+        encoder_hidden_states=text,
+        timestep=torch.stack(times),
+        timestep_indices=moments,
+        token_tags=tags,
+        position_ids=places.to(device),
+        **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()},
+    )
 
 
 def text_rows(cond):
@@ -71,7 +107,7 @@ def text_rows(cond):
 
 def output(outputs, grid):
     """Without the given rows, which come first."""
-    return -grid.join([rows[:, -part.tokens:] for rows, part in zip(outputs, grid.parts)])
+    return -grid.join([rows[:, -part.tokens :] for rows, part in zip(outputs, grid.parts)])
 
 
 def refusal(config, grid, cond):
@@ -84,10 +120,16 @@ def refusal(config, grid, cond):
     if ("given_tags" in cond) != ("given_positions" in cond):
         return "given_tags (what each given row is) and given_positions (where it stands) come together; send both."
     tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
-    for name, width in (("given_video", 4 * config["in_channels"]), ("given_audio", config["audio_in_channels"])):
+    for name, width in (
+        ("given_video", 4 * config["in_channels"]),
+        ("given_audio", config["audio_in_channels"]),
+    ):
         if name in cond and cond[name].shape[2] != width:
             return f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; encode it with the VAE of this model."
-    told = {name: int((tags == kind).sum()) // len(tags) if tags is not None else 0 for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))}
+    told = {
+        name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
+        for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
+    }
     if any(count(name) != rows for name, rows in told.items()) or count("given_tags") != sum(told.values()):
         return f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of audio (2)."
     return None

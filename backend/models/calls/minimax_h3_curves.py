@@ -1,7 +1,10 @@
 """MiniMax-H3 with a table for times: what is changed in diffusers' modules."""
 
 import torch
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AdaLayerNormModulation, MiniMaxH3AdaLayerNormOut
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MiniMaxH3AdaLayerNormModulation,
+    MiniMaxH3AdaLayerNormOut,
+)
 from torch import nn
 
 from . import minimax_h3
@@ -24,21 +27,31 @@ class Modulation(MiniMaxH3AdaLayerNormModulation):
     """Without the activation, and in float32 up to its result."""
 
     def forward(self, temb):
-        return self.linear(temb).view(-1, 6 * self.hidden_size).to(self.beside[0].weight.dtype).chunk(6, dim=-1)
+        return (
+            self.linear(temb).view(-1, 6 * self.hidden_size).to(self.beside[0].weight.dtype).chunk(6, dim=-1)
+        )
 
 
 class Out(MiniMaxH3AdaLayerNormOut):
     """The same of the last norm."""
 
     def forward(self, hidden_states, temb, timestep_indices):
-        shift, scale = self.linear(temb).to(hidden_states.dtype).index_select(0, timestep_indices).chunk(2, dim=-1)
+        shift, scale = (
+            self.linear(temb).to(hidden_states.dtype).index_select(0, timestep_indices).chunk(2, dim=-1)
+        )
         return self.norm(hidden_states) * (1.0 + scale) + shift
 
 
 def adjust(transformer, config):
     """The table in place of sines and their layers."""
     minimax_h3.adjust(transformer, config)
-    transformer.time_proj, transformer.time_embedder = nn.Identity(), Curve(config["curve_points"], config["time_embed_dim"])
+    transformer.time_proj, transformer.time_embedder = (
+        nn.Identity(),
+        Curve(config["curve_points"], config["time_embed_dim"]),
+    )
     for block in transformer.transformer_blocks:
-        block.adaln_proj.__class__, block.adaln_proj.beside = Modulation, (block.norm1,)         # in a tuple: no submodule
+        block.adaln_proj.__class__, block.adaln_proj.beside = (
+            Modulation,
+            (block.norm1,),
+        )  # in a tuple: no submodule
     transformer.norm_out.__class__ = Out

@@ -14,7 +14,9 @@ def keep_timestep(transformer: nn.Module, embed: nn.Module, reader: nn.Linear, f
         time = given["timestep"].float() * factor
         return torch.cat([time, time.new_zeros(len(args[0]) - len(time))]), *args[1:]
 
-    transformer.register_forward_pre_hook(lambda module, args, kwargs: given.update(timestep=kwargs["timestep"]), with_kwargs=True)
+    transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: given.update(timestep=kwargs["timestep"]), with_kwargs=True
+    )
     embed.register_forward_pre_hook(exact)
     round_input(reader)
 

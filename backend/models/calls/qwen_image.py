@@ -22,7 +22,12 @@ class Rotary(torch.nn.Module):
         self.theta, self.axes = theta, axes
 
     def table(self, positions):
-        parts = [torch.outer(p, 1.0 / self.theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=p.device) / size)) for p, size in zip(positions.double().unbind(-1), self.axes)]
+        parts = [
+            torch.outer(
+                p, 1.0 / self.theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=p.device) / size)
+            )
+            for p, size in zip(positions.double().unbind(-1), self.axes)
+        ]
         angles = torch.cat(parts, dim=-1)
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
@@ -33,7 +38,9 @@ class Rotary(torch.nn.Module):
 
 def adjust(transformer, config):
     """Positions as in ComfyUI, and timesteps that are not rounded."""
-    keep_timestep(transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1)
+    keep_timestep(
+        transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1
+    )
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
 
 
@@ -41,11 +48,18 @@ def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references behind; diffusers multiplies the timestep by 1000 itself."""
     batch, how = latent.shape[0], references.method(cond, default_method(config))
     rows = [(1, 1, grid.tokens), (1, 1, references.rows(config, grid, cond))]
-    marked = how == "index_timestep_zero"                    # diffusers gives timestep zero to what is behind the first shape
+    marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is behind the first shape
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1), encoder_hidden_states=cond["c_crossattn"],
-        encoder_hidden_states_mask=cond.get("attention_mask"), timestep=sigma.expand(batch),
-        img_shapes=Places([rows if marked else [(1, 1, rows[0][2] + rows[1][2])]] * batch, references.all_positions(grid, cond, how, latent.device, centred=True), max(grid.counts[1:]) // 2))
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        encoder_hidden_states=cond["c_crossattn"],
+        encoder_hidden_states_mask=cond.get("attention_mask"),
+        timestep=sigma.expand(batch),
+        img_shapes=Places(
+            [rows if marked else [(1, 1, rows[0][2] + rows[1][2])]] * batch,
+            references.all_positions(grid, cond, how, latent.device, centred=True),
+            max(grid.counts[1:]) // 2,
+        ),
+    )
 
 
 def default_method(config):
@@ -55,4 +69,10 @@ def default_method(config):
 
 def refusal(config, grid, cond):
     """Only Edit 2511's blocks take two timesteps."""
-    return references.wrong_references(grid, cond, "" if config.get("zero_cond_t") else "choose another method in Edit Model Reference Method, or load Qwen-Image-Edit 2511")
+    return references.wrong_references(
+        grid,
+        cond,
+        ""
+        if config.get("zero_cond_t")
+        else "choose another method in Edit Model Reference Method, or load Qwen-Image-Edit 2511",
+    )

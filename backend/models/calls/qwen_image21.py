@@ -46,22 +46,38 @@ class BlockCausal:
 
     def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
         heads = lambda layer: layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
-        turned = lambda norm, layer: theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(1, 2)
-        query, key, value = turned(attn.norm_q, attn.to_q), turned(attn.norm_k, attn.to_k), heads(attn.to_v).transpose(1, 2)
+        turned = lambda norm, layer: theirs.apply_rotary_emb_qwen(
+            norm(heads(layer)), rotary_emb, use_real=False
+        ).transpose(1, 2)
+        query, key, value = (
+            turned(attn.norm_q, attn.to_q),
+            turned(attn.norm_k, attn.to_k),
+            heads(attn.to_v).transpose(1, 2),
+        )
         whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
         rows, seen = mixing.text_rows(whole), None
         if rows:
             seen = before(tuple(segments), query.device)
             seen = seen if visible is None else seen & visible[..., :whole]
-        attend = lambda query, *keys, mask: F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
-        out = torch.cat([attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen), attend(query[:, :, rows:], key, value, mask=visible)], dim=2)
+        attend = lambda query, *keys, mask: F.scaled_dot_product_attention(
+            query, *(t.to(query.dtype) for t in keys), attn_mask=mask
+        )
+        out = torch.cat(
+            [
+                attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen),
+                attend(query[:, :, rows:], key, value, mask=visible),
+            ],
+            dim=2,
+        )
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
 
 
 @lru_cache(maxsize=4)
 def before(segments, device):
     """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of its pieces in order."""
-    ends = torch.cat([torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments])
+    ends = torch.cat(
+        [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
+    )
     return (torch.arange(len(ends)) < ends[:, None])[None, None].to(device)
 
 
@@ -76,7 +92,9 @@ def adjust(transformer, config):
 def pieces(grid, cond):
     """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is made. References are behind the text where no slot is told."""
     found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
-    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][: len(found)]
+    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][
+        : len(found)
+    ]
     return list(zip((0, *slots), (*slots, rows), (*found, grid)))
 
 
@@ -84,10 +102,17 @@ def positions(grid, cond, device):
     """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the middle on the others, where pictures of odd sides and of even ones agree."""
     found, start = [], 0
     for lo, hi, one in pieces(grid, cond):
-        found.append(torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3))
+        found.append(
+            torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3)
+        )
         start += hi - lo
-        middle = [count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)]
-        axes = [torch.full((1,), start, device=device, dtype=torch.float32), *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2))]
+        middle = [
+            count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)
+        ]
+        axes = [
+            torch.full((1,), start, device=device, dtype=torch.float32),
+            *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2)),
+        ]
         found.append(torch.cartesian_prod(*axes))
         start += max(one.counts)
     return torch.cat(found)
@@ -100,21 +125,36 @@ def text_rows(cond):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself, and ComfyUI rounds it here as its pipeline does."""
-    batch, device, text, mask = latent.shape[0], latent.device, cond["c_crossattn"], cond.get("attention_mask")
+    batch, device, text, mask = (
+        latent.shape[0],
+        latent.device,
+        cond["c_crossattn"],
+        cond.get("attention_mask"),
+    )
     rows, visible, marks = [], [], []
     slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
     for lo, hi, one in pieces(grid, cond):
         slots = one.tokens // slot
         rows += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
-        visible += [] if mask is None else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
+        visible += (
+            []
+            if mask is None
+            else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
+        )
         marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
     shapes = [one.counts for *_, one in pieces(grid, cond)]
-    made = grid.tokens // slot - grid.tokens // SLOT                # of the latent's own slots diffusers adds those of 2 x 2
+    made = (
+        grid.tokens // slot - grid.tokens // SLOT
+    )  # of the latent's own slots diffusers adds those of 2 x 2
     rows[-1], visible[-1:] = rows[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
     return dict(
-        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1), encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
-        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None, timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000, img_mask=torch.cat(marks).to(device)[None],
-        img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch)
+        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
+        encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
+        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
+        timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
+        img_mask=torch.cat(marks).to(device)[None],
+        img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch,
+    )
 
 
 def refusal(config, grid, cond):

@@ -15,26 +15,47 @@ PLACES = ("offset", "index", "uxo")
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
     """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
-    return [cond[name] for name in sorted((name for name in cond if name.startswith("ref_latents.")), key=lambda name: int(name.partition(".")[2]))]
+    return [
+        cond[name]
+        for name in sorted(
+            (name for name in cond if name.startswith("ref_latents.")),
+            key=lambda name: int(name.partition(".")[2]),
+        )
+    ]
 
 
 def method(cond: Mapping[str, Tensor], default: str) -> str:
     """How the references are placed: one of REFERENCE_METHODS."""
-    return REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])] if "ref_latents_method" in cond else default
+    return (
+        REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])]
+        if "ref_latents_method" in cond
+        else default
+    )
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
     """Why references cannot be put beside this latent, or None. ``timestep_zero``: what to use for the method index_timestep_zero, "" where the model has it."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
-        return f"the references are called {', '.join(names)}; call them ref_latents.0, ref_latents.1 and so on."
+        return (
+            f"the references are called {', '.join(names)}; call them ref_latents.0, ref_latents.1 and so on."
+        )
     for name in names:
-        if cond[name].ndim not in (4, len(grid.shape) + 1) or cond[name].shape[1] != grid.shape[0] or not cond[name].numel():
+        if (
+            cond[name].ndim not in (4, len(grid.shape) + 1)
+            or cond[name].shape[1] != grid.shape[0]
+            or not cond[name].numel()
+        ):
             return f"{name} has shape {list(cond[name].shape)}, but the latent has {grid.shape[0]} channels in {len(grid.shape) + 1} dimensions; encode the reference with the VAE of this model."
     number = int(cond["ref_latents_method"].flatten()[0]) if "ref_latents_method" in cond else 0
     if not 0 <= number < len(REFERENCE_METHODS):
         return f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for {', '.join(REFERENCE_METHODS)}."
-    if timestep_zero and names and "ref_latents_method" in cond and REFERENCE_METHODS[number] == "index_timestep_zero":
+    if (
+        timestep_zero
+        and names
+        and "ref_latents_method" in cond
+        and REFERENCE_METHODS[number] == "index_timestep_zero"
+    ):
         return f"the references are placed by index_timestep_zero, which this model in diffusers does not have; {timestep_zero}."
     return None
 
@@ -64,27 +85,44 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
         elif how == "negative_index":
             index = -number
         elif how == "uxo":
-            index, row, column = 0, grid.counts[1] * grid.patch[1] + height, grid.counts[2] * grid.patch[2] + width
+            index, row, column = (
+                0,
+                grid.counts[1] * grid.patch[1] + height,
+                grid.counts[2] * grid.patch[2] + width,
+            )
             height, width = height + h, width + w
-        else:                       # offset: side by side, along the shorter side of what there is
+        else:  # offset: side by side, along the shorter side of what there is
             row, column = (0, width) if h + height > w + width else (height, 0)
             height, width = max(height, h + row), max(width, w + column)
         placed.append((index, (row + half[0]) // grid.patch[1], (column + half[1]) // grid.patch[2]))
     return placed
 
 
-def positions(grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False) -> Tensor:
+def positions(
+    grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False
+) -> Tensor:
     """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the picture. A picture's t is its number."""
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in grid.counts]
     middle = [count // 2 if centred else 0 for count in grid.counts]
-    shifted = [axes[0] + (place[0] if grid.counts[0] == 1 else 0), axes[1] + place[1] - middle[1], axes[2] + place[2] - middle[2]]
+    shifted = [
+        axes[0] + (place[0] if grid.counts[0] == 1 else 0),
+        axes[1] + place[1] - middle[1],
+        axes[2] + place[2] - middle[2],
+    ]
     return torch.stack(torch.meshgrid(*shifted, indexing="ij"), dim=-1).reshape(-1, 3)
 
 
-def all_positions(grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device=None, centred: bool = False) -> Tensor:
+def all_positions(
+    grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device=None, centred: bool = False
+) -> Tensor:
     """(tokens of the latent and of all references, 3)."""
     found = grids(grid, cond)
-    return torch.cat([positions(grid, device=device, centred=centred), *(positions(one, place, device, centred) for one, place in zip(found, places(grid, found, how)))])
+    return torch.cat(
+        [
+            positions(grid, device=device, centred=centred),
+            *(positions(one, place, device, centred) for one, place in zip(found, places(grid, found, how))),
+        ]
+    )
 
 
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:

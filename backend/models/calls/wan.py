@@ -17,10 +17,13 @@ class ImageFirst(WanAttnProcessor):
     rows = 0
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows:]
+        image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows :]
         apart = lambda x: x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
         query = apart(attn.norm_q(attn.to_q(hidden_states)))
-        pairs = [(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)), (attn.norm_k(attn.to_k(text)), attn.to_v(text))]
+        pairs = [
+            (attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)),
+            (attn.norm_k(attn.to_k(text)), attn.to_v(text)),
+        ]
         read = [F.scaled_dot_product_attention(query, apart(key), apart(value)) for key, value in pairs]
         return attn.to_out[1](attn.to_out[0](sum(read).transpose(1, 2).flatten(2)))
 
@@ -50,8 +53,11 @@ def forward_args(config, grid, latent, sigma, cond):
         frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
         timestep = frames.repeat_interleave(grid.counts[1] * grid.counts[2], dim=1)
     return dict(
-        hidden_states=grid.pad(references.with_channels(latent, cond)), encoder_hidden_states=cond["c_crossattn"], encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
-        timestep=timestep)
+        hidden_states=grid.pad(references.with_channels(latent, cond)),
+        encoder_hidden_states=cond["c_crossattn"],
+        encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
+        timestep=timestep,
+    )
 
 
 def refusal(config, grid, cond):

@@ -13,5 +13,8 @@ def config(shapes):
 
 
 LAYOUT = replace(
-    minimax_h3.LAYOUT, signature=("adaln_t_table", *(key for key in minimax_h3.LAYOUT.signature if "time_embedder" not in key)), config=config,
-    names=minimax_h3.LAYOUT.names | {"adaln_t_table": "time_embedder.table"})
+    minimax_h3.LAYOUT,
+    signature=("adaln_t_table", *(key for key in minimax_h3.LAYOUT.signature if "time_embedder" not in key)),
+    config=config,
+    names=minimax_h3.LAYOUT.names | {"adaln_t_table": "time_embedder.table"},
+)

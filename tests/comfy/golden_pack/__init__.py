@@ -23,7 +23,12 @@ class TestGoldenInputs:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"file": ("STRING", {"default": ""}), "change": (["nothing", "nan", "channels", "area", "control"],)}}
+        return {
+            "required": {
+                "file": ("STRING", {"default": ""}),
+                "change": (["nothing", "nan", "channels", "area", "control"],),
+            }
+        }
 
     def run(self, file, change):
         stored = load_file(file)
@@ -47,12 +52,17 @@ class TestGoldenInputs:
 
     @staticmethod
     def _conditioning(stored, name):
-        values = {key.split(".")[1]: value.item() if value.ndim == 0 else value for key, value in stored.items() if key.startswith(name + ".")}
+        values = {
+            key.split(".")[1]: value.item() if value.ndim == 0 else value
+            for key, value in stored.items()
+            if key.startswith(name + ".")
+        }
         return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
 
 
 class TestGoldenError:
     """ui text: JSON with the largest error in units of the golden latent's standard deviation."""
+
     RETURN_TYPES = ()
     FUNCTION = "run"
     CATEGORY = "test"
@@ -66,18 +76,31 @@ class TestGoldenError:
         want, got = TestGoldenInputs._latent(load_file(file), "samples"), samples["samples"]
         pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
         errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
-        return {"ui": {"text": [json.dumps({"shape": list(got.shape), "error": None if None in errors else max(errors)})]}}
+        return {
+            "ui": {
+                "text": [
+                    json.dumps({"shape": list(got.shape), "error": None if None in errors else max(errors)})
+                ]
+            }
+        }
 
 
 class TestText:
     """In place of a text encoder's loader: CONDITIONING of a tiny model's widths, another one for each text."""
+
     RETURN_TYPES = ("CLIP",)
     FUNCTION = "run"
     CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"width": ("INT", {"default": 64, "max": 4096}), "pooled": ("INT", {"default": 32}), "rows": ("INT", {"default": 12})}}
+        return {
+            "required": {
+                "width": ("INT", {"default": 64, "max": 4096}),
+                "pooled": ("INT", {"default": 32}),
+                "rows": ("INT", {"default": 12}),
+            }
+        }
 
     def run(self, width, pooled, rows):
         self.width, self.pooled, self.rows = width, pooled, rows
@@ -87,7 +110,9 @@ class TestText:
         return text
 
     def encode_from_tokens_scheduled(self, text, **options):
-        draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode())))
+        draw = lambda *shape: torch.randn(
+            *shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        )
         return [[draw(1, self.rows, self.width), {"pooled_output": draw(1, self.pooled)}]]
 
 
@@ -110,9 +135,18 @@ class TestGoldenText(TestText):
 
     def encode_from_tokens_scheduled(self, text, **options):
         draws = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        drawn = lambda value: torch.randn(value.shape, generator=draws) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        (prompt, kept), = self.stored
-        return [[drawn(prompt), {key: drawn(value) for key, value in kept.items() if key not in ("guidance", "frame_rate")}]]
+        drawn = lambda value: (
+            torch.randn(value.shape, generator=draws)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        )
+        ((prompt, kept),) = self.stored
+        return [
+            [
+                drawn(prompt),
+                {key: drawn(value) for key, value in kept.items() if key not in ("guidance", "frame_rate")},
+            ]
+        ]
 
 
 class TestPicturedText(TestGoldenText):
@@ -123,19 +157,23 @@ class TestPicturedText(TestGoldenText):
         return text
 
     def encode_from_tokens_scheduled(self, text, **options):
-        (prompt, kept), = super().encode_from_tokens_scheduled(text)
+        ((prompt, kept),) = super().encode_from_tokens_scheduled(text)
         return [[prompt[:, : 5 + len(text) % 8], kept | ({"image_slots": self.slots} if self.slots else {})]]
 
 
 class TestCheckpoint:
     """In place of a checkpoint's loader: TestGoldenText and TestVae."""
+
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     FUNCTION = "run"
     CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {**TestGoldenText.INPUT_TYPES()["required"], **TestVae.INPUT_TYPES()["required"]}, "optional": TestVae.INPUT_TYPES()["optional"]}
+        return {
+            "required": {**TestGoldenText.INPUT_TYPES()["required"], **TestVae.INPUT_TYPES()["required"]},
+            "optional": TestVae.INPUT_TYPES()["optional"],
+        }
 
     def run(self, file, **picture):
         return (None, *TestGoldenText().run(file), *TestVae().run(**picture))
@@ -143,16 +181,25 @@ class TestCheckpoint:
 
 class TestVae:
     """In place of a VAE's loader: ``channels`` of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to one where the pictures are a video."""
+
     RETURN_TYPES = ("VAE",)
     FUNCTION = "run"
     CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"video": ("BOOLEAN", {"default": False})}, "optional": {"scale": ("INT", {"default": 8}), "channels": ("INT", {"default": 16})}}
+        return {
+            "required": {"video": ("BOOLEAN", {"default": False})},
+            "optional": {"scale": ("INT", {"default": 8}), "channels": ("INT", {"default": 16})},
+        }
 
     def run(self, video, scale=8, channels=16):
-        self.video, self.scale, self.channels, self.downscale_index_formula = video, scale, channels, (4, scale, scale)
+        self.video, self.scale, self.channels, self.downscale_index_formula = (
+            video,
+            scale,
+            channels,
+            (4, scale, scale),
+        )
         return (self,)
 
     def encode(self, pixels):
@@ -162,12 +209,15 @@ class TestVae:
 
     def decode(self, latent):
         if latent.ndim == 5:
-            return torch.stack([self.decode(frames).repeat_interleave(4, dim=0)[3:] for frames in latent.movedim(1, 2)])
+            return torch.stack(
+                [self.decode(frames).repeat_interleave(4, dim=0)[3:] for frames in latent.movedim(1, 2)]
+            )
         return F.interpolate(latent[:, :3] / 2 + 0.5, scale_factor=self.scale).movedim(1, -1).clamp(0, 1)
 
 
 class TestVision:
     """In place of a CLIP vision loader."""
+
     RETURN_TYPES = ("CLIP_VISION",)
     FUNCTION = "run"
     CATEGORY = "test"
@@ -180,11 +230,15 @@ class TestVision:
         return (self,)
 
     def encode_image(self, image, crop=True):
-        return SimpleNamespace(penultimate_hidden_states=torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(0)) * image.mean())
+        return SimpleNamespace(
+            penultimate_hidden_states=torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(0))
+            * image.mean()
+        )
 
 
 class TestNativeModel:
     """ComfyUI's own model of a golden family in float32, from its FAMILY.json and a single file: what UNETLoader makes of files of released sizes."""
+
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "run"
     CATEGORY = "test"
@@ -200,7 +254,9 @@ class TestNativeModel:
         with open(family) as text:
             facts = json.load(text)
         # this entry of Flux came after the golden files
-        config = getattr(comfy.supported_models, facts["comfy_class"])(({"txt_ids_dims": []} if facts["comfy_class"] == "Flux" else {}) | facts["unet_config"])
+        config = getattr(comfy.supported_models, facts["comfy_class"])(
+            ({"txt_ids_dims": []} if facts["comfy_class"] == "Flux" else {}) | facts["unet_config"]
+        )
         config.set_inference_dtype(torch.float32, None)
         model = config.get_model({}, device="cpu").eval()
         model.load_model_weights(load_file(file), "")
@@ -209,6 +265,7 @@ class TestNativeModel:
 
 class TestLatentError:
     """ui text: JSON with the largest difference of two latents, in standard deviations of the second."""
+
     RETURN_TYPES = ()
     FUNCTION = "run"
     CATEGORY = "test"
@@ -223,4 +280,18 @@ class TestLatentError:
         return {"ui": {"text": [json.dumps(((a - b) / b.std()).abs().max().item())]}}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (TestGoldenInputs, TestGoldenError, TestText, TestGoldenText, TestPicturedText, TestCheckpoint, TestVae, TestVision, TestNativeModel, TestLatentError)} | NODES
+NODE_CLASS_MAPPINGS = {
+    cls.__name__: cls
+    for cls in (
+        TestGoldenInputs,
+        TestGoldenError,
+        TestText,
+        TestGoldenText,
+        TestPicturedText,
+        TestCheckpoint,
+        TestVae,
+        TestVision,
+        TestNativeModel,
+        TestLatentError,
+    )
+} | NODES

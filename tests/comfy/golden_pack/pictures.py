@@ -22,7 +22,14 @@ class TestImage:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"width": ("INT", {"default": 128}), "height": ("INT", {"default": 128}), "frames": ("INT", {"default": 1}), "seed": ("INT", {"default": 0})}}
+        return {
+            "required": {
+                "width": ("INT", {"default": 128}),
+                "height": ("INT", {"default": 128}),
+                "frames": ("INT", {"default": 1}),
+                "seed": ("INT", {"default": 0}),
+            }
+        }
 
     def run(self, width, height, frames, seed):
         return (torch.rand((frames, height, width, 3), generator=torch.Generator().manual_seed(seed)),)
@@ -37,17 +44,24 @@ class TestMask:
 
     def run(self, width, height):
         mask = torch.zeros(1, height, width)
-        mask[:, height // 4:, width // 3:] = 1.0
+        mask[:, height // 4 :, width // 3 :] = 1.0
         return (mask,)
 
 
 class TestLatent:
     """Random; ``empty``: zeros."""
+
     RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "run", "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"shape": ("STRING", {"default": "[1,16,16,16]"}), "seed": ("INT", {"default": 0}), "empty": ("BOOLEAN", {"default": False})}}
+        return {
+            "required": {
+                "shape": ("STRING", {"default": "[1,16,16,16]"}),
+                "seed": ("INT", {"default": 0}),
+                "empty": ("BOOLEAN", {"default": False}),
+            }
+        }
 
     def run(self, shape, seed, empty):
         latent = randn(json.loads(shape), seed)
@@ -77,7 +91,13 @@ class TestVAE:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"channels": ("INT", {"default": 16}), "spatial": ("INT", {"default": 8}), "temporal": ("INT", {"default": 0})}}
+        return {
+            "required": {
+                "channels": ("INT", {"default": 16}),
+                "spatial": ("INT", {"default": 8}),
+                "temporal": ("INT", {"default": 0}),
+            }
+        }
 
     def run(self, channels, spatial, temporal):
         return (Encoder(channels, spatial, temporal),)
@@ -85,12 +105,16 @@ class TestVAE:
 
 class TestAudioVae:
     """Sound (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1, ``channels``, moments, frequencies)."""
+
     RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "run", "test"
     audio_sample_rate, output_sample_rate = 16000, 16000
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"channels": ("INT", {"default": 32})}, "optional": {"frequencies": ("INT", {"default": 0})}}
+        return {
+            "required": {"channels": ("INT", {"default": 32})},
+            "optional": {"frequencies": ("INT", {"default": 0})},
+        }
 
     def run(self, channels, frequencies=0):
         self.latent_channels, self.latent_frequency_bins, self.first_stage_model = channels, frequencies, self
@@ -113,7 +137,13 @@ class TestClipVision:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"rows": ("INT", {"default": 25}), "width": ("INT", {"default": 1280}), "seed": ("INT", {"default": 0})}}
+        return {
+            "required": {
+                "rows": ("INT", {"default": 25}),
+                "width": ("INT", {"default": 1280}),
+                "seed": ("INT", {"default": 0}),
+            }
+        }
 
     def run(self, rows, width, seed):
         output = comfy.clip_vision.Output()
@@ -123,21 +153,42 @@ class TestClipVision:
 
 class TestConditioningValues:
     """Sets keys of a CONDITIONING, from JSON."""
+
     RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "run", "test"
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",), "values": ("STRING", {"default": "{}"}), "rows": ("INT", {"default": 0})}}
+        return {
+            "required": {
+                "conditioning": ("CONDITIONING",),
+                "values": ("STRING", {"default": "{}"}),
+                "rows": ("INT", {"default": 0}),
+            }
+        }
 
     def run(self, conditioning, values, rows):
         """``rows``: cut the prompt to so many; 0 leaves it."""
-        (prompt, kept), = conditioning
-        kept = {key: value[:, :rows] if rows and key == "attention_mask" else value for key, value in kept.items()}
-        return ([[prompt[:, :rows] if rows else prompt, kept | {key: torch.tensor(value) if isinstance(value, list) else value for key, value in json.loads(values).items()}]],)
+        ((prompt, kept),) = conditioning
+        kept = {
+            key: value[:, :rows] if rows and key == "attention_mask" else value for key, value in kept.items()
+        }
+        return (
+            [
+                [
+                    prompt[:, :rows] if rows else prompt,
+                    kept
+                    | {
+                        key: torch.tensor(value) if isinstance(value, list) else value
+                        for key, value in json.loads(values).items()
+                    },
+                ]
+            ],
+        )
 
 
 class TestReferenceModel:
     """ComfyUI's own MODEL of a checkpoint in float32."""
+
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "test"
 
     @classmethod
@@ -150,13 +201,16 @@ class TestReferenceModel:
         config.set_inference_dtype(torch.float32, None)
         weights = load_file(file)
         model = config.get_model(weights, "")
-        missing, _ = model.diffusion_model.load_state_dict(config.process_unet_state_dict(weights), strict=False)
+        missing, _ = model.diffusion_model.load_state_dict(
+            config.process_unet_state_dict(weights), strict=False
+        )
         assert not missing, missing
         return (comfy.model_patcher.ModelPatcher(model, CPU, CPU),)
 
 
 class TestLatentDistance:
     """ui text: JSON with the largest difference of two LATENTs in units of the second's standard deviation."""
+
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
 
     @classmethod
@@ -167,11 +221,18 @@ class TestLatentDistance:
         got, want = samples["samples"], reference["samples"]
         pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
         errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
-        return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": None if None in errors else max(errors)})]}}
+        return {
+            "ui": {
+                "text": [
+                    json.dumps({"shape": list(want.shape), "error": None if None in errors else max(errors)})
+                ]
+            }
+        }
 
 
 class TestBackendState:
     """ui text: JSON with the models on the ranks of every backend, and how many requests of each type were sent since the last time."""
+
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
     sent = Counter()
 
@@ -184,15 +245,38 @@ class TestBackendState:
         return float("nan")
 
     def run(self, samples):
-        module = next(module for name, module in sys.modules.items() if name.endswith("parallel-dit.nodes.backends"))
+        module = next(
+            module for name, module in sys.modules.items() if name.endswith("parallel-dit.nodes.backends")
+        )
         client = module.BackendClient
         if not hasattr(client, "counted"):
             client.counted, send = True, client._send
-            client._send = lambda self, message: (TestBackendState.sent.update([type(message).__name__]), send(self, message))[1]
-        models = sorted(model for backend in module._backends.values() for model in backend.client.request(module.Ping()).models)
+            client._send = lambda self, message: (
+                TestBackendState.sent.update([type(message).__name__]),
+                send(self, message),
+            )[1]
+        models = sorted(
+            model
+            for backend in module._backends.values()
+            for model in backend.client.request(module.Ping()).models
+        )
         sent = dict(TestBackendState.sent)
         TestBackendState.sent.clear()
         return {"ui": {"text": [json.dumps({"models": models, "sent": sent})]}}
 
 
-NODES = {cls.__name__: cls for cls in (TestImage, TestMask, TestLatent, TestVAE, TestAudioVae, TestClipVision, TestConditioningValues, TestReferenceModel, TestLatentDistance, TestBackendState)}
+NODES = {
+    cls.__name__: cls
+    for cls in (
+        TestImage,
+        TestMask,
+        TestLatent,
+        TestVAE,
+        TestAudioVae,
+        TestClipVision,
+        TestConditioningValues,
+        TestReferenceModel,
+        TestLatentDistance,
+        TestBackendState,
+    )
+}
