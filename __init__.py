@@ -1,4 +1,5 @@
-"""ComfyUI's entry into the pack: see comfy_entrypoint. Without ComfyUI this is a plain package and imports nothing."""
+"""ComfyUI's entry into the pack: see comfy_entrypoint. Without ComfyUI this is a plain package and imports
+nothing."""
 
 WEB_DIRECTORY = "./web"
 

@@ -1,4 +1,5 @@
-"""What the tensors of a request, or of a call of the model, must be for a family: types, numbers, shapes. Refusals are sentences."""
+"""What the tensors of a request, or of a call of the model, must be for a family: types, numbers, shapes.
+Refusals are sentences."""
 
 import math
 
@@ -17,7 +18,8 @@ TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def check_numbers(tensors: dict[str, Tensor]):
-    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum tells of both in one pass over the tensor, and overflows itself at worst."""
+    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum tells of both in
+    one pass over the tensor, and overflows itself at worst."""
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
@@ -30,14 +32,17 @@ def check_numbers(tensors: dict[str, Tensor]):
 
 
 def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
-    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``. Raises UnsupportedError."""
+    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``.
+    Raises UnsupportedError."""
     nested = family.nested
     if nested is None:
         channels = family.latent_channels(model_config)
         if shapes or len(shape) not in family.latent_dimensions or shape[1] != channels:
             what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
             raise UnsupportedError(
-                f"{what} but {family.name} wants {channels} channels in (batch, channels, {'frames, ' if family.frames else ''}height, width); make it with the model's own empty-latent node."
+                f"{what} but {family.name} wants {channels} channels in (batch, channels, "
+                f"{'frames, ' if family.frames else ''}height, width); make it with the model's own "
+                f"empty-latent node."
             )
         return
     wanted = nested.channels(model_config)
@@ -48,12 +53,15 @@ def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_con
         or part[0] != channels
         for part, channels in zip(shapes, wanted)
     ):
+        parts = " and ".join(f"{name} of {channels} channels" for name, channels in zip(nested.names, wanted))
         raise UnsupportedError(
-            f"the latents have shapes {shapes} but {family.name} wants {' and '.join(f'{name} of {channels} channels' for name, channels in zip(nested.names, wanted))}; make them with the model's own empty-latent node."
+            f"the latents have shapes {shapes} but {family.name} wants {parts}; "
+            f"make them with the model's own empty-latent node."
         )
     if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
         raise UnsupportedError(
-            f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as (batch, 1, elements of all)."
+            f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as "
+            f"(batch, 1, elements of all)."
         )
 
 
@@ -65,29 +73,34 @@ def check_arguments(
     family: Family,
     model_config: dict,
 ):
-    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises UnsupportedError."""
+    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises
+    UnsupportedError."""
     for name in given:
         if name.partition(".")[0] not in family.conditioning:
             raise UnsupportedError(
-                f"{whose} carries {name!r}, which {family.name} does not support here; it accepts {', '.join(family.conditioning)}."
+                f"{whose} carries {name!r}, which {family.name} does not support here; it accepts "
+                f"{', '.join(family.conditioning)}."
             )
     for name in family.required:
         if name not in given:
             raise UnsupportedError(
-                f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text encoders of this model."
+                f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text "
+                f"encoders of this model."
             )
     read = {name: value for name, value in given.items() if name not in family.ignored}
     for name, value in given.items():
         if not value.numel() and (name in family.required or _sides(name, grid) or not value.shape[0]):
             raise UnsupportedError(
-                f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt again."
+                f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt "
+                f"again."
             )
         reason = _wrong_form(name, value, batch, grid) if name in read else None
         if reason:
             raise UnsupportedError(f"{whose}'s {name} {reason}")
         if value.ndim > 1 and value.shape[0] not in (1, batch):
             raise UnsupportedError(
-                f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one for each."
+                f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one "
+                f"for each."
             )
     reason = family.refusal(model_config, grid, given)
     if reason:
@@ -119,11 +132,15 @@ def _wrong_form(name, value, batch, grid) -> str | None:
     ):
         return None
     kind = "a floating-point tensor" if name in FLOATING else "a tensor"
-    return f"is {value.dtype} of shape {tuple(value.shape)}, but {kind} ({', '.join(map(str, known))}) is needed; encode the prompt with the text encoders of this model."
+    return (
+        f"is {value.dtype} of shape {tuple(value.shape)}, but {kind} ({', '.join(map(str, known))}) is "
+        f"needed; encode the prompt with the text encoders of this model."
+    )
 
 
 def _wrong_size(name, value, widths, sizes, grid) -> str | None:
-    """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``: dimension -> the first argument that has it, and its size there."""
+    """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``:
+    dimension -> the first argument that has it, and its size there."""
     known, shape, sides = DIMENSIONS.get(name, ()), tuple(value.shape), _sides(name, grid)
     if sides and shape[2:] != sides:
         return f"has the size {list(shape[2:])}, but the latent {list(sides)}; make both of one size."

@@ -24,7 +24,8 @@ LARGEST = 1e30
 
 @contextmanager
 def refusing(what: str):
-    """Turn whatever a check raises into a refusal: a request that no check foresaw must not end the rank that looks at it. Raises UnsupportedError, ConfigError."""
+    """Turn whatever a check raises into a refusal: a request that no check foresaw must not end the rank that
+    looks at it. Raises UnsupportedError, ConfigError."""
     try:
         yield
     except (UnsupportedError, ConfigError):
@@ -32,7 +33,8 @@ def refusing(what: str):
     except Exception as error:
         traceback.print_exc()
         raise UnsupportedError(
-            f"{what} could not be checked ({type(error).__name__}: {' '.join(str(error).split()):.300}), so nothing was run; look at the node, or the program, that made it."
+            f"{what} could not be checked ({type(error).__name__}: {' '.join(str(error).split()):.300}), "
+            f"so nothing was run; look at the node, or the program, that made it."
         ) from error
 
 
@@ -70,7 +72,8 @@ def _check_settings(sample, config, dtype, device):
     check_kernel(sample.attention, device, dtype)
     if config.cfg_degree == 2 and not _has_negative(sample):
         raise UnsupportedError(
-            f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a rank would idle; set cfg_degree to 1 or cfg above 1."
+            f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a "
+            f"rank would idle; set cfg_degree to 1 or cfg above 1."
         )
 
 
@@ -97,14 +100,16 @@ def _check_tensors(sample, family, model_config):
         )
     if tensors["latent"].shape != noise.shape:
         raise UnsupportedError(
-            f"noise has shape {tuple(noise.shape)} and latent {tuple(tensors['latent'].shape)}; they must agree."
+            f"noise has shape {tuple(noise.shape)} and latent {tuple(tensors['latent'].shape)}; they must "
+            f"agree."
         )
     mask = tensors.get("denoise_mask", noise)
     if mask.ndim > noise.ndim or any(
         side not in (1, whole) for side, whole in zip(mask.shape[::-1], noise.shape[::-1])
     ):
         raise UnsupportedError(
-            f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's {tuple(noise.shape)}; use a mask of the latent's size."
+            f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's "
+            f"{tuple(noise.shape)}; use a mask of the latent's size."
         )
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise UnsupportedError(
@@ -115,22 +120,26 @@ def _check_tensors(sample, family, model_config):
 def _check_solver(sample, family):
     if sample.sampler in BROWNIAN and (sample.tensors["sigmas"].diff() > 0).any():
         raise UnsupportedError(
-            f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, or a sampler without _sde in its name."
+            f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, "
+            f"or a sampler without _sde in its name."
         )
     if sample.sampler in NEEDS_NEGATIVE and not _has_negative(sample):
         raise UnsupportedError(
-            f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the request has none; send negative.* too."
+            f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the "
+            f"request has none; send negative.* too."
         )
     percents = sample.tensors.get("percent_sigmas")
     if percents is None and needs_percent_sigmas(
         sample.sampler, family.prediction == "flow", sample.tensors["sigmas"][0].item()
     ):
         raise UnsupportedError(
-            f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; send them as the tensor percent_sigmas."
+            f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; "
+            f"send them as the tensor percent_sigmas."
         )
     if percents is not None and percents.shape != (len(PERCENTS),):
         raise UnsupportedError(
-            f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of {PERCENTS}."
+            f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of "
+            f"{PERCENTS}."
         )
     _check_schedule(sample, PREDICTIONS[family.prediction])
 
@@ -150,11 +159,13 @@ def _check_schedule(sample, prediction):
         return
     if prediction is FLOW and sigmas[-1] >= 1:
         raise UnsupportedError(
-            f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the picture; end it below 1."
+            f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the picture; "
+            f"end it below 1."
         )
     at = int(still.nonzero()[0])
     raise UnsupportedError(
-        f"the sampler {sample.sampler} divides by zero on this schedule, whose step {at + 1} goes from {sigmas[at]:g} to {sigmas[at + 1]:g}; leave one of them out, or choose another sampler."
+        f"the sampler {sample.sampler} divides by zero on this schedule, whose step {at + 1} goes from "
+        f"{sigmas[at]:g} to {sigmas[at + 1]:g}; leave one of them out, or choose another sampler."
     )
 
 
@@ -185,7 +196,8 @@ def _check_prompts(sample):
             sample.tensors[key].expand(noise.shape)
         except RuntimeError:
             raise UnsupportedError(
-                f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's {tuple(noise.shape)}; make the mask of the size of the picture."
+                f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's "
+                f"{tuple(noise.shape)}; make the mask of the size of the picture."
             ) from None
 
 
@@ -205,29 +217,36 @@ def _check_conditioning(sample, branch, family, model_config):
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
-    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises UnsupportedError."""
+    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises
+    UnsupportedError."""
     stages, counts, tp = config.pipefusion_degree, config.stage_counts, config.tensor_parallel_degree
     if stages > max(1, blocks):  # no blocks: a transformer that runs whole
         raise UnsupportedError(
-            f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set pipefusion_degree to {blocks} or less."
+            f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set "
+            f"pipefusion_degree to {blocks} or less."
         )
     if counts and sum(counts) != blocks:
         raise UnsupportedError(
-            f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but {name} has {blocks}; make the numbers add up to {blocks}."
+            f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but "
+            f"{name} has {blocks}; make the numbers add up to {blocks}."
         )
     if tp > 1 and config.split_scheme == "megatron" and heads % tp:
         raise UnsupportedError(
-            f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; use a divisor of {heads}, or split_scheme row, column or 2d."
+            f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
+            f"use a divisor of {heads}, or split_scheme row, column or 2d."
         )
     local = heads // tp if config.split_scheme == "megatron" else heads
     if config.ulysses_degree > local:
         raise UnsupportedError(
-            f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has {local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or less and use ring_degree for the rest."
+            f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has "
+            f"{local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or "
+            f"less and use ring_degree for the rest."
         )
 
 
 def check_family(family: Family, config: ParallelConfig):
-    """Refuse methods that the structure of a transformer without a family file does not allow. Raises UnsupportedError."""
+    """Refuse methods that the structure of a transformer without a family file does not allow. Raises
+    UnsupportedError."""
     for degree in (
         ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree")
         if family.whole_only
@@ -235,7 +254,9 @@ def check_family(family: Family, config: ParallelConfig):
     ):
         if getattr(config, degree) > 1:
             raise UnsupportedError(
-                f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or data_parallel_degree instead; docs/adding_a_model.md says how to add a family."
+                f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data "
+                f"parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or "
+                f"data_parallel_degree instead; docs/adding_a_model.md says how to add a family."
             )
 
 
@@ -251,11 +272,13 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
         or latent[0] != channels
     ):
         raise UnsupportedError(
-            f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} channels, [frames,] height, width)."
+            f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
+            f"channels, [frames,] height, width)."
         )
     if message.prompts not in (1, 2) or message.prompts < config.cfg_degree or message.text_rows < 0:
         raise UnsupportedError(
-            f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree {config.cfg_degree}; tell one or two, and as many as ranks share them."
+            f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
+            f"{config.cfg_degree}; tell one or two, and as many as ranks share them."
         )
     grid = TokenGrid(tuple(latent), family.patch(model_config))
     check_rows(config, grid)
@@ -267,5 +290,7 @@ def check_rows(config: ParallelConfig, grid: TokenGrid | NestedGrid):
     patches = config.patches
     if patches * config.sp_degree > grid.tokens:
         raise UnsupportedError(
-            f"num_pipeline_patch {patches} x ulysses_degree {config.ulysses_degree} x ring_degree {config.ring_degree} is more than the {grid.tokens} tokens of this latent; use fewer patches, lower a degree or make the latent larger."
+            f"num_pipeline_patch {patches} x ulysses_degree {config.ulysses_degree} x ring_degree "
+            f"{config.ring_degree} is more than the {grid.tokens} tokens of this latent; use fewer "
+            f"patches, lower a degree or make the latent larger."
         )

@@ -21,7 +21,8 @@ STALE_KV = ("reuse", "extrapolate")
 SPLIT_SCHEMES = ("megatron", "row", "column", "2d")
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
-    "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs does not need",
+    "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
+    "does not need",
     "3d": "its cube of ranks needs at least 8 of them for one matrix",
 }
 #: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
@@ -36,12 +37,14 @@ class ConfigError(ValueError):
 class ParallelConfig:
     """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
 
-    ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py); ``attn_layer_num_for_pp`` lists the blocks of
-    each stage ("12,15,15,15"; empty: balanced); ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights``
-    shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN weights in host memory, since
-    modulation is computed for many steps at once (memo.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion
-    (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first ones.
-    ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py);
+    ``attn_layer_num_for_pp`` lists the blocks of each stage ("12,15,15,15"; empty: balanced);
+    ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights`` shards
+    the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN
+    weights in host memory, since modulation is computed for many steps at once (memo.py). ``world_size`` is
+    the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion (arXiv
+    2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first
+    ones. ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
     """
 
     cfg_degree: int = 1
@@ -91,7 +94,8 @@ class ParallelConfig:
 
     @property
     def stage_counts(self) -> list[int]:
-        """``attn_layer_num_for_pp`` as numbers, empty where the split is ours; ConfigError where it does not fit ``pipefusion_degree``."""
+        """``attn_layer_num_for_pp`` as numbers, empty where the split is ours; ConfigError where it does not
+        fit ``pipefusion_degree``."""
         text = self.attn_layer_num_for_pp.strip()
         if not text:
             return []
@@ -99,32 +103,38 @@ class ParallelConfig:
             counts = [int(part) for part in text.split(",")]
         except ValueError:
             raise ConfigError(
-                f'attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like "12,15,15,15" or leave it empty.'
+                f"attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like "
+                f'"12,15,15,15" or leave it empty.'
             ) from None
         if len(counts) != self.pipefusion_degree or min(counts) < 1:
             raise ConfigError(
-                f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: name that many stages, each with at least one block."
+                f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: "
+                f"name that many stages, each with at least one block."
             )
         return counts
 
     @property
     def gpu_indices(self) -> list[int]:
-        """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has the wrong length."""
+        """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has
+        the wrong length."""
         if not self.gpus.strip():
             return list(range(self.world_size))
         try:
             indices = [int(part) for part in self.gpus.split(",")]
         except ValueError:
             raise ConfigError(
-                f'gpus is {self.gpus!r}, which is not a list of device numbers. Write it like "0,2,3" or leave it empty.'
+                f'gpus is {self.gpus!r}, which is not a list of device numbers. Write it like "0,2,3" or '
+                f"leave it empty."
             ) from None
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigError(
-                f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name {self.world_size} different devices."
+                f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name "
+                f"{self.world_size} different devices."
             )
         if len(indices) != self.world_size:
             raise ConfigError(
-                f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are ranks."
+                f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are "
+                f"ranks."
             )
         return indices
 
@@ -134,7 +144,8 @@ class ParallelConfig:
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
-        """Whether the ranks of this configuration can run the other without starting again: as many, on the same devices."""
+        """Whether the ranks of this configuration can run the other without starting again: as many, on the
+        same devices."""
         return (self.device, self.gpu_indices, self.address) == (
             other.device,
             other.gpu_indices,
@@ -142,7 +153,8 @@ class ParallelConfig:
         )
 
     def same_weights(self, other: "ParallelConfig") -> bool:
-        """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to their process groups."""
+        """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to
+        their process groups."""
         return (
             self.topology() == other.topology()
             or not (self.shard_weights or other.shard_weights)
@@ -159,17 +171,20 @@ class ParallelConfig:
         """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
         if batch < self.data_parallel_degree:
             raise ConfigError(
-                f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; every replica needs a sample, so raise the batch or lower the degree."
+                f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; "
+                f"every replica needs a sample, so raise the batch or lower the degree."
             )
 
     def resolve_device(self, gpus_here: int) -> str:
-        """ "cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not fit on it."""
+        """ "cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not
+        fit on it."""
         device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
             raise ConfigError(
-                f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered from 0); lower a degree or change gpus."
+                f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered "
+                f"from 0); lower a degree or change gpus."
             )
         if device == "cpu" and self.world_size > MAX_CPU_RANKS:
             raise ConfigError(
@@ -192,7 +207,8 @@ class ParallelConfig:
                 )
         if self.cfg_degree > 2:
             raise ConfigError(
-                f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); set it to 1 or 2."
+                f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); "
+                f"set it to 1 or 2."
             )
         self._validate_pipeline()
         self._validate_weights()
@@ -212,35 +228,42 @@ class ParallelConfig:
     def _validate_weights(self):
         if self.split_scheme in OTHER_SCHEMES:
             raise ConfigError(
-                f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; choose one of {', '.join(SPLIT_SCHEMES)}."
+                f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; "
+                f"choose one of {', '.join(SPLIT_SCHEMES)}."
             )
         for name in ("pipefusion_degree", "tensor_parallel_degree"):
             if self.shard_weights and getattr(self, name) > 1:
                 raise ConfigError(
-                    f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights already; switch shard_weights off or set {name} to 1."
+                    f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights "
+                    f"already; switch shard_weights off or set {name} to 1."
                 )
         if self.shard_weights and self.sp_degree * self.data_parallel_degree == 1:
             raise ConfigError(
-                "shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; raise one of them or switch shard_weights off."
+                "shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; "
+                "raise one of them or switch shard_weights off."
             )
         if self.shard_weights and self.offload_modulation:
             raise ConfigError(
-                "offload_modulation and shard_weights are both on, but sharded weights stay on the device; switch one of them off."
+                "offload_modulation and shard_weights are both on, but sharded weights stay on the device; "
+                "switch one of them off."
             )
         self.stage_counts
 
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
             raise ConfigError(
-                f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or a positive number."
+                f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or "
+                f"a positive number."
             )
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
             raise ConfigError(
-                f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
+                f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "
+                f"would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
             )
         if self.warmup_steps < 0 or (
             self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1
         ):
             raise ConfigError(
-                f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at least one synchronous step to fill its key/value buffers."
+                f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at "
+                f"least one synchronous step to fill its key/value buffers."
             )

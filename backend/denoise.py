@@ -1,7 +1,8 @@
 """The step loop, one for every parallel mode.
 
-Work is a sequence of model calls: evaluation x part x prompt (branch). A part is the whole latent (serial, USP, warm-up) or a PipeFusion patch
-(arXiv 2405.14430). The head (first stage) holds the solvers; the last stage returns outputs to it. With one stage the head is also the last.
+Work is a sequence of model calls: evaluation x part x prompt (branch). A part is the whole latent (serial,
+USP, warm-up) or a PipeFusion patch (arXiv 2405.14430). The head (first stage) holds the solvers; the last
+stage returns outputs to it. With one stage the head is also the last.
 """
 
 from collections import deque
@@ -63,7 +64,8 @@ class Pending:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """on_step(steps done, x0) is called on the head alone, x0 being the prediction with which the step began; should_stop() is asked on global rank 0 alone.
+    """on_step(steps done, x0) is called on the head alone, x0 being the prediction with which the step began;
+    should_stop() is asked on global rank 0 alone.
 
     on_denoised(x0) gets the whole batch's of the last step, where a request asks for it.
     """
@@ -173,7 +175,8 @@ class Denoiser:
                 ahead = max(ahead, done)
 
     def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
-        """What fills the pipeline while one part is evaluated: the prompts, and in a synchronous step the batch's items too."""
+        """What fills the pipeline while one part is evaluated: the prompts, and in a synchronous step the
+        batch's items too."""
         batch, span = self.x.shape[0], None if part is self.whole else part.span
         items = (
             [Span(i, i + 1) for i in range(batch)]
@@ -183,7 +186,8 @@ class Denoiser:
         return [Forward(branch, item, span, part.with_text) for branch in branches for item in items]
 
     def _hand_over(self, part: Part, forward: Forward, output: Tensor | None):
-        """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited there."""
+        """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited
+        there."""
         if self.returns is None:
             self.pending[-1].outputs.append(output)
         elif self.tail:
@@ -198,9 +202,10 @@ class Denoiser:
                 self.mesh.pp.ranks[-1],
             )
 
-    # ------------------------------------------------------------------ the head: outputs -> denoised -> solvers -> next x
+    # ------ the head: outputs -> denoised -> solvers -> next x
     def _collect_until(self, part: Part | None):
-        """Step the solvers with every outstanding output that ``part``'s next x depends on (None: with all)."""
+        """Step the solvers with every outstanding output that ``part``'s next x depends on (None: with
+        all)."""
         while self.pending and (part is None or self._overlap(self.pending[0].part, part)):
             self._collect(self.pending.popleft())
 
@@ -240,7 +245,8 @@ class Denoiser:
         return dict(zip(pending.branches, joined(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
 
     def _predict(self, side: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
-        """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none counts."""
+        """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none
+        counts."""
         request, rows = self.request, slice(pending.part.span.lo, pending.part.span.hi)
         x, prompts = (
             self.x[:, rows],
@@ -263,7 +269,8 @@ class Denoiser:
 
     # ------------------------------------------------------------------ cancelling
     def _vote(self, evaluation: Evaluation):
-        """Every rank learns here whether to stop. Rank 0 does not wait for the others, so the pipeline keeps its overlap."""
+        """Every rank learns here whether to stop. Rank 0 does not wait for the others, so the pipeline keeps
+        its overlap."""
         if self.mesh.control is None:
             stop = self.callbacks.should_stop()
         else:

@@ -1,4 +1,5 @@
-"""What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone: nothing is loaded, no rank is started."""
+"""What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone: nothing
+is loaded, no rank is started."""
 
 import math
 from collections import Counter
@@ -24,10 +25,12 @@ CALLS = 28
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank, host_bytes those of weights
-    that wait in host memory (offload_modulation), modulation_bytes the most of modulation that is computed ahead, ``bytes_per_step`` in a steady step by mechanism.
+    """One rank. ``patches``: (text rows, image rows) of this rank in each patch; bytes are per rank,
+    host_bytes those of weights that wait in host memory (offload_modulation), modulation_bytes the most of
+    modulation that is computed ahead, ``bytes_per_step`` in a steady step by mechanism.
 
-    Samples are taken to have one prompt, whose modulation they share; where it depends on the time alone positive and negative prompts share theirs too, which halves both."""
+    Samples are taken to have one prompt, whose modulation they share; where it depends on the time alone
+    positive and negative prompts share theirs too, which halves both."""
 
     rank: int
     place: dict[str, int]
@@ -53,8 +56,10 @@ class RankPlan:
         host = f" (and {self.host_bytes / 1e6:.1f} MB in host memory)" if self.host_bytes else ""
         ahead = f", modulation {self.modulation_bytes / 1e6:.1f} MB" if self.modulation_bytes else ""
         return (
-            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, {len(self.patches)} patches, "
-            f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} MB{ahead}, sends per step: {sent}"
+            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
+            f"{len(self.patches)} patches, "
+            f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} "
+            f"MB{ahead}, sends per step: {sent}"
         )
 
 
@@ -70,8 +75,9 @@ def describe(
 ) -> list[RankPlan]:
     """A RankPlan for every rank of ``config`` with the transformer at ``model``.
 
-    image_rows, text_rows: tokens of a request (4096 + 512: Flux at 1024 x 1024); branches: 2 with a negative prompt; dtype: of the weights (the
-    file's by default); calls: of the model with each prompt, one a step for most solvers. Raises ConfigError and UnsupportedError as loading does.
+    image_rows, text_rows: tokens of a request (4096 + 512: Flux at 1024 x 1024); branches: 2 with a negative
+    prompt; dtype: of the weights (the file's by default); calls: of the model with each prompt, one a step
+    for most solvers. Raises ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     work = _Workload(
@@ -207,7 +213,8 @@ class _Workload:
         return self.config.pipefusion_degree > 1 and self.config.patches > 1
 
     def _kv_bytes(self, blocks: int, heads: int, place, parts: list[Rows]) -> int:
-        """Buffers of stale keys and values; without them what is kept of text that no step changes, of the rows of a Ulysses group."""
+        """Buffers of stale keys and values; without them what is kept of text that no step changes, of the
+        rows of a Ulysses group."""
         sequence, u = parts[0].sequence, self.config.ulysses_degree
         if not self._buffered:
             kept = (
@@ -296,7 +303,8 @@ class _Workload:
         )
 
     def _modulation_bytes(self, place, stages: Stages) -> int:
-        """Of what the memos of this rank's blocks hold at once (memo.py); where weights are sharded, of one model call."""
+        """Of what the memos of this rank's blocks hold at once (memo.py); where weights are sharded, of one
+        model call."""
         widths = [
             sum(
                 self._features(layer, place)
@@ -320,7 +328,8 @@ class _Workload:
         )
 
     def _outputs(self, place, own: int, rows: int) -> Counter:
-        """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged between the guidance branches."""
+        """Model outputs, float32: from the last stage to the first, joined over SP there, then exchanged
+        between the guidance branches."""
         config = self.config
         family = self.checkpoint.family
         features = (
@@ -339,7 +348,8 @@ class _Workload:
         return sent
 
     def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
-        """Elements that all-reduce and all-gather of tensor parallelism send for one prompt and its samples."""
+        """Elements that all-reduce and all-gather of tensor parallelism send for one prompt and its
+        samples."""
         text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
         text = (
             text if self.checkpoint.family.text_position else self.text_rows * len(parts)

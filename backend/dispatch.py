@@ -1,4 +1,5 @@
-"""Rank 0 tells the other ranks what to do, over the gloo control group: the client's own messages, in the protocol's own frames."""
+"""Rank 0 tells the other ranks what to do, over the gloo control group: the client's own messages, in the
+protocol's own frames."""
 
 import json
 import struct
@@ -10,14 +11,16 @@ from torch import Tensor
 from .frames import decode, encode
 from .slab import Slab
 
-#: Bytes of header, table and body, and the body's number in the shared memory; 0 where it follows by broadcast.
+#: Bytes of header, table and body, and the body's number in the shared memory; 0 where it follows by
+#: broadcast.
 SIZES = struct.Struct("!QQQQ")
 #: Bytes of the first broadcast: these sizes, and of header and table what fits, which is nearly always all.
 FIRST = 4096
 
 
 class Dispatcher:
-    """Broadcast of messages from rank 0, their bodies in shared memory where all ranks are on one machine, and answers back. Every rank makes one at the same time."""
+    """Broadcast of messages from rank 0, their bodies in shared memory where all ranks are on one machine,
+    and answers back. Every rank makes one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, config: ParallelConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.models: dict[str, LoadedModel] = {}
-        #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``, as one object.
+        #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
+        #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.kept = KeptArguments(mesh.device)
 
@@ -72,8 +73,9 @@ class Engine:
         weight_dtype: str,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
-        """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages, cut matrices (tensor
-        parallel), read what is left for this rank, shard it (FSDP), wrap the blocks. ``on_progress`` as in Checkpoint.load."""
+        """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
+        cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
+        ``on_progress`` as in Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype)
@@ -133,12 +135,13 @@ class Engine:
         )
 
     def _is_staged(self, family: Family) -> bool:
-        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are refused that
+        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are
+        # refused that
         return self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
-        """Run on other process groups of the same ranks: models of which every rank's part is the same keep their weights, others are unloaded, the same
-        on all ranks. The old groups are no longer used."""
+        """Run on other process groups of the same ranks: models of which every rank's part is the same keep
+        their weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
         same, (old, self.config, self.mesh) = self.config.same_weights(config), (self.mesh, config, mesh)
         self.kept.clear()
         for key in self.models.keys() - self.stacks.keys():
@@ -169,18 +172,21 @@ class Engine:
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
-        """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is slow."""
+        """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is
+        slow."""
         if weight_dtype != "default":
             return WEIGHT_DTYPES[weight_dtype]
         return checkpoint.dtype if self.mesh.device.type == "cuda" else torch.float32
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
-        """Refuse LoRAs that do not fit the loaded model ``key``, reading headers only; for each a warning, empty where it fits in full. Raises UnsupportedError."""
+        """Refuse LoRAs that do not fit the loaded model ``key``, reading headers only; for each a warning,
+        empty where it fits in full. Raises UnsupportedError."""
         return [lora.warning for lora in self.models[key].weights.open(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
-        """A name for the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled, and the weights are there once."""
+        """A name for the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
+        and the weights are there once."""
         if not stack:
             return key
         digest = hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()
@@ -220,7 +226,8 @@ class Engine:
 
     @refusing("what is to be described")
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
-        """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises UnsupportedError or ConfigError."""
+        """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises
+        UnsupportedError or ConfigError."""
         dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path)
         config = replace(
             self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv

@@ -2,4 +2,5 @@
 
 
 class UnsupportedError(ValueError):
-    """A request, file or model that cannot run; the message says what, why, the values and the remedy. The backend stays warm."""
+    """A request, file or model that cannot run; the message says what, why, the values and the remedy. The
+    backend stays warm."""

@@ -1,4 +1,5 @@
-"""The framing of messages: a fixed prefix (magic, header length, body length), a JSON header and a safetensors body (tensors.py). No pickle on the wire.
+"""The framing of messages: a fixed prefix (magic, header length, body length), a JSON header and a
+safetensors body (tensors.py). No pickle on the wire.
 
 A message's ``tensors`` travel in the body, its other fields in the header.
 """
@@ -20,7 +21,8 @@ MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 34
 #: Before a peer has shown the token it may not make us allocate more than this.
 MAX_HELLO = 4096
-#: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has arrived.
+#: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has
+#: arrived.
 MAX_UNSEEN = 1 << 28
 #: Parts of a frame below this size are joined: a system call each would cost more.
 SMALL_PART = 1 << 15
@@ -31,7 +33,8 @@ MAX_DIGITS = 21
 
 
 def encode(message) -> list:
-    """The frame of a message as buffers to be sent in order: prefix, header, the tensors' table, and views of their memory. ProtocolError for what has no frame.
+    """The frame of a message as buffers to be sent in order: prefix, header, the tensors' table, and views of
+    their memory. ProtocolError for what has no frame.
 
     A message that was received goes on in the frame that it came in.
     """
@@ -47,13 +50,15 @@ def encode(message) -> list:
     body = len(table) + sum(map(len, data))
     if max(len(text), len(table)) > MAX_HEADER or body > MAX_BODY:
         raise ProtocolError(
-            f"a {name} of {len(text)} + {body} bytes is too large, over the limits of {MAX_HEADER} + {MAX_BODY}."
+            f"a {name} of {len(text)} + {body} bytes is too large, over the limits of {MAX_HEADER} + "
+            f"{MAX_BODY}."
         )
     return [PREFIX.pack(MAGIC, len(text), body), text, table, *data]
 
 
 def decode(header: bytes, table: bytes, data: Tensor):
-    """The message of a frame whose body is ``table`` and ``data`` (uint8), of which its tensors are views; ProtocolError where it is not one of ours."""
+    """The message of a frame whose body is ``table`` and ``data`` (uint8), of which its tensors are views;
+    ProtocolError where it is not one of ours."""
     cls, values = _open(header)
     if table:
         values["tensors"] = bodies.unpack(_places(cls, table, len(data)), data)
@@ -113,7 +118,8 @@ def send(sock, message):
 
 
 def _joined(parts: list):
-    """``parts`` with small neighbours in one; none is empty, since a write of nothing still fails once the peer has hung up."""
+    """``parts`` with small neighbours in one; none is empty, since a write of nothing still fails once the
+    peer has hung up."""
     small = b""
     for part in parts:
         if len(part) < SMALL_PART:
@@ -125,9 +131,11 @@ def _joined(parts: list):
 
 
 def receive(sock, limit: int = MAX_BODY):
-    """Read one message; ConnectionError at the end of the stream, ProtocolError for anything that is not a frame.
+    """Read one message; ConnectionError at the end of the stream, ProtocolError for anything that is not a
+    frame.
 
-    ``limit`` bounds header and body before they are read, and header and table are checked before the data is, so that a peer cannot make us allocate more.
+    ``limit`` bounds header and body before they are read, and header and table are checked before the data
+    is, so that a peer cannot make us allocate more.
     """
     magic, header_size, body_size = PREFIX.unpack(_read(sock, PREFIX.size))
     if magic != MAGIC:

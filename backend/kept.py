@@ -1,7 +1,8 @@
-"""Model arguments that clients refer to in later calls instead of sending them again: a sampling's prompts are the same at every step.
+"""Model arguments that clients refer to in later calls instead of sending them again: a sampling's prompts
+are the same at every step.
 
-A client says what to keep, under which key, and what to forget; nothing is kept that no key was given for. Every rank gets the same calls in the
-same order, so all keep the same.
+A client says what to keep, under which key, and what to forget; nothing is kept that no key was given for.
+Every rank gets the same calls in the same order, so all keep the same.
 """
 
 from dataclasses import replace
@@ -32,7 +33,8 @@ class KeptArguments:
         ]
         if strange:
             raise UnsupportedError(
-                f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, that is a string."
+                f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, "
+                f"that is a string."
             )
 
     def missing(self, call: ModelCall) -> list[str]:

@@ -1,8 +1,9 @@
 """Work that is the same in every step, or for every patch of one, done once.
 
-Two kinds of layers inside the blocks: modulation (adaLN), whose input depends on the timestep, guidance and pooled prompt alone, and the keys and
-values of the prompt in cross-attention. A Memo stands in front of each. Modulations of many model calls are one GEMM a layer, over the rows that differ: the
-samples of a batch mostly share theirs, and where it is the time alone that decides, so do the prompts.
+Two kinds of layers inside the blocks: modulation (adaLN), whose input depends on the timestep, guidance and
+pooled prompt alone, and the keys and values of the prompt in cross-attention. A Memo stands in front of each.
+Modulations of many model calls are one GEMM a layer, over the rows that differ: the samples of a batch mostly
+share theirs, and where it is the time alone that decides, so do the prompts.
 """
 
 from collections import Counter
@@ -29,15 +30,18 @@ AHEAD = 256 * 2**20
 
 
 def rows_ahead(width: int, dtype: torch.dtype) -> int:
-    """How many different rows of modulation are computed at once, where one has ``width`` numbers on the stage that has most; a model call's own always are."""
+    """How many different rows of modulation are computed at once, where one has ``width`` numbers on the
+    stage that has most; a model call's own always are."""
     return max(1, AHEAD // max(1, width * dtype.itemsize))
 
 
 @dataclass
 class Moment:
-    """Where in a request the model is: guidance branch, model call, batch items. Shared by all memos of a model; None between requests.
+    """Where in a request the model is: guidance branch, model call, batch items. Shared by all memos of a
+    model; None between requests.
 
-    rows: (branch, model call) -> the rows of the memos' tables that belong to what blocks get then; those of the calls computed ahead.
+    rows: (branch, model call) -> the rows of the memos' tables that belong to what blocks get then; those of
+    the calls computed ahead.
     """
 
     branch: str | None = None
@@ -47,7 +51,8 @@ class Moment:
     indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def take(self, table: Tensor, branch: str, items: Span | None) -> Tensor:
-        """The rows (items, features) of a ``table`` (rows, features) that belong to a branch's items, or to all, at this model call."""
+        """The rows (items, features) of a ``table`` (rows, features) that belong to a branch's items, or to
+        all, at this model call."""
         rows = self.rows[branch, self.evaluation]
         if (
             items is not None and len(set(rows[items.lo : items.hi])) == 1
@@ -60,7 +65,8 @@ class Moment:
 
 
 class Memo(nn.Module):
-    """Answers from memory what ``layer`` would compute again: kind "modulation" once a model call, "prompt" once a request. ``table``: modulation ahead."""
+    """Answers from memory what ``layer`` would compute again: kind "modulation" once a model call, "prompt"
+    once a request. ``table``: modulation ahead."""
 
     def __init__(self, layer: nn.Module, kind: str, moment: Moment, shared: bool = False):
         """``shared``: what is computed ahead holds for all items of a batch."""
@@ -120,7 +126,8 @@ def _features(layer: nn.Module) -> int:
 
 @dataclass
 class Plan:
-    """The modulation of a request: the different embeddings (rows, D), and (branch, model call) -> those of its items."""
+    """The modulation of a request: the different embeddings (rows, D), and (branch, model call) -> those of
+    its items."""
 
     embeddings: Tensor
     rows: Mapping[tuple[str, int], tuple[int, ...]]
@@ -128,7 +135,8 @@ class Plan:
     computed: int = 0
 
     def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
-        """The model calls from ``first`` on that need at most ``most`` rows together, one call at least: where they end, and their rows."""
+        """The model calls from ``first`` on that need at most ``most`` rows together, one call at least:
+        where they end, and their rows."""
         needed = [
             set(chain(*(rows for (_, call), rows in self.rows.items() if call == index)))
             for index in range(first, self.calls)
@@ -141,11 +149,13 @@ class Plan:
 
 @dataclass
 class Memos:
-    """The memos of one model on this rank. ``home``: where modulation weights wait between requests; ``dtype``: theirs.
+    """The memos of one model on this rank. ``home``: where modulation weights wait between requests;
+    ``dtype``: theirs.
 
-    A pipeline stage may hold modulation layers of other stages' blocks (parallel/split.py): ``lent[i]`` are those it computes for stage i of ``mesh.pp``,
-    ``borrowed[i]`` the memos here whose layers stage i holds. ``width``: numbers of modulation on the stage that has most. ``most_bytes``: of modulation
-    that were remembered at once since the request began, what tests compare with describe().
+    A pipeline stage may hold modulation layers of other stages' blocks (parallel/split.py): ``lent[i]`` are
+    those it computes for stage i of ``mesh.pp``, ``borrowed[i]`` the memos here whose layers stage i holds.
+    ``width``: numbers of modulation on the stage that has most. ``most_bytes``: of modulation that were
+    remembered at once since the request began, what tests compare with describe().
     """
 
     home: torch.device
@@ -188,15 +198,17 @@ class Memos:
             layer.known.clear()
 
     def begin_call(self, call: int):
-        """A model call starts: have its modulation ready where it is computed ahead. Collective over a pipeline's stages, and where tensor parallelism cuts the layers."""
+        """A model call starts: have its modulation ready where it is computed ahead. Collective over a
+        pipeline's stages, and where tensor parallelism cuts the layers."""
         if self.plan is None:
             self._forget_modulation()
         elif call >= self.plan.computed:
             self._compute(call)
 
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
-        """One GEMM a layer for as many model calls as fit into AHEAD; the others follow when they begin (begin_call). ``embeddings[branch][call]`` (B, D) is what blocks
-        get then, with a second one of some rows as its attribute ``second`` where a model has two. Collective as begin_call."""
+        """One GEMM a layer for as many model calls as fit into AHEAD; the others follow when they begin
+        (begin_call). ``embeddings[branch][call]`` (B, D) is what blocks get then, with a second one of some
+        rows as its attribute ``second`` where a model has two. Collective as begin_call."""
         seconds = {
             _second(branch): [each.second for each in calls]
             for branch, calls in embeddings.items()
@@ -275,8 +287,9 @@ def remember(
     stages: Stages,
     mesh: Mesh,
 ) -> Memos:
-    """Put a Memo in front of every layer of this rank's ``blocks``, and every module of the transformer, that the family names. ``stages`` on ``mesh.pp`` says
-    which modulation layers are elsewhere; ``dtype`` is theirs. The same order on every rank."""
+    """Put a Memo in front of every layer of this rank's ``blocks``, and every module of the transformer, that
+    the family names. ``stages`` on ``mesh.pp`` says which modulation layers are elsewhere; ``dtype`` is
+    theirs. The same order on every rank."""
     widths = Counter()
     for name, stage in stages.owners.items():
         widths[stage] += _features(transformer.get_submodule(name))

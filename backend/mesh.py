@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import ParallelConfig
 
-#: A peer that is silent for this long inside a collective has died or hangs: the worker ends, and the next request starts afresh.
+#: A peer that is silent for this long inside a collective has died or hangs: the worker ends, and the next
+#: request starts afresh.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -43,9 +44,11 @@ class Axis:
 class Mesh:
     """Where this rank stands, and the groups to talk over.
 
-    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first: two groups, since on NCCL
-    one communicator runs its operations in order and the two directions would wait for each other.
-    ``weights`` flattens the axes whose ranks hold the same weights, for sharding them. ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is gloo over all ranks: dispatch, cancel votes, failures.
+    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first:
+    two groups, since on NCCL one communicator runs its operations in order and the two directions would wait
+    for each other. ``weights`` flattens the axes whose ranks hold the same weights, for sharding them.
+    ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is
+    gloo over all ranks: dispatch, cancel votes, failures.
     """
 
     device: torch.device
@@ -77,7 +80,8 @@ def layout(config: ParallelConfig) -> torch.Tensor:
 
 
 def build(config: ParallelConfig, device: str) -> Mesh:
-    """Join the default group (torchrun's environment) and build every group of ``config`` on ``device`` ("cuda" or "cpu")."""
+    """Join the default group (torchrun's environment) and build every group of ``config`` on ``device``
+    ("cuda" or "cpu")."""
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -107,7 +111,8 @@ def build(config: ParallelConfig, device: str) -> Mesh:
 
 
 def close(mesh: Mesh):
-    """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays for the next mesh."""
+    """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
+    for the next mesh."""
     axes = (
         mesh.dp,
         mesh.cfg,
@@ -141,7 +146,8 @@ def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """tp as r x c ranks, r the largest divisor up to the square root: inputs are divided over r, outputs over c."""
+    """tp as r x c ranks, r the largest divisor up to the square root: inputs are divided over r, outputs over
+    c."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))

@@ -1,7 +1,9 @@
-"""Where a model mixes rows otherwise than by softmax attention, a family's modules call these, by attribute of this module.
+"""Where a model mixes rows otherwise than by softmax attention, a family's modules call these, by attribute
+of this module.
 
-One process has every row at hand: then they hand back what they are given. While a request runs on several ranks or in patches, their place is
-taken by parallel/mixing.py, as that of F.scaled_dot_product_attention is by parallel/attention.py.
+One process has every row at hand: then they hand back what they are given. While a request runs on several
+ranks or in patches, their place is taken by parallel/mixing.py, as that of F.scaled_dot_product_attention is
+by parallel/attention.py.
 """
 
 from typing import Callable, NamedTuple
@@ -10,7 +12,8 @@ from torch import Tensor
 
 
 class Around(NamedTuple):
-    """rows (B, n, F): those asked about and others around them; first: position of the first one in the image; before: how many are in front of those asked about."""
+    """rows (B, n, F): those asked about and others around them; first: position of the first one in the
+    image; before: how many are in front of those asked about."""
 
     rows: Tensor
     first: int
@@ -18,17 +21,20 @@ class Around(NamedTuple):
 
 
 def whole_sum(part: Callable[[slice], Tensor]) -> Tensor:
-    """The sum over all image rows of the sequence; ``part``: (slice of the rows at hand) -> its share, (B, ...)."""
+    """The sum over all image rows of the sequence; ``part``: (slice of the rows at hand) -> its share, (B,
+    ...)."""
     return part(slice(None))
 
 
 def all_around(x: Tensor, reach: int) -> Around:
-    """The image rows at hand, x (B, n, F), with up to ``reach`` rows of the sequence before and behind them."""
+    """The image rows at hand, x (B, n, F), with up to ``reach`` rows of the sequence before and behind
+    them."""
     return Around(x, 0, 0)
 
 
 def text_rows(whole: int) -> int:
-    """How many rows of text are at hand, of ``whole`` in the sequence: where a block tells them from the image's by itself."""
+    """How many rows of text are at hand, of ``whole`` in the sequence: where a block tells them from the
+    image's by itself."""
     return whole
 
 

@@ -1,6 +1,8 @@
-"""One call of the model over the mesh, for clients that own the step loop (ComfyUI's samplers on the MODEL of ParallelModel).
+"""One call of the model over the mesh, for clients that own the step loop (ComfyUI's samplers on the MODEL of
+ParallelModel).
 
-It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch is spread over the replicas of both
+It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch
+is spread over the replicas of both
 the dp and the cfg axis: its rows know of no guidance branches.
 """
 
@@ -25,7 +27,8 @@ from .request import Request
 from .runner import Runner
 from .samplers import Evaluation
 
-#: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway, and memory would grow with the batch.
+#: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway,
+#: and memory would grow with the batch.
 TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
@@ -50,23 +53,27 @@ def check_call(
     )
     if unlike or not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
-            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes (batch, {channels} channels, {'frames, ' if family.frames else ''}height, width)."
+            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} "
+            f"takes (batch, {channels} channels, {'frames, ' if family.frames else ''}height, width)."
         )
     if family.nested:
         check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(
-            f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes one for each of the {x.shape[0]} samples."
+            f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
+            f"one for each of the {x.shape[0]} samples."
         )
     if family.nested and (time != time[:1]).any():
         raise UnsupportedError(
-            f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} have one in common; call it for each sample by itself."
+            f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} "
+            f"have one in common; call it for each sample by itself."
         )
     latent, arguments = _split(call, family, model_config)
     for name, value in arguments.items():
         if value.ndim and value.shape[0] not in (1, x.shape[0]):
             raise UnsupportedError(
-                f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; use one prompt or one for each."
+                f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; "
+                f"use one prompt or one for each."
             )
     grid = family.grid(model_config, latent.shape[1:], call.latent_shapes)
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
@@ -74,7 +81,8 @@ def check_call(
 
 
 def rows_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
-    """The rows of the batch that a replica computes, equally many on each: where the batch does not divide, or is smaller, its last rows are computed again."""
+    """The rows of the batch that a replica computes, equally many on each: where the batch does not divide,
+    or is smaller, its last rows are computed again."""
     count = -(-batch // replicas)
     return [min(row, batch - 1) for row in range(replica * count, (replica + 1) * count)]
 
@@ -137,12 +145,14 @@ def build_call(
 
 
 def _rows(value: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the latent."""
+    """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the
+    latent."""
     return value[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else value[rows]
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
-    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent, families are given them as c_concat."""
+    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent,
+    families are given them as c_concat."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.nested else family.latent_channels(model_config)
     arguments = {
@@ -155,7 +165,8 @@ def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor,
 
 
 class OneCall(Denoiser):
-    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer. PipeFusion's pipeline is drained."""
+    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer.
+    PipeFusion's pipeline is drained."""
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner):
         super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
@@ -164,7 +175,8 @@ class OneCall(Denoiser):
         return [Evaluation(self.request.sigmas[0], 0)]
 
     def _modulate_ahead(self, plan: list[Evaluation]):
-        """There is no next call to compute for; but weights that wait in host memory, or on another stage, run no other way."""
+        """There is no next call to compute for; but weights that wait in host memory, or on another stage,
+        run no other way."""
         memos = self.runner.model.memos
         if memos.lent or memos.home.type != self.x.device.type:
             super()._modulate_ahead(plan)

@@ -1,4 +1,5 @@
-"""A request's random numbers: ComfyUI's generators over the whole latent, so that patches and ranks get slices of the same numbers."""
+"""A request's random numbers: ComfyUI's generators over the whole latent, so that patches and ranks get
+slices of the same numbers."""
 
 import warnings
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from .tokens import TokenGrid
 
-#: Results that are kept: patches of one step are at most one model call apart, and a call consumes at most two.
+#: Results that are kept: patches of one step are at most one model call apart, and a call consumes at most
+#: two.
 KEPT = 4
 
 
@@ -15,7 +17,8 @@ class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for."""
 
     def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device, sigmas: Tensor):
-        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last one comes the first)
+        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
+        # one comes the first)
         self.generator = torch.Generator(device).manual_seed(
             (seed + 1) % (1 << 64) if device.type == "cpu" else seed
         )
@@ -33,9 +36,11 @@ class FreshNoise:
         return self.kept[index]
 
     def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
-        """The Brownian path's increment from noise level ``sigma`` to ``target``, over its standard deviation.
+        """The Brownian path's increment from noise level ``sigma`` to ``target``, over its standard
+        deviation.
 
-        ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every device has the same path.
+        ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
+        device has the same path.
         """
         key = (float(sigma), float(target))
         if key not in self.kept:

@@ -1,4 +1,5 @@
-"""What a model's output means: flow (rectified flow), eps, v. The arithmetic is ComfyUI's (comfy/model_sampling.py), element by element."""
+"""What a model's output means: flow (rectified flow), eps, v. The arithmetic is ComfyUI's
+(comfy/model_sampling.py), element by element."""
 
 from dataclasses import dataclass
 from typing import Callable

@@ -1,7 +1,9 @@
-"""The prompts of a request: two sides, positive and negative, each of one prompt or of several that are mixed.
+"""The prompts of a request: two sides, positive and negative, each of one prompt or of several that are
+mixed.
 
-ComfyUI's rule (comfy/samplers.py, calc_cond_batch): a side's prediction is the mean of its prompts' predictions, weighted by strength and mask, over
-those whose range holds the noise level. Prompts are evaluated one by one, so mixing is elementwise and exact for every part of the latent.
+ComfyUI's rule (comfy/samplers.py, calc_cond_batch): a side's prediction is the mean of its prompts'
+predictions, weighted by strength and mask, over those whose range holds the noise level. Prompts are
+evaluated one by one, so mixing is elementwise and exact for every part of the latent.
 """
 
 import re
@@ -21,7 +23,8 @@ NOTHING = 1e-37
 
 @dataclass(frozen=True)
 class Prompt:
-    """``weight``: a number, or (B, N, F) tokens; the prompt counts at noise levels from ``highest`` down to ``lowest``."""
+    """``weight``: a number, or (B, N, F) tokens; the prompt counts at noise levels from ``highest`` down to
+    ``lowest``."""
 
     side: str
     weight: float | Tensor = 1.0

@@ -1,4 +1,5 @@
-"""Messages between a client (the nodes, a script) and rank 0: frozen dataclasses, which frames.py brings over."""
+"""Messages between a client (the nodes, a script) and rank 0: frozen dataclasses, which frames.py brings
+over."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass, field
 VERSION = 1
 #: Stands in the names of models with LoRAs, behind the name of the model without.
 LORAS = "+"
-#: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels as an index into them.
+#: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
+#: as an index into them.
 REFERENCE_METHODS = ("offset", "index", "index_timestep_zero", "uxo", "negative_index")
 
 
@@ -42,8 +44,9 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Arrange:
-    """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer is a Welcome. Models of which every rank
-    holds the same part then as now stay loaded, the others are freed (Ping tells which are left)."""
+    """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer
+    is a Welcome. Models of which every rank holds the same part then as now stay loaded, the others are freed
+    (Ping tells which are left)."""
 
     config: dict
 
@@ -52,7 +55,8 @@ class Arrange:
 class Load:
     """Load the transformer at ``path`` (a file or a diffusers folder); a no-op where it is loaded already.
 
-    ``loras``, [[path, strength], ...] in the order in which they are added, are checked here and fused when the model is sampled.
+    ``loras``, [[path, strength], ...] in the order in which they are added, are checked here and fused when
+    the model is sampled.
     """
 
     path: str
@@ -62,9 +66,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's facts for the client,
-    ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was left out, and ``info["ranks"]`` what the load cost each rank
-    (loading.report.LoadReport), the same until the degrees change; from then on nothing was read, where the transformer stays loaded."""
+    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's
+    facts for the client, ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was
+    left out, and ``info["ranks"]`` what the load cost each rank (loading.report.LoadReport), the same until
+    the degrees change; from then on nothing was read, where the transformer stays loaded."""
 
     model: str
     family: str
@@ -78,8 +83,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Describe:
-    """What would each rank hold and send while the transformer ``model`` is sampled with these settings? ``latent``: [C, [T,] H, W] of one latent, the first where it
-    takes several; ``prompts``: 2 with a negative one. Nothing is computed."""
+    """What would each rank hold and send while the transformer ``model`` is sampled with these settings?
+    ``latent``: [C, [T,] H, W] of one latent, the first where it takes several; ``prompts``: 2 with a negative
+    one. Nothing is computed."""
 
     model: str
     latent: list
@@ -108,14 +114,18 @@ class Unload:
 class Sample:
     """Denoise one latent.
 
-    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, or (B, 1, L) where a model denoises several latents (video
-    and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each, and they lie flattened behind each other; ``sigmas`` (steps + 1,), ``denoise_mask``
-    (broadcast to the latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of sampling
-    solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of
-    model arguments (``c_crossattn``, ``y``, ``guidance``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts of a side are ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
-    they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which it counts, "until": the lowest} (each may be left out), and a tensor
-    ``weight.NAME`` (broadcast to the latent's shape) where its strength differs from place to place.
-    ``preview_seconds`` is the least time between two x0 previews; 0 sends none. ``denoised`` asks for the last step's prediction in the Result.
+    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, or (B, 1, L) where a
+    model denoises several latents (video and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each,
+    and they lie flattened behind each other; ``sigmas`` (steps + 1,), ``denoise_mask`` (broadcast to the
+    latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of
+    sampling solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as
+    ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of model arguments (``c_crossattn``, ``y``,
+    ``guidance``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts of a side are
+    ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
+    they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which it counts, "until": the
+    lowest} (each may be left out), and a tensor ``weight.NAME`` (broadcast to the latent's shape) where its
+    strength differs from place to place. ``preview_seconds`` is the least time between two x0 previews; 0
+    sends none. ``denoised`` asks for the last step's prediction in the Result.
     """
 
     model: str
@@ -135,13 +145,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Evaluate the model once; the Result's tensor ``output`` (B, C, [T,] H, W) is what the model returns, in float32.
+    """Evaluate the model once; the Result's tensor ``output`` (B, C, [T,] H, W) is what the model returns, in
+    float32.
 
-    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input channels (c_concat) with those behind its own, or several
-    packed (B, 1, L) with their ``latent_shapes``, as in Sample, and ``output`` likewise; ``time`` (B,), what the model is told of the noise: the noise level of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with
-    ComfyUI's names, a row for each sample, or one for all.
-    The backend keeps the tensors that ``keep`` names (name -> key), for this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key)
-    stands for a tensor. Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
+    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input
+    channels (c_concat) with those behind its own, or several packed (B, 1, L) with their ``latent_shapes``,
+    as in Sample, and ``output`` likewise; ``time`` (B,), what the model is told of the noise: the noise level
+    of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with ComfyUI's names, a row
+    for each sample, or one for all. The backend keeps the tensors that ``keep`` names (name -> key), for this
+    ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key) stands for a tensor. Where
+    one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
     """
 
     model: str
@@ -156,7 +169,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent, the latest denoised prediction. While a Load runs: values of values."""
+    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent,
+    the latest denoised prediction. While a Load runs: values of values."""
 
     step: int
     total: int
@@ -165,7 +179,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and ``denoised`` likewise where it was asked for; ``output`` of a ModelCall.
+    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and
+    ``denoised`` likewise where it was asked for; ``output`` of a ModelCall.
     ``stats``: seconds and counters."""
 
     stats: dict = field(default_factory=dict)
@@ -186,7 +201,8 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that was refused (``fatal`` False, the backend stays warm) or that ended the backend (``fatal`` True)."""
+    """A request that was refused (``fatal`` False, the backend stays warm) or that ended the backend
+    (``fatal`` True)."""
 
     message: str
     fatal: bool = False

@@ -20,15 +20,21 @@ from .tokens import NestedGrid, TokenGrid
 
 @dataclass(frozen=True)
 class Request:
-    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name -> how it counts; conditioning: name -> model arguments.
+    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name
+    -> how it counts; conditioning: name -> model arguments.
 
-    percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the client did not tell.
+    percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the
+    client did not tell.
     context: name -> rows behind the latent's in the image stream.
-    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as in models.spec.Nested.
-    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches; shares: ranks that share the rows of one.
-    batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
-    times: (B,), what a client tells the model of the noise, and given: (B, C, [T,] H, W), the latent as it is to be given to the model (ModelCall; noise and latent
-    then have a shape and no values); None where they follow from the noise level and x.
+    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as
+    in models.spec.Nested.
+    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches;
+    shares: ranks that share the rows of one.
+    batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises;
+    tensors hold those alone.
+    times: (B,), what a client tells the model of the noise, and given: (B, C, [T,] H, W), the latent as it is
+    to be given to the model (ModelCall; noise and latent then have a shape and no values); None where they
+    follow from the noise level and x.
     """
 
     solver: str
@@ -86,7 +92,8 @@ class Request:
         }
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
-        """The latents (b, C, [T,] H, W) that the model is given for some items of x (B, N, F) at noise level ``sigma``."""
+        """The latents (b, C, [T,] H, W) that the model is given for some items of x (B, N, F) at noise level
+        ``sigma``."""
         if self.given is not None:
             return self.given[items]
         x = self.prediction.model_input(x[items], sigma)
@@ -127,7 +134,8 @@ def build(
     device: torch.device,
     replica: int = 0,
 ) -> Request:
-    """The request of a checked message on ``device``, for one data-parallel ``replica``; conditioning in the model's ``dtype``."""
+    """The request of a checked message on ``device``, for one data-parallel ``replica``; conditioning in the
+    model's ``dtype``."""
     config = request_config(sample, config)
     shape = sample.tensors["noise"].shape
     mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
@@ -203,7 +211,8 @@ def _conditioning(sample, branch, batch, items, device, dtype, family):
 
 
 class Inpaint:
-    """Keeps the part of the latent whose mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model call."""
+    """Keeps the part of the latent whose mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model
+    call."""
 
     def __init__(self, request: Request):
         self.request = request

@@ -19,7 +19,8 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every row and block: then the model is untouched.
+    """A transformer on this rank. ``stage`` is None where one rank runs every row and block: then the model
+    is untouched.
 
     generic: what clients must know where no family file describes the model (Checkpoint.generic).
     """
@@ -49,7 +50,8 @@ class Runner:
         self.evaluation = -1
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
-        """Compute the modulation of model calls before they begin, where the family has such layers: ``sigmas`` are all calls' noise levels."""
+        """Compute the modulation of model calls before they begin, where the family has such layers:
+        ``sigmas`` are all calls' noise levels."""
         model, everything = self.model, Span(0, self.request.noise.shape[0])
         if (
             not model.family.modulation or model.sharded
@@ -71,7 +73,8 @@ class Runner:
         )
 
     def run(self, x: Tensor, sigma: Tensor, forward: Forward) -> Tensor | None:
-        """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows and items of ``forward`` (b, rows, F); None on all but the last stage."""
+        """x (B, N, F) at noise level ``sigma`` -> output of this rank's rows and items of ``forward`` (b,
+        rows, F); None on all but the last stage."""
         self.calls += 1
         model, grid = self.model, self.request.grid
         sigma = sigma.to(x.device)
@@ -96,21 +99,24 @@ class Runner:
         return model.family.output(output, grid)[:, rows.lo : rows.hi]
 
     def _time(self, sigma: Tensor, items: slice) -> Tensor:
-        """What the family's forward_args gets at a noise level: the model's own time of it, or the items' times where the client told them."""
+        """What the family's forward_args gets at a noise level: the model's own time of it, or the items'
+        times where the client told them."""
         schedule = self.model.family.schedule
         if self.request.times is not None:
             return self.request.times[items]
         return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, ratio: float):
-        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the one before (0: unknown)."""
+        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the one before (0:
+        unknown)."""
         self.evaluation += 1
         self.model.memos.begin_call(self.evaluation)
         if self.buffers is not None:
             self.buffers.begin_evaluation(ratio)
 
     def expect(self, forward: Forward) -> bool:
-        """Make ready to receive the activations of a forward that follows; False where their size is not known yet."""
+        """Make ready to receive the activations of a forward that follows; False where their size is not
+        known yet."""
         return self.model.stage is None or self.model.stage.expect(forward)
 
     def drain(self):

@@ -13,7 +13,8 @@ from .solvers.problem import Problem
 Tensor = torch.Tensor
 
 _FAMILIES = (euler, dpmpp, multistep, exponential, unipc)
-#: ddim is ComfyUI's: Euler steps, and its own noise where a mask keeps part of the latent (see request.Inpaint).
+#: ddim is ComfyUI's: Euler steps, and its own noise where a mask keeps part of the latent (see
+#: request.Inpaint).
 _ALIASES = {"ddim": "euler"}
 
 
@@ -37,23 +38,27 @@ class Evaluation:
 
 
 def answer(solver: str, denoised: Tensor, negative: Tensor):
-    """What ``solver`` is sent for a model call: the prediction, or a pair with the negative prompt's (before guidance and mask)."""
+    """What ``solver`` is sent for a model call: the prediction, or a pair with the negative prompt's (before
+    guidance and mask)."""
     return (denoised, negative) if solver in NEEDS_NEGATIVE else denoised
 
 
 def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
-    """Does the solver ask for noise levels that the schedule alone does not tell (Problem.percent_to_sigma)?"""
+    """Does the solver ask for noise levels that the schedule alone does not tell
+    (Problem.percent_to_sigma)?"""
     return solver == "sa_solver" or (solver in HALF_LOG_SNR and flow and first_sigma >= 1)
 
 
 def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
-    """Every model call that ``solver`` will make, in order, known before the first: stages that hold no latent follow this list."""
+    """Every model call that ``solver`` will make, in order, known before the first: stages that hold no
+    latent follow this list."""
     return [Evaluation(sigma, step) for _, sigma, step in _dry(solver, problem, (0.0,))]
 
 
 def is_finite(solver: str, problem: Problem) -> bool:
-    """Does ``solver`` get through the schedule, and a flow model's latent back to the scale of pictures, without dividing by zero? What it multiplies by
-    follows from the noise levels alone, so a run over one number tells."""
+    """Does ``solver`` get through the schedule, and a flow model's latent back to the scale of pictures,
+    without dividing by zero? What it multiplies by follows from the noise levels alone, so a run over one
+    number tells."""
     run = _dry(solver, problem, (0.3, 0.7, 0.4))
     try:
         while next(run)[0].abs() < MOST:
@@ -68,7 +73,8 @@ def is_finite(solver: str, problem: Problem) -> bool:
 def _dry(
     solver: str, problem: Problem, numbers: tuple[float, ...]
 ) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
-    """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing from no number); returns its answer."""
+    """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing
+    from no number); returns its answer."""
     x, *_ = values = [torch.tensor(number) for number in numbers]
     brownian = lambda a, b: x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
     steps = SOLVER_FUNCTIONS[solver](

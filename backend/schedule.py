@@ -1,4 +1,5 @@
-"""Noise levels of models that were trained on 1000 discrete timesteps; the arithmetic is ComfyUI's (comfy/model_sampling.py, ModelSamplingDiscrete)."""
+"""Noise levels of models that were trained on 1000 discrete timesteps; the arithmetic is ComfyUI's
+(comfy/model_sampling.py, ModelSamplingDiscrete)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,8 @@ LAST_ALPHA = 4.8973451890853435e-08
 
 @dataclass(frozen=True)
 class DiscreteSchedule:
-    """betas rise from ``start`` to ``end``, linearly in their square root ("linear", Stable Diffusion's) or in themselves ("sqrt_linear")."""
+    """betas rise from ``start`` to ``end``, linearly in their square root ("linear", Stable Diffusion's) or
+    in themselves ("sqrt_linear")."""
 
     start: float
     end: float

@@ -88,7 +88,8 @@ class Client:
             raise ProtocolError("the token is not this backend's; connections without it are closed.")
         if hello.version != VERSION:
             raise ProtocolError(
-                f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from the same version of the pack."
+                f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from "
+                f"the same version of the pack."
             )
         send(self.connection, self.server.welcome)
 
@@ -152,7 +153,8 @@ class Server:
             threading.Thread(target=client.serve, daemon=True).start()
 
     def _has_place(self) -> bool:
-        """Take a place for one more peer; where there is none, that of the one which has kept its token back the longest."""
+        """Take a place for one more peer; where there is none, that of the one which has kept its token back
+        the longest."""
         if self.clients.acquire(blocking=False):
             return True
         for client in list(self.strangers)[:1]:
@@ -190,7 +192,8 @@ def _listen(address: str) -> socket.socket:
 
 
 class Previews:
-    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags. Counts them, and the seconds that the ranks waited for them."""
+    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags. Counts them,
+    and the seconds that the ranks waited for them."""
 
     def __init__(self, seconds: float, clock):
         self.seconds, self.clock, self.last = seconds, clock, float("-inf")
@@ -210,7 +213,8 @@ class Previews:
 
 
 def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
-    """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
+    """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is
+    due."""
     if not (job.client_keeps_up and previews.due()):
         job.reply(Progress(step, total))
         return

@@ -1,7 +1,8 @@
-"""Memory that the ranks of one machine share: rank 0 puts a message's body there once, and every other rank copies it out.
+"""Memory that the ranks of one machine share: rank 0 puts a message's body there once, and every other rank
+copies it out.
 
-Through gloo's sockets a body takes several times as long. The memory has no name in a file system: it is a memfd, which the others open through /proc, as
-only processes of one user on one machine can.
+Through gloo's sockets a body takes several times as long. The memory has no name in a file system: it is a
+memfd, which the others open through /proc, as only processes of one user on one machine can.
 """
 
 import mmap
@@ -28,7 +29,8 @@ class Slab:
 
     @classmethod
     def make(cls, ranks: int) -> tuple["Slab", list]:
-        """A new one, and what the other ranks must be told of it. OSError, AttributeError where this system has none."""
+        """A new one, and what the other ranks must be told of it. OSError, AttributeError where this system
+        has none."""
         file, sign = os.memfd_create("parallel-dit"), secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
         slab = cls(file, ranks, 0)
@@ -45,7 +47,8 @@ class Slab:
         return slab
 
     def write(self, parts: list[Tensor]) -> int:
-        """Rank 0: place ``parts`` (uint8) behind each other; the body's number, or 0 where it does not fit or some rank has not read the one before."""
+        """Rank 0: place ``parts`` (uint8) behind each other; the body's number, or 0 where it does not fit or
+        some rank has not read the one before."""
         if sum(map(len, parts)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
             return 0
         at = 0

@@ -1,7 +1,8 @@
 """Tensors as the body of a frame: valid safetensors, written and read without copying their bytes.
 
-A body is a table (its length in 8 bytes, then JSON: name -> dtype, shape, place) and data. The library's own ``save`` and ``load`` join all tensors into
-one ``bytes`` and copy each out of it again, several times the cost of the socket; here data to be sent are views of the tensors' memory, and the tensors
+A body is a table (its length in 8 bytes, then JSON: name -> dtype, shape, place) and data. The library's own
+``save`` and ``load`` join all tensors into one ``bytes`` and copy each out of it again, several times the
+cost of the socket; here data to be sent are views of the tensors' memory, and the tensors
 received are views of one buffer. Format: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -45,17 +46,20 @@ class Place:
 
 
 def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
-    """The table of ``tensors`` and their bytes in order of the table; ValueError for a dtype that has no place in it.
+    """The table of ``tensors`` and their bytes in order of the table; ValueError for a dtype that has no
+    place in it.
 
-    The bytes are those of the tensors themselves, which must not change before they are sent. What lies side by side in memory is one part, so a body
-    that was received is one part again. A tensor under two names is sent twice.
+    The bytes are those of the tensors themselves, which must not change before they are sent. What lies side
+    by side in memory is one part, so a body that was received is one part again. A tensor under two names is
+    sent twice.
     """
     table, runs, at = {}, [], 0
     # large elements first, so that all lie at multiples of their size
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in NAMES:
             raise ValueError(
-                f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of {', '.join(map(str, NAMES))}."
+                f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of "
+                f"{', '.join(map(str, NAMES))}."
             )
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         table[name] = {
@@ -79,7 +83,8 @@ def _side_by_side(first: Tensor, then: Tensor) -> bool:
 
 
 def places(text: bytes, size: int) -> list[Place]:
-    """The tensors of a table's JSON, in order; ValueError unless they fill ``size`` bytes of data with neither gap nor overlap."""
+    """The tensors of a table's JSON, in order; ValueError unless they fill ``size`` bytes of data with
+    neither gap nor overlap."""
     table = json.loads(text)
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
@@ -93,7 +98,8 @@ def places(text: bytes, size: int) -> list[Place]:
     for place in found:
         if place.lo != at:
             raise ValueError(
-                f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it ends"
+                f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it "
+                f"ends"
             )
         at = place.hi
     if at != size:

@@ -1,8 +1,9 @@
 """Latents as rows of tokens: the layout in which solvers step, patches are cut and outputs travel.
 
-(B, C, [T,] H, W) <-> (B, N, F) with N = t·h·w tokens in raster order and F = C·pt·ph·pw features (channel slowest), the packing of Flux and of
-every raster-order DiT. A latent that the patch size does not divide is padded circularly, as ComfyUI pads it, and cropped on the way back.
-Several latents of one request (nested, as ComfyUI says: video and audio) travel packed, (B, 1, L), and are rows of one sequence.
+(B, C, [T,] H, W) <-> (B, N, F) with N = t·h·w tokens in raster order and F = C·pt·ph·pw features (channel
+slowest), the packing of Flux and of every raster-order DiT. A latent that the patch size does not divide is
+padded circularly, as ComfyUI pads it, and cropped on the way back. Several latents of one request (nested, as
+ComfyUI says: video and audio) travel packed, (B, 1, L), and are rows of one sequence.
 """
 
 import math
@@ -18,7 +19,8 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _words(x: Tensor) -> Tensor:
-    """(..., pw) -> (..., 1): the pixels of a token that lie side by side as one element, where there is a type of their size. Half the elements take half the time to move."""
+    """(..., pw) -> (..., 1): the pixels of a token that lie side by side as one element, where there is a
+    type of their size. Half the elements take half the time to move."""
     step, word = x.shape[-1], WORDS.get(x.shape[-1] * x.element_size())
     if step == 1 or word is None:
         return x
@@ -71,8 +73,13 @@ class TokenGrid:
         x = _words(self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw))
         tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, x.shape[-1])
         for i, j, k in product(
-            range(pt), range(ph), range(x.shape[-1])
-        ):  # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as short as a patch
+            range(pt),
+            range(ph),
+            range(x.shape[-1]),
+            # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as
+            # short as
+            # a patch
+        ):
             tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
         return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
 
@@ -91,10 +98,11 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class NestedGrid:
-    """Several latents as rows of one sequence: parts[i] is the grid of the i-th, ``order`` the parts as their rows follow each other.
+    """Several latents as rows of one sequence: parts[i] is the grid of the i-th, ``order`` the parts as their
+    rows follow each other.
 
-    A latent is what ComfyUI packs, (B, 1, L): the latents flattened behind each other. Tokens are (B, N, F), F the features of the widest
-    part; narrower rows end in zeros, which stay zeros in every solver.
+    A latent is what ComfyUI packs, (B, 1, L): the latents flattened behind each other. Tokens are (B, N, F),
+    F the features of the widest part; narrower rows end in zeros, which stay zeros in every solver.
     """
 
     parts: tuple[TokenGrid, ...]

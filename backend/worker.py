@@ -1,7 +1,9 @@
-"""Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH --config JSON
+"""Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH
+--config JSON
 
-Rank 0 serves the socket and tells the others what to do; a failure inside a collective ends the rank, torchrun ends its peers, and the client
-starts a fresh backend (crash-only). What can be refused is refused on rank 0 before the others hear of it.
+Rank 0 serves the socket and tells the others what to do; a failure inside a collective ends the rank,
+torchrun ends its peers, and the client starts a fresh backend (crash-only). What can be refused is refused on
+rank 0 before the others hear of it.
 """
 
 import argparse
@@ -83,8 +85,8 @@ class Worker:
                 self.engine.forward(message)
 
     def load(self, message: Load, on_progress=lambda done, total: None) -> list[str]:
-        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then no rank keeps it), else what it cost each is in
-        ``reports``."""
+        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
+        no rank keeps it), else what it cost each is in ``reports``."""
         key, reason = model_key(message), ""
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
@@ -252,14 +254,16 @@ def _reporter(job: Job):
 
 
 def model_key(message: Load) -> str:
-    """Names what a Load loads: a file that changed on disk is another model. The same on every rank of a machine."""
+    """Names what a Load loads: a file that changed on disk is another model. The same on every rank of a
+    machine."""
     path = Path(message.path).resolve()
     stamp = [path.stat().st_mtime_ns, path.stat().st_size] if path.exists() else []
     return hashlib.sha256(json.dumps([str(path), message.weight_dtype, stamp]).encode()).hexdigest()[:16]
 
 
 def exit_with_parent():
-    """End this rank when standard input, a pipe that the launcher holds open, reaches its end: the launcher's death by any signal closes it."""
+    """End this rank when standard input, a pipe that the launcher holds open, reaches its end: the launcher's
+    death by any signal closes it."""
 
     def watch():
         while os.read(0, 4096):

@@ -1,8 +1,10 @@
 """What a step of ParallelModel costs beside the model: transport.py runs it.
 
-The client's wall time of one call (both prompts of a Flux latent of 1024 px, 512 rows of text) less the engine's own seconds, on a backend launched
-as ComfyUI's nodes launch it, with the prompts sent every time and with the ranks keeping them. Transfer, dispatch to the other ranks and the checks are in it.
-ComfyUI's own work around the model is not. And the whole call, prompts kept, less a forward of the same transformer in this process, the one after the other.
+The client's wall time of one call (both prompts of a Flux latent of 1024 px, 512 rows of text) less the
+engine's own seconds, on a backend launched as ComfyUI's nodes launch it, with the prompts sent every time and
+with the ranks keeping them. Transfer, dispatch to the other ranks and the checks are in it. ComfyUI's own
+work around the model is not. And the whole call, prompts kept, less a forward of the same transformer in this
+process, the one after the other.
 The transformer has no blocks: its ends take a few milliseconds, in which a difference of one can be seen.
 """
 
@@ -18,7 +20,8 @@ from parallel_dit.backend.tokens import TokenGrid
 from parallel_dit.nodes import backends
 from parallel_dit.nodes.kept import KeptArguments
 
-#: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks, beside the transfer of the latent and the output.
+#: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks, beside the
+#: transfer of the latent and the output.
 GOAL = 3.0
 PREFIX = "model call"
 #: Flux's widths at the socket, and no blocks.
@@ -69,7 +72,8 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
 
 
 def plain(model: str):
-    """A forward of the transformer at ``model``, by itself, on the CPU in float32, with the inputs of ``call`` in the form that it takes."""
+    """A forward of the transformer at ``model``, by itself, on the CPU in float32, with the inputs of
+    ``call`` in the form that it takes."""
     transformer, tensors = (
         FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval(),
         call(model).tensors,

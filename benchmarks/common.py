@@ -1,7 +1,9 @@
-"""What the benchmarks share: a Flux-like model with random weights, ranks, clocks, rounds and statistics. Reports are in report.py.
+"""What the benchmarks share: a Flux-like model with random weights, ranks, clocks, rounds and statistics.
+Reports are in report.py.
 
-Method: one thread a rank on the CPU, float32 there; all scenarios of a benchmark run in one call, interleaved in rounds and in another order each
-round; before a round we wait until other processes are quiet; speed-ups are taken within a round, then their median and range over rounds are told.
+Method: one thread a rank on the CPU, float32 there; all scenarios of a benchmark run in one call, interleaved
+in rounds and in another order each round; before a round we wait until other processes are quiet; speed-ups
+are taken within a round, then their median and range over rounds are told.
 """
 
 import argparse
@@ -91,7 +93,8 @@ def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 # ---------------------------------------------------------------------- model and request
 def save_model(folder: str | Path, device: str = "cpu", **config):
-    """Write a FluxTransformer2DModel with random weights (seed 0) as a diffusers folder: float32 for the CPU, bf16 for CUDA."""
+    """Write a FluxTransformer2DModel with random weights (seed 0) as a diffusers folder: float32 for the CPU,
+    bf16 for CUDA."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -102,7 +105,8 @@ def save_model(folder: str | Path, device: str = "cpu", **config):
 def request(
     model: str, steps: int, guided: bool = False, side: int = 64, text: int = 128, **settings
 ) -> Sample:
-    """A text-to-image request of ``steps`` Euler steps for the model at ``model``; ``guided`` evaluates a negative prompt too."""
+    """A text-to-image request of ``steps`` Euler steps for the model at ``model``; ``guided`` evaluates a
+    negative prompt too."""
     config = json.loads(Path(model, "config.json").read_text())
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, config["in_channels"] // 4, side, side, generator=generator)
@@ -177,7 +181,8 @@ def of_all_ranks(*values: float) -> list[list[float]]:
 
 # ---------------------------------------------------------------------- clocks
 class Marks:
-    """Points in time: of the clock on the CPU, of the device's stream on CUDA (no synchronisation between them)."""
+    """Points in time: of the clock on the CPU, of the device's stream on CUDA (no synchronisation between
+    them)."""
 
     def __init__(self, device: str):
         self.cuda, self.marks = device == "cuda", []
@@ -223,7 +228,8 @@ def busy_percent() -> float:
 
 
 def wait_until_quiet(patience: float) -> float:
-    """Wait for other processes, at most ``patience`` seconds; what they still use (percent of all cores), with a warning if that is much."""
+    """Wait for other processes, at most ``patience`` seconds; what they still use (percent of all cores),
+    with a warning if that is much."""
     deadline = time.monotonic() + patience
     while (busy := busy_percent()) > QUIET_PERCENT and time.monotonic() < deadline:
         pass
@@ -239,7 +245,8 @@ def wait_until_quiet(patience: float) -> float:
 def interleave(
     scenarios: dict[str, Callable], rounds: int, patience: float
 ) -> tuple[dict[str, list], list[float]]:
-    """Results of each scenario by round, and how busy other processes were (percent) before each. Every rank calls this with the same scenarios."""
+    """Results of each scenario by round, and how busy other processes were (percent) before each. Every rank
+    calls this with the same scenarios."""
     found, busy, names = {name: [] for name in scenarios}, [], list(scenarios)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     for round in range(rounds):
@@ -269,8 +276,8 @@ def ratios(over: list[float], under: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Contest:
-    """Two ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what other processes take; difference: of the
-    latents, relative; busy: see interleave."""
+    """Two ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
+    other processes take; difference: of the latents, relative; busy: see interleave."""
 
     seconds: dict[str, list[float]]
     cpu: dict[str, list[float]]

@@ -1,10 +1,11 @@
-"""How far PipeFusion's stale keys and values take the demo model's pictures from the serial ones: writes docs/drift.md.
+"""How far PipeFusion's stale keys and values take the demo model's pictures from the serial ones: writes
+docs/drift.md.
 
     python benchmarks/drift.py [--quick] [--out docs/drift.md]
     python benchmarks/drift.py --text docs/drift.md     # the text again around the table that is there
 
-Patches are computed in the pipeline's order by one process: with N stages the rows that are fresh, and those that are stale, are the same, so the
-numbers hold for any pipefusion_degree (tests/ranks compare the two).
+Patches are computed in the pipeline's order by one process: with N stages the rows that are fresh, and those
+that are stale, are the same, so the numbers hold for any pipefusion_degree (tests/ranks compare the two).
 """
 
 import argparse
@@ -88,7 +89,8 @@ def rows(pipeline: Pipeline, quick: bool):
 
 
 HEAD = [
-    "| steps | cfg | patches M | warm-up W | reuse: PSNR mean / worst (dB) | relative error | extrapolate: PSNR mean / worst (dB) | relative error |",
+    "| steps | cfg | patches M | warm-up W | reuse: PSNR mean / worst (dB) | relative error | extrapolate: "
+    "PSNR mean / worst (dB) | relative error |",
     "|---|---|---|---|---|---|---|---|",
 ]
 
@@ -120,7 +122,8 @@ def numbers(table: str) -> list[tuple[int, dict]]:
 
 
 def conclusion(table: str) -> str:
-    """What the numbers say of ``stale_kv``, by the worst prompt, and which default follows. Raises AssertionError where ParallelConfig has another."""
+    """What the numbers say of ``stale_kv``, by the worst prompt, and which default follows. Raises
+    AssertionError where ParallelConfig has another."""
     found, lines = numbers(table), []
     for warmup in sorted({warmup for warmup, _ in found}):
         gains = [
@@ -130,12 +133,15 @@ def conclusion(table: str) -> str:
         ]
         lost = [worst for _, worst in gains if worst < 0]
         lines.append(
-            f"With W = {warmup} `extrapolate` gains {min(mean for mean, _ in gains):.1f} to {max(mean for mean, _ in gains):.1f} dB in the mean; at the worst prompt it is better in {len(gains) - len(lost)} of {len(gains)} cases"
+            f"With W = {warmup} `extrapolate` gains {min(mean for mean, _ in gains):.1f} to "
+            f"{max(mean for mean, _ in gains):.1f} dB in the mean; at the worst prompt it is better in "
+            f"{len(gains) - len(lost)} of {len(gains)} cases"
             + (f" and loses up to {-min(lost):.1f} dB in the others." if lost else ".")
         )
     default = "extrapolate" if all(row["extrapolate"][1] >= row["reuse"][1] for _, row in found) else "reuse"
     assert len(found) == 1 or ParallelConfig().stale_kv == default, (
-        f"the default of stale_kv is {ParallelConfig().stale_kv}, but by these numbers it should be {default}:\n{table}"
+        f"the default of stale_kv is {ParallelConfig().stale_kv}, but by these numbers it should be "
+        f"{default}:\n{table}"
     )
     lines.append(f"So `{default}` is the default{': the other can be worse' if default == 'reuse' else ''}.")
     return "\n".join(lines)
@@ -152,22 +158,28 @@ def table_in(text: str) -> str:
 
 TEXT = """# Drift of PipeFusion
 
-Written by `python benchmarks/drift.py`. The demo model (Flux architecture, 256 image and 16 text tokens), {prompts} prompts, Euler, schedule shift {shift:g}, float32:
-PSNR of the decoded picture against the serial run (mean and worst prompt), and relative error of the latent. With one patch, and during warm-up,
-there is no drift: the results are equal. More than about 40 dB cannot be seen. The numbers hold for any `pipefusion_degree`: which rows are stale depends on M alone
-(tests/test_ranks.py holds pipelines of 2 to 8 ranks to the one process that computes this table, to 1e-5).
+Written by `python benchmarks/drift.py`. The demo model (Flux architecture, 256 image and 16 text tokens),
+{prompts} prompts, Euler, schedule shift {shift:g}, float32: PSNR of the decoded picture against the serial
+run (mean and worst prompt), and relative error of the latent. With one patch, and during warm-up, there is
+no drift: the results are equal. More than about 40 dB cannot be seen. The numbers hold for any
+`pipefusion_degree`: which rows are stale depends on M alone (tests/test_ranks.py holds pipelines of 2 to 8
+ranks to the one process that computes this table, to 1e-5).
 
 {table}
 
-`reuse` reads a row that this step has not refreshed yet as it was in the step before; `extrapolate` reads K + r (K - K_prev), r the ratio of the two
-steps in sigma and at most 1, which costs a second buffer of keys and values.
+`reuse` reads a row that this step has not refreshed yet as it was in the step before; `extrapolate` reads K
++ r (K - K_prev), r the ratio of the two steps in sigma and at most 1, which costs a second buffer of keys
+and values.
 {conclusion}
 
-Tried once on the same prompts and dropped, with code that is not kept, so that this script does not measure it again (12, 20 and 28 steps, M 2 and 8, W 1 and 2; dB against the line
-through two points): a parabola through three points
-gains up to 1.6 with two patches but loses 7 to 22 with eight; r times 0.75 gains up to 1.3 (mean) in 12 and 20 steps and loses up to 1.6 in 28, r times 0.5 is worse;
-half of r in the first step that has two points gains up to 2 with W = 2 and loses up to 3 with W = 1; a factor of each block, fitted to other prompts (0.97 in the first
-to 0.47 in the last), gains up to 0.8 in the mean and 1.5 at the worst prompt with W = 1 in 12 and 20 steps, loses up to 5 elsewhere, and is still worse than reuse at one worst prompt.
+Tried once on the same prompts and dropped, with code that is not kept, so that this script does not measure
+it again (12, 20 and 28 steps, M 2 and 8, W 1 and 2; dB against the line through two points): a parabola
+through three points gains up to 1.6 with two patches but loses 7 to 22 with eight; r times 0.75 gains up to
+1.3 (mean) in 12 and 20 steps and loses up to 1.6 in 28, r times 0.5 is worse; half of r in the first step
+that has two points gains up to 2 with W = 2 and loses up to 3 with W = 1; a factor of each block, fitted to
+other prompts (0.97 in the first to 0.47 in the last), gains up to 0.8 in the mean and 1.5 at the worst
+prompt with W = 1 in 12 and 20 steps, loses up to 5 elsewhere, and is still worse than reuse at one worst
+prompt.
 """
 
 

@@ -1,9 +1,11 @@
-"""Time and bytes with which each rank loads its part of a checkpoint: one rank, pipeline stages, tensor-parallel ranks.
+"""Time and bytes with which each rank loads its part of a checkpoint: one rank, pipeline stages,
+tensor-parallel ranks.
 
     python benchmarks/load.py [--ranks 2] [--cold] [--quick]
 
-On the CPU weights are mapped, not copied, so a load ends here when every page of them has been touched. Files are in the system's cache unless --cold
-asks it to forget them before each load. Bytes are counted where tensors are read.
+On the CPU weights are mapped, not copied, so a load ends here when every page of them has been touched. Files
+are in the system's cache unless --cold asks it to forget them before each load. Bytes are counted where
+tensors are read.
 """
 
 import gc

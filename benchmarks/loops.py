@@ -9,7 +9,8 @@ from parallel_dit.backend.protocol import Sample
 
 
 class PlainLoop:
-    """Euler steps of a flow model over diffusers' own Flux; ``ulysses`` > 1 runs it with diffusers' own context parallelism."""
+    """Euler steps of a flow model over diffusers' own Flux; ``ulysses`` > 1 runs it with diffusers' own
+    context parallelism."""
 
     def __init__(self, model: str, device: str, ulysses: int = 1):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -67,7 +68,8 @@ def _image_ids(rows: int, columns: int) -> torch.Tensor:
 
 @contextmanager
 def _one_accelerator(device: str):
-    """diffusers divides by the number of accelerators when it places a rank: without any, one must be claimed."""
+    """diffusers divides by the number of accelerators when it places a rank: without any, one must be
+    claimed."""
     if device != "cpu":
         yield
         return

@@ -1,9 +1,11 @@
-"""What the engine costs on one rank: Engine.sample against a plain diffusers Euler loop with the same weights, alternating.
+"""What the engine costs on one rank: Engine.sample against a plain diffusers Euler loop with the same
+weights, alternating.
 
     python benchmarks/overhead.py [--steps 4] [--quick]
 
-Both make the same number of model calls, and their latents are compared. The time is that of the whole request, with whatever either does before its
-first step. "by CPU" compares CPU seconds: work alone, without what other processes take.
+Both make the same number of model calls, and their latents are compared. The time is that of the whole
+request, with whatever either does before its first step. "by CPU" compares CPU seconds: work alone, without
+what other processes take.
 """
 
 import tempfile

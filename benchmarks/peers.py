@@ -1,4 +1,5 @@
-"""Our Ulysses against diffusers' native context parallelism (Ulysses): same weights, tokens, ranks and rounds.
+"""Our Ulysses against diffusers' native context parallelism (Ulysses): same weights, tokens, ranks and
+rounds.
 
     python benchmarks/peers.py [--quick]
 

@@ -1,8 +1,9 @@
 """What previews cost while a latent is sampled: transport.py runs it.
 
-A round is four whole samplings on a warm backend: without previews, with, with, without, so that a machine that grows faster or slower meanwhile does
-so for both. Told are, in percent, the time that rank 0 spends on making previews over that of sampling ("made"), and by how much the two with previews
-take longer at the engine ("slower") and cost rank 0's process more CPU time, its sending included ("CPU"), than the two without.
+A round is four whole samplings on a warm backend: without previews, with, with, without, so that a machine
+that grows faster or slower meanwhile does so for both. Told are, in percent, the time that rank 0 spends on
+making previews over that of sampling ("made"), and by how much the two with previews take longer at the
+engine ("slower") and cost rank 0's process more CPU time, its sending included ("CPU"), than the two without.
 """
 
 import tempfile
@@ -13,7 +14,8 @@ import psutil
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
 
-#: Most percent of sampling that previews may cost, at the rate of the nodes (seconds between two), and the ways of two ranks in which that is measured.
+#: Most percent of sampling that previews may cost, at the rate of the nodes (seconds between two), and the
+#: ways of two ranks in which that is measured.
 GOAL, SECONDS = 2.0, 0.2
 MODEL = dict(num_layers=1, num_single_layers=2)
 WAYS = {"ulysses": dict(ulysses_degree=2), "cfg": dict(cfg_degree=2), "pipefusion": dict(pipefusion_degree=2)}

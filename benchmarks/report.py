@@ -45,7 +45,8 @@ def table(header: list[str], rows: list[list[str]]):
 
 
 def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
-    """Write NAME.json with ``facts`` (of which ``options`` holds the folder) and the versions, and NAME.png with the bars; say where."""
+    """Write NAME.json with ``facts`` (of which ``options`` holds the folder) and the versions, and NAME.png
+    with the bars; say where."""
     out = Path(facts["options"]["out"])
     out.mkdir(parents=True, exist_ok=True)
     versions = {
@@ -70,7 +71,8 @@ def _has_matplotlib() -> bool:
         return True
     except ImportError:
         print(
-            "matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better one.",
+            "matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better "
+            "one.",
             file=sys.stderr,
         )
         return False

@@ -1,11 +1,14 @@
-"""How much faster several ranks sample than one: every parallel method, and PipeFusion with several numbers of patches.
+"""How much faster several ranks sample than one: every parallel method, and PipeFusion with several numbers
+of patches.
 
     python benchmarks/scaling.py [--ranks 2] [--quick]
 
-One process group runs everything. The reference is one rank while the others sleep; the ceiling is every rank sampling by itself at once, which is
-what the machine's cores and memory give to independent work. Seconds a step leave out what comes before a request's first step; PipeFusion's leave out its
-warm-up step, the fill and the drain too (steady state). The time of 28 steps is a whole short run plus steady steps: a projection.
-"by CPU" is the speed-up in CPU seconds of the busiest rank: work alone, without waiting, and without what other processes take.
+One process group runs everything. The reference is one rank while the others sleep; the ceiling is every rank
+sampling by itself at once, which is what the machine's cores and memory give to independent work. Seconds a
+step leave out what comes before a request's first step; PipeFusion's leave out its warm-up step, the fill and
+the drain too (steady state). The time of 28 steps is a whole short run plus steady steps: a projection. "by
+CPU" is the speed-up in CPU seconds of the busiest rank: work alone, without waiting, and without what other
+processes take.
 """
 
 import os
@@ -34,7 +37,8 @@ CEILING = "ceiling"
 
 @dataclass(frozen=True)
 class Run:
-    """A scenario: its engine (None: this rank idles) and request; ``reference`` names the scenario of one rank that does the same work."""
+    """A scenario: its engine (None: this rank idles) and request; ``reference`` names the scenario of one
+    rank that does the same work."""
 
     engine: object
     sample: object
@@ -95,7 +99,8 @@ def runs(options, model: str) -> dict[str, Run]:
 
 
 def measure(run: Run, device: str) -> dict[str, float]:
-    """Seconds of a steady step and of 28 steps, where this rank sees the steps (rank 0 does), and this process's CPU seconds for a step."""
+    """Seconds of a steady step and of 28 steps, where this rank sees the steps (rank 0 does), and this
+    process's CPU seconds for a step."""
     if run.engine is None:
         return {"step": 0.0, "whole": 0.0, "cpu": 0.0}
     began, steps = time.process_time(), len(run.sample.tensors["sigmas"]) - 1
@@ -110,7 +115,8 @@ def measure(run: Run, device: str) -> dict[str, float]:
 
 
 def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
-    """As ``measure`` with the CPU seconds of the busiest rank; the ceiling's step is what all ranks together need for one."""
+    """As ``measure`` with the CPU seconds of the busiest rank; the ceiling's step is what all ranks together
+    need for one."""
     found = measure(run, device)
     steps, cpu = zip(*common.of_all_ranks(found["step"], found["cpu"]))
     if name != CEILING:
@@ -120,7 +126,8 @@ def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
 
 
 def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
-    """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling, goals, verdict."""
+    """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling,
+    goals, verdict."""
     values = lambda name, key: [result[key] for result in found[name]]
     ceiling, rows = common.ratios(values("1 rank", "step"), values(CEILING, "step")), []
     for name, run in scenarios.items():

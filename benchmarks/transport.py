@@ -1,10 +1,14 @@
-"""What the socket costs: latents there and back through the protocol's framing, queueing again on a warm backend, and previews.
+"""What the socket costs: latents there and back through the protocol's framing, queueing again on a warm
+backend, and previews.
 
-    python benchmarks/transport.py [--quick] [--only latents requeue calls previews] [--ways ulysses cfg pipefusion]
+    python benchmarks/transport.py [--quick] [--only latents requeue calls previews] [--ways ulysses cfg
+    pipefusion]
 
-Round trips go to another process over AF_UNIX, a Sample there and a Result with the same tensor back, without any sampling. The re-queue overhead is a
-one-step request's wall time at the client less the engine's own seconds, on a backend launched as ComfyUI's nodes launch it. Before each request the
-client does what the nodes do: it asks whether the backend lives, and for the model. Calls of the model and previews: calls.py, previews.py.
+Round trips go to another process over AF_UNIX, a Sample there and a Result with the same tensor back, without
+any sampling. The re-queue overhead is a one-step request's wall time at the client less the engine's own
+seconds, on a backend launched as ComfyUI's nodes launch it. Before each request the
+client does what the nodes do: it asks whether the backend lives, and for the model. Calls of the model and
+previews: calls.py, previews.py.
 """
 
 import os
@@ -90,7 +94,8 @@ def measure_latents(count: int) -> dict[str, list[float]]:
 
 
 def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
-    """Milliseconds around each one-step request of a Flux latent of 1024 px that the engine does not count as its own."""
+    """Milliseconds around each one-step request of a Flux latent of 1024 px that the engine does not count as
+    its own."""
     backend, found = backends.backend_for(config), []
     backend.load(model)
     for _ in range(count + 2):

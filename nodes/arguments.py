@@ -1,4 +1,5 @@
-"""The arguments that ComfyUI's model objects make, where they are no tensors or not those that the backend takes: one function a family, model arguments -> model arguments."""
+"""The arguments that ComfyUI's model objects make, where they are no tensors or not those that the backend
+takes: one function a family, model arguments -> model arguments."""
 
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ from ..backend.protocol import RefusedError
 
 
 def mark_unfinished(config: dict):
-    """In place of ComfyUI's connectors, which are on the ranks: a prompt that they have yet to finish, where its width does not tell, with a feature more."""
+    """In place of ComfyUI's connectors, which are on the ranks: a prompt that they have yet to finish, where
+    its width does not tell, with a feature more."""
     return lambda states, unprocessed=False: (
         torch.nn.functional.pad(states, (0, 1))
         if unprocessed and not config["use_prompt_embeddings"]
@@ -46,10 +48,12 @@ MINIMAX_KNOWN = {
 
 
 def minimax_h3(arguments: dict) -> dict:
-    """ComfyUI's payload as tensors: the rows of keyframes and references by its own model's code, their places by its layout, and which rows of text are pictures."""
+    """ComfyUI's payload as tensors: the rows of keyframes and references by its own model's code, their
+    places by its layout, and which rows of text are pictures."""
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
         raise RefusedError(
-            "latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
+            "latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the "
+            "ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
         )
     payload, found = (
         arguments.get("minimax_payload", {}),
@@ -58,7 +62,8 @@ def minimax_h3(arguments: dict) -> dict:
     further = sorted(payload.keys() - MINIMAX_KNOWN)
     if further:
         raise RefusedError(
-            f"the prompt carries {', '.join(further)}, which the ranks do not know; remove the node that sets it, or sample with KSampler and an ordinary MODEL."
+            f"the prompt carries {', '.join(further)}, which the ranks do not know; remove the node that "
+            f"sets it, or sample with KSampler and an ordinary MODEL."
         )
     tags, layout = payload.get("text_token_tags"), payload.get("layout")
     if tags is not None and (tags != 1).any():
@@ -93,7 +98,8 @@ def minimax_h3(arguments: dict) -> dict:
 
 
 def ltxv(arguments: dict) -> dict:
-    """Without what changes nothing: guides that are attended to as they are, and frames that only later versions mark."""
+    """Without what changes nothing: guides that are attended to as they are, and frames that only later
+    versions mark."""
     guides = arguments.get("guide_attention_entries", [])
     plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
     dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))
@@ -101,7 +107,8 @@ def ltxv(arguments: dict) -> dict:
 
 
 def qwen_image21(arguments: dict) -> dict:
-    """The places of the references as a tensor, the same for every sample. As ComfyUI's own transformer does, places of pictures that are not there are left out and every row of the prompt is seen."""
+    """The places of the references as a tensor, the same for every sample. As ComfyUI's own transformer does,
+    places of pictures that are not there are left out and every row of the prompt is seen."""
     found, slots = (
         {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")},
         arguments.get("image_slots", ()),

@@ -1,4 +1,5 @@
-"""The backends that this process uses: reused while they live and their topology fits, launched or connected otherwise.
+"""The backends that this process uses: reused while they live and their topology fits, launched or connected
+otherwise.
 
 Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 """
@@ -54,8 +55,9 @@ class Backend:
         loras=(),
         on_progress=lambda progress: None,
     ) -> Loaded:
-        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights somebody still needs; with it, all others make
-        room first. ``check`` and ``on_progress`` as in BackendClient.request. ``loras``: (path, strength) of each, in order."""
+        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights
+        somebody still needs; with it, all others make room first. ``check`` and ``on_progress`` as in
+        BackendClient.request. ``loras``: (path, strength) of each, in order."""
         key = (path, weight_dtype)
         with self._busy:
             for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
@@ -74,7 +76,8 @@ class Backend:
             return self._request(message)
 
     def unload(self, path: str, weight_dtype: str):
-        """Free a transformer on every rank; nothing happens where it is not loaded or while a request runs."""
+        """Free a transformer on every rank; nothing happens where it is not loaded or while a request
+        runs."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -100,7 +103,8 @@ class Backend:
         return self.process is not None and self.config.same_ranks(config)
 
     def become(self, config: ParallelConfig, check=lambda: None):
-        """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no longer loaded."""
+        """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no
+        longer loaded."""
         with self._busy:
             self.client.welcome = self._request(
                 Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check
@@ -141,10 +145,11 @@ class Backend:
 
 
 def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
-    """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new launch.
+    """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new
+    launch.
 
-    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up. ``check`` is called ten
-    times a second during a launch and may raise to give up.
+    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up. ``check``
+    is called ten times a second during a launch and may raise to give up.
     """
     key = config.validate().topology()
     with _lock:
@@ -185,7 +190,8 @@ def _drop(key: tuple):
 
 
 def _changed(config: ParallelConfig, check) -> Backend | None:
-    """The backend that we launched, changed into ``config``; None where there is none or it has to end, since GPUs are ours once."""
+    """The backend that we launched, changed into ``config``; None where there is none or it has to end, since
+    GPUs are ours once."""
     for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
         before = running.config
         if running.can_become(config) and running.alive(check):
@@ -227,17 +233,20 @@ def _connect(config: ParallelConfig) -> Backend:
     token = os.environ.get("PARALLEL_DIT_TOKEN", "")
     if not token:
         raise ConfigError(
-            f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the token that this backend was started with."
+            f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the "
+            f"token that this backend was started with."
         )
     try:
         client = BackendClient(config.address, token)
     except OSError as error:
         raise BackendError(
-            f"No backend listens at {config.address} ({error}); start one there, or clear address to launch one here."
+            f"No backend listens at {config.address} ({error}); start one there, or clear address to "
+            f"launch one here."
         ) from error
     if client.welcome.degrees != config.degrees:
         client.close()
         raise ConfigError(
-            f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the same degrees."
+            f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the "
+            f"same degrees."
         )
     return Backend(config, client)

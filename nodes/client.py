@@ -1,4 +1,5 @@
-"""The client's end of a backend's socket: one request at a time, with progress and cancel while a sample runs.
+"""The client's end of a backend's socket: one request at a time, with progress and cancel while a sample
+runs.
 
 Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 """
@@ -13,7 +14,8 @@ from ..backend.protocol import BackendError, Failure, RefusedError
 
 #: How often a wait looks whether somebody wants to stop.
 POLL_SECONDS = 0.1
-#: The ranks get this long a start before what is done meanwhile: on a machine whose cores are busy it would keep them from reading the request.
+#: The ranks get this long a start before what is done meanwhile: on a machine whose cores are busy it would
+#: keep them from reading the request.
 START_SECONDS = 0.01
 #: A peer that stops in the middle of a frame for this long is gone.
 FRAME_SECONDS = 60.0
@@ -22,7 +24,8 @@ CANCEL_SECONDS = 120.0
 
 
 def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
-    """A connected socket for "unix:PATH" or "tcp:HOST:PORT"; OSError where nobody listens, ConfigError for another form."""
+    """A connected socket for "unix:PATH" or "tcp:HOST:PORT"; OSError where nobody listens, ConfigError for
+    another form."""
     scheme, _, place = address.partition(":")
     host, _, port = place.rpartition(":")
     if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
@@ -31,7 +34,8 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
         family, target = socket.AF_INET, (host, int(port))
     else:
         raise ConfigError(
-            f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or tcp:HOST:PORT, or leave it empty to launch a backend."
+            f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or "
+            f"tcp:HOST:PORT, or leave it empty to launch a backend."
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.settimeout(seconds)
@@ -46,10 +50,11 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
 
 
 class BackendClient:
-    """A connection that has shown its token; ``welcome`` says what runs behind it, ``check`` is as in ``request``.
+    """A connection that has shown its token; ``welcome`` says what runs behind it, ``check`` is as in
+    ``request``.
 
-    Not thread-safe: one caller at a time. Raises OSError where nobody listens at ``address``, BackendError where the
-    peer hangs up or does not let us in.
+    Not thread-safe: one caller at a time. Raises OSError where nobody listens at ``address``, BackendError
+    where the peer hangs up or does not let us in.
     """
 
     def __init__(self, address: str, token: str, check=lambda: None):
@@ -62,10 +67,12 @@ class BackendClient:
         self.welcome = self._greet(token, check)
 
     def request(self, message, check=lambda: None, on_progress=lambda progress: None):
-        """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this thread.
+        """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this
+        thread.
 
-        ``check()`` is called about ten times a second during the wait. What it raises closes the connection, because the
-        reply that is still to come could be taken for the next one's; so does what ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
+        ``check()`` is called about ten times a second during the wait. What it raises closes the connection,
+        because the reply that is still to come could be taken for the next one's; so does what
+        ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
         BackendError: it ended.
         """
         self._send(message)
@@ -86,10 +93,11 @@ class BackendClient:
         should_cancel=lambda: False,
         meanwhile=lambda: None,
     ):
-        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it. ``meanwhile()`` runs once it is sent, while the ranks work.
+        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it.
+        ``meanwhile()`` runs once it is sent, while the ranks work.
 
-        ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end and is raised
-        again, so that the connection stays usable.
+        ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end
+        and is raised again, so that the connection stays usable.
         """
         self._send(message)
         try:
@@ -126,12 +134,14 @@ class BackendClient:
         except (BackendError, RefusedError) as error:
             self.close()
             raise BackendError(
-                f"The backend at {self.address} did not let this client in ({error}); check that PARALLEL_DIT_TOKEN is the token that it was started with."
+                f"The backend at {self.address} did not let this client in ({error}); check that "
+                f"PARALLEL_DIT_TOKEN is the token that it was started with."
             ) from error
         if not isinstance(reply, protocol.Welcome):
             self.close()
             raise BackendError(
-                f"The backend at {self.address} answered {type(reply).__name__} where Welcome belongs; it is another program or another version."
+                f"The backend at {self.address} answered {type(reply).__name__} where Welcome belongs; it "
+                f"is another program or another version."
             )
         return reply
 
@@ -148,7 +158,8 @@ class BackendClient:
         raise BackendError(f"The backend did not stop within {CANCEL_SECONDS:.0f} s of Cancel")
 
     def _next(self):
-        """The next message, or None where none begins within POLL_SECONDS; a frame that began is read to its end."""
+        """The next message, or None where none begins within POLL_SECONDS; a frame that began is read to its
+        end."""
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
         try:

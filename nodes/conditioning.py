@@ -1,4 +1,5 @@
-"""CONDITIONING -> the transformer's arguments, by ComfyUI's own code; what the backend cannot do is refused by name."""
+"""CONDITIONING -> the transformer's arguments, by ComfyUI's own code; what the backend cannot do is refused
+by name."""
 
 import comfy.conds
 import comfy.samplers
@@ -7,16 +8,19 @@ import torch
 from ..backend.protocol import REFERENCE_METHODS, RefusedError
 from .families import Family
 
-#: Keys of a CONDITIONING that change the answer in ways that the backend does not have, and the nodes that set them.
+#: Keys of a CONDITIONING that change the answer in ways that the backend does not have, and the nodes that
+#: set them.
 REFUSED = {
     "control": "a ControlNet",
     "area": "an area (Conditioning Set Area)",
-    "set_area_to_bounds": 'a mask whose bounds are an area (Conditioning Set Mask with set_cond_area "mask bounds")',
+    "set_area_to_bounds": 'a mask whose bounds are an area (Conditioning Set Mask with set_cond_area "mask '
+    'bounds")',
     "hooks": "hooks (LoRA or other hooks on a prompt)",
     "gligen": "GLIGEN boxes",
     "default": "a default for the unmasked area (Cond Set Default Combine)",
     "reference_latents": "reference images (ReferenceLatent)",
-    "concat_latent_image": "an image that is given to the model as extra channels (inpainting and control models)",
+    "concat_latent_image": "an image that is given to the model as extra channels (inpainting and control "
+    "models)",
     "concat_mask": "a mask that is given to the model as an extra channel (inpainting models)",
     "noise_concat": "extra channels for the model",
     "unclip_conditioning": "unCLIP images",
@@ -28,7 +32,8 @@ _AROUND = {"area", "set_area_to_bounds", "default"}
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: Family):
-    """RefusedError for the first thing in ``conditioning`` that the backend would have to drop; ``name`` is the input's."""
+    """RefusedError for the first thing in ``conditioning`` that the backend would have to drop; ``name`` is
+    the input's."""
     if not conditioning:
         raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
     for _, values in conditioning:
@@ -41,7 +46,8 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
         for key in family.needs:
             if key not in values:
                 raise RefusedError(
-                    f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text encoders of {family_name}."
+                    f"{name} has no {key!r}, which {family_name} needs; encode the prompt with the text "
+                    f"encoders of {family_name}."
                 )
 
 
@@ -54,7 +60,8 @@ def _remedy(key: str) -> str:
 
 
 def latent_shapes(cond: dict) -> list[list[int]]:
-    """[C, [T,] H, W] of each of several latents that are packed in one; empty where there is one. ``cond``: as in model_arguments."""
+    """[C, [T,] H, W] of each of several latents that are packed in one; empty where there is one. ``cond``:
+    as in model_arguments."""
     known = cond["model_conds"].get("latent_shapes")
     return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
 
@@ -62,9 +69,11 @@ def latent_shapes(cond: dict) -> list[list[int]]:
 def model_arguments(
     name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None
 ) -> dict[str, torch.Tensor]:
-    """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows; a list as KEY.0, KEY.1, ...
+    """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows;
+    a list as KEY.0, KEY.1, ...
 
-    ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are two. ``accepted``: the names that the backend takes.
+    ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are
+    two. ``accepted``: the names that the backend takes.
     """
     arguments = _of_batch(cond, batch)
     values = (
@@ -76,12 +85,14 @@ def model_arguments(
 
 
 def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, torch.Tensor]:
-    """Model arguments as they are sent, a list as KEY.0, KEY.1, ...; RefusedError, which says that ``name`` gives it, for one that the backend does not take."""
+    """Model arguments as they are sent, a list as KEY.0, KEY.1, ...; RefusedError, which says that ``name``
+    gives it, for one that the backend does not take."""
     found = {}
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(
-                f"{name} gives the model {key!r}, which the backend does not take (it takes {', '.join(accepted)}); {_remedy(key)}."
+                f"{name} gives the model {key!r}, which the backend does not take (it takes "
+                f"{', '.join(accepted)}); {_remedy(key)}."
             )
         if isinstance(value, list) and all(isinstance(part, torch.Tensor) for part in value):
             found |= {f"{key}.{i}": part for i, part in enumerate(value)}
@@ -91,7 +102,8 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
             found[key] = torch.as_tensor(value)
         else:
             raise RefusedError(
-                f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the backend takes a tensor."
+                f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the "
+                f"backend takes a tensor."
             )
     return found
 
@@ -105,7 +117,8 @@ def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
 
 
 def _beside(own: dict, other: dict) -> dict:
-    """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the shorter prompt, which joint attention notices."""
+    """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the
+    shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
     same = lambda cond, others: (
         not isinstance(cond, comfy.conds.CONDCrossAttn)
@@ -119,7 +132,8 @@ def _beside(own: dict, other: dict) -> dict:
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
-    """(Sample.prompts' entry, weight by place or None) of a prompt as comfy.samplers.process_conds leaves it; ``noise`` (B, C, [T,] H, W).
+    """(Sample.prompts' entry, weight by place or None) of a prompt as comfy.samplers.process_conds leaves it;
+    ``noise`` (B, C, [T,] H, W).
 
     The weight (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
     """
@@ -135,6 +149,7 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
 
 
 def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:
-    """``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a CONDITIONING leaves out."""
+    """``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a CONDITIONING
+    leaves out."""
     zeros = {key: torch.zeros(batch, unet_config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

@@ -1,4 +1,5 @@
-"""The ParallelDemoLoader node: the demo model's stand-ins for text encoders and a VAE. They have no weights."""
+"""The ParallelDemoLoader node: the demo model's stand-ins for text encoders and a VAE. They have no
+weights."""
 
 import torch
 from comfy_api.latest import io
@@ -39,7 +40,8 @@ class ParallelDemoLoader(io.ComfyNode):
             node_id="ParallelDemoLoader",
             display_name="Parallel Demo Loader",
             category="parallel",
-            description='Text encoder and VAE for the demo model shapes-flux, which paints prompts like "a red circle left of a blue square on black".',
+            description='Text encoder and VAE for the demo model shapes-flux, which paints prompts like "a '
+            'red circle left of a blue square on black".',
             inputs=[],
             outputs=[
                 io.Clip.Output(display_name="clip", tooltip="For CLIP Text Encode."),

@@ -1,4 +1,5 @@
-"""What the backend needs and ComfyUI's environment may lack, told in one sentence before anything is launched."""
+"""What the backend needs and ComfyUI's environment may lack, told in one sentence before anything is
+launched."""
 
 import importlib.metadata
 import importlib.util
@@ -21,7 +22,8 @@ def require_dependencies(requirements: Path = REQUIREMENTS):
     unmet = [line for line in filter(None, lines) if not _is_met(line)]
     if unmet:
         raise MissingDependencyError(
-            f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: {pip(unmet)}"
+            f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: "
+            f"{pip(unmet)}"
         )
 
 

@@ -1,7 +1,7 @@
 """ComfyUI's own model object of a transformer family, without weights.
 
-With it ComfyUI's own code computes everything around the transformer: schedules, latent scaling, the model's arguments
-from a CONDITIONING and their defaults. A family is one entry of FAMILIES.
+With it ComfyUI's own code computes everything around the transformer: schedules, latent scaling, the model's
+arguments from a CONDITIONING and their defaults. A family is one entry of FAMILIES.
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +27,16 @@ from .sana import Sana
 class Family:
     """How ComfyUI builds a family from the diffusers config of its transformer.
 
-    ``comfy_class``: config -> name of the class in comfy.supported_models, or in OURS. ``unet_config``: config -> ComfyUI's own.
-    ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where a
-    CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a CONDITIONING that most families refuse.
-    ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's
-    ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow. ``latents``: channels of every latent where the
-    model denoises several at once. ``pictures``: it makes pictures, though its latent format is a video's. ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
+    ``comfy_class``: config -> name of the class in comfy.supported_models, or in OURS. ``unet_config``:
+    config -> ComfyUI's own.
+    ``needs``: keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes
+    zeros where a CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a
+    CONDITIONING that most families refuse.
+    ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks.
+    ``linear_shift``: ComfyUI builds the family with Flux's ModelSamplingFlux, but its workflows shift it with
+    ModelSamplingAuraFlow. ``latents``: channels of every latent where the
+    model denoises several at once. ``pictures``: it makes pictures, though its latent format is a video's.
+    ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
     comfy_class: Callable[[dict], str]
@@ -51,7 +55,8 @@ class Family:
 OURS = {"Sana": Sana, "Flux3": Flux3} | (
     {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
 )
-#: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit models are given theirs.
+#: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit
+#: models are given theirs.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
 
@@ -157,7 +162,8 @@ class ElsewhereModule(torch.nn.Module):
     """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
 
     def __init__(self, dtype: torch.dtype, attributes: dict):
-        """``dtype``: in which the ranks compute; ComfyUI rounds some prompts to it. ``attributes``: dotted names that ComfyUI reads -> values."""
+        """``dtype``: in which the ranks compute; ComfyUI rounds some prompts to it. ``attributes``: dotted
+        names that ComfyUI reads -> values."""
         super().__init__()
         self.dtype = dtype
         for name, value in attributes.items():
@@ -173,18 +179,21 @@ def _supported_model(name: str):
     found = OURS.get(name) or getattr(comfy.supported_models, name, None)
     if found is None:
         raise RefusedError(
-            f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with a later version; update ComfyUI."
+            f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with "
+            f"a later version; update ComfyUI."
         )
     return found
 
 
 def family_named(loaded: Loaded) -> Family:
-    """The entry of a loaded transformer, or that of one that the backend recognised by its structure; RefusedError for a family of another version."""
+    """The entry of a loaded transformer, or that of one that the backend recognised by its structure;
+    RefusedError for a family of another version."""
     if loaded.info.get("generic"):
         return Family(comfy_class=lambda config: "", unet_config=lambda config: {})
     if loaded.family not in FAMILIES:
         raise RefusedError(
-            f"the transformer's family is {loaded.family}, which these nodes do not know; they know {', '.join(FAMILIES)}."
+            f"the transformer's family is {loaded.family}, which these nodes do not know; they know "
+            f"{', '.join(FAMILIES)}."
         )
     return FAMILIES[loaded.family]
 
@@ -192,9 +201,11 @@ def family_named(loaded: Loaded) -> Family:
 def weightless_patcher(
     loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher
 ) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown family.
+    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown
+    family.
 
-    ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's class.
+    ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's
+    class.
     """
     family, config = family_named(loaded), loaded.info["config"]
     if loaded.info.get("generic"):

@@ -1,4 +1,5 @@
-"""FLUX.3 as ComfyUI would have it: flow matching with its own constant shift, and the latents of FLUX.2, whose VAE it shares."""
+"""FLUX.3 as ComfyUI would have it: flow matching with its own constant shift, and the latents of FLUX.2,
+whose VAE it shares."""
 
 import comfy.conds
 import comfy.latent_formats

@@ -1,4 +1,5 @@
-"""ComfyUI's model object for a transformer whose family has no entry: schedules from the pipeline's scheduler, latent scaling from its VAE."""
+"""ComfyUI's model object for a transformer whose family has no entry: schedules from the pipeline's
+scheduler, latent scaling from its VAE."""
 
 import comfy.conds
 import comfy.latent_formats

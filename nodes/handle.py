@@ -1,7 +1,9 @@
 """The graph's handle of a transformer that lives in a backend.
 
-ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both are settled
-whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are freed.
+ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
+are settled
+whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are
+freed.
 """
 
 import logging
@@ -25,7 +27,8 @@ _preparing: list[bool] = []
 
 @dataclass(frozen=True, eq=False)
 class ParallelDiT:
-    """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs that are added, (path, strength) each."""
+    """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs
+    that are added, (path, strength) each."""
 
     config: ParallelConfig
     path: str
@@ -38,8 +41,8 @@ class ParallelDiT:
 def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
     """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
 
-    ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI ends the
-    launch or the load, and the backend with it.
+    ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
+    ends the launch or the load, and the backend with it.
     """
     _, loaded = _load(config, path, weight_dtype)
     patcher = weightless_patcher(loaded)
@@ -50,7 +53,8 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
-    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable; errors as in ``load``."""
+    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable;
+    errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
     found = replace(handle, loaded=loaded, loras=loras)
@@ -59,7 +63,8 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
 
 
 def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
-    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in ``load``.
+    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in
+    ``load``.
 
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
     """
@@ -103,7 +108,8 @@ def _load(
 
 
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
-    """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was pressed, or its GPU is full."""
+    """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was
+    pressed, or its GPU is full."""
     config, path, weight_dtype = (
         handle.config,
         handle.path,
@@ -119,8 +125,8 @@ def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
 
 
 def make_no_room(executor, *arguments, **options):
-    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere, so no other transformer leaves the ranks for it,
-    such as the second expert of Wan 2.2."""
+    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere,
+    so no other transformer leaves the ranks for it, such as the second expert of Wan 2.2."""
     _preparing.append(True)
     try:
         return executor(*arguments, **options)

@@ -20,8 +20,10 @@ MOST_VALUES = 8
 
 
 class KeptArguments:
-    """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or between two steps. Which of the kept values one is shows at a few
-    places; that it is the same in all of them is found while the ranks work (``holds``), since reading a prompt of 1024 px takes longer than sending the latent."""
+    """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or
+    between two steps. Which of the kept values one is shows at a few places; that it is the same in all of
+    them is found while the ranks work (``holds``), since reading a prompt of 1024 px takes longer than
+    sending the latent."""
 
     def __init__(self):
         self.reset()
@@ -33,11 +35,13 @@ class KeptArguments:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def holds(self) -> bool:
-        """Are the values that the last call left out the kept ones in every byte? If not, its answer is none: ``reset`` and call again."""
+        """Are the values that the last call left out the kept ones in every byte? If not, its answer is none:
+        ``reset`` and call again."""
         return all(_same(copy, value) for copy, value in self.taken)
 
     def shortened(self, call: ModelCall) -> ModelCall:
-        """``call`` without the arguments that the ranks keep, if it reaches them: where it does not, ``reset``."""
+        """``call`` without the arguments that the ranks keep, if it reaches them: where it does not,
+        ``reset``."""
         keep, kept, forget, self.taken = {}, {}, [], []
         for name, value in call.tensors.items():
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
@@ -78,7 +82,8 @@ def _probes(value: torch.Tensor) -> numpy.ndarray:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are all bytes of two tensors of one shape and type the same? numpy compares them at the speed of memory, torch.equal at a third of it."""
+    """Are all bytes of two tensors of one shape and type the same? numpy compares them at the speed of
+    memory, torch.equal at a third of it."""
     if a.device.type != "cpu" or b.device.type != "cpu":
         return torch.equal(a, b)
     x, y = _bytes(a), _bytes(b)

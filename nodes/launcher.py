@@ -1,4 +1,5 @@
-"""Starts one backend on this machine and ends it: a torchrun agent, its ranks, and the private folder of their socket and logs.
+"""Starts one backend on this machine and ends it: a torchrun agent, its ranks, and the private folder of
+their socket and logs.
 
 Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 """
@@ -48,7 +49,8 @@ _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str, token: str) -> dict:
-    """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with ours."""
+    """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with
+    ours."""
     env = {
         name: value
         for name, value in parent.items()
@@ -76,7 +78,8 @@ def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
 
 
 def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[str]:
-    """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's own."""
+    """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
+    own."""
     return [
         sys.executable,
         "-m",
@@ -115,7 +118,8 @@ class BackendProcess:
     """
 
     def __init__(self, config: ParallelConfig, device: str):
-        """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see ParallelConfig.resolve_device)."""
+        """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see
+        ParallelConfig.resolve_device)."""
         self.folder = _private_folder()
         self.log = self.folder / "backend.log"
         self.address = _free_address(self.folder)
@@ -139,8 +143,8 @@ class BackendProcess:
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
         """A client connected to rank 0, once every rank has loaded its code and joined.
 
-        ``check()`` is called ten times a second and may raise to give up. BackendError, which names the cause and the log,
-        where the backend ends first or needs longer than ``seconds``.
+        ``check()`` is called ten times a second and may raise to give up. BackendError, which names the cause
+        and the log, where the backend ends first or needs longer than ``seconds``.
         """
         deadline = time.monotonic() + seconds
 
@@ -176,7 +180,8 @@ class BackendProcess:
         return self._agent.poll() is None
 
     def verdict(self) -> str:
-        """One sentence on why the backend ended, with the rank where it is known; waits until torchrun has written it."""
+        """One sentence on why the backend ended, with the rank where it is known; waits until torchrun has
+        written it."""
         self._log_was_named = True
         try:
             self._agent.wait(VERDICT_SECONDS)
@@ -186,7 +191,8 @@ class BackendProcess:
         return f"The backend ended because {cause}; its log is {self.log}."
 
     def close(self):
-        """End every rank: ask, then close their pipe, then signal what is left of our own processes. More than once is fine."""
+        """End every rank: ask, then close their pipe, then signal what is left of our own processes. More
+        than once is fine."""
         atexit.unregister(self.close)
         if self._client is not None and not self._client.closed:
             try:

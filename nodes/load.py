@@ -23,7 +23,8 @@ GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
 
 
 def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers that hold a transformer."""
+    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers
+    that hold a transformer."""
     paths = {
         name: folder_paths.get_full_path("diffusion_models", name)
         for name in folder_paths.get_filename_list("diffusion_models")
@@ -56,7 +57,8 @@ def check_guidance(cfg: float, sampler_name: str, config: ParallelConfig):
     """ConfigError where ``cfg`` leaves half of the ranks without work."""
     if config.cfg_degree == 2 and skips_negative(cfg, sampler_name):
         raise ConfigError(
-            "cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
+            "cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks "
+            "without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
         )
 
 
@@ -77,14 +79,16 @@ class LoadParallelDiT(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list(model_paths()),
-                    tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers folder in models/diffusers. shapes-flux is the demo model of this pack.",
+                    tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers "
+                    "folder in models/diffusers. shapes-flux is the demo model of this pack.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
                     options=WEIGHT_DTYPES,
                     default="default",
                     optional=True,
-                    tooltip="Precision of the weights and of the computation. default = that of the file on a GPU, fp32 on the CPU.",
+                    tooltip="Precision of the weights and of the computation. default = that of the file "
+                    "on a GPU, fp32 on the CPU.",
                 ),
             ],
             outputs=[
@@ -103,7 +107,8 @@ class LoadParallelDiT(io.ComfyNode):
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
             raise RefusedError(
-                f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a diffusers folder in models/diffusers; put it there and refresh the page."
+                f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a "
+                f"diffusers folder in models/diffusers; put it there and refresh the page."
             )
         if not config.address:
             require_dependencies()
@@ -114,7 +119,8 @@ class LoadParallelDiT(io.ComfyNode):
 
 
 def _guidance_of_samplers(prompt: dict, loader_id: str):
-    """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a refusal comes before minutes of loading."""
+    """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a
+    refusal comes before minutes of loading."""
     for key, node in prompt.items():
         inputs = node["inputs"]
         if inputs.get("dit") != [loader_id, 0]:

@@ -1,4 +1,5 @@
-"""The LoadDiffusersCLIPVAE node: CLIP and VAE out of a pipeline's folder, for models whose encoders ComfyUI does not have."""
+"""The LoadDiffusersCLIPVAE node: CLIP and VAE out of a pipeline's folder, for models whose encoders ComfyUI
+does not have."""
 
 import os
 from pathlib import Path
@@ -24,7 +25,9 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
             node_id="LoadDiffusersCLIPVAE",
             display_name="Load CLIP and VAE (diffusers folder)",
             category="parallel",
-            description="Text encoders and VAE of a diffusers folder, for models that ComfyUI has no loader for (SANA, FLUX.3, CogView 4, ...). Prompts are encoded by diffusers' own pipeline.",
+            description="Text encoders and VAE of a diffusers folder, for models that ComfyUI has no "
+            "loader for (SANA, FLUX.3, CogView 4, ...). Prompts are encoded by diffusers' own "
+            "pipeline.",
             inputs=[
                 io.Combo.Input(
                     "model_name",
@@ -42,12 +45,14 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
             outputs=[
                 io.Clip.Output(
                     display_name="clip",
-                    tooltip="For CLIP Text Encode. Prompts are plain text: weights, (word:1.2), are read as text.",
+                    tooltip="For CLIP Text Encode. Prompts are plain text: weights, (word:1.2), are read "
+                    "as text.",
                 ),
                 io.Vae.Output(display_name="vae", tooltip="For VAE Decode and VAE Encode."),
                 io.Clip.Output(
                     display_name="negative_clip",
-                    tooltip="For the CLIP Text Encode of the negative prompt, where the pipeline encodes that otherwise: SANA puts an instruction in front of the other one.",
+                    tooltip="For the CLIP Text Encode of the negative prompt, where the pipeline encodes "
+                    "that otherwise: SANA puts an instruction in front of the other one.",
                 ),
             ],
         )
@@ -57,7 +62,8 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
         path = diffusers_folders().get(model_name)
         if path is None or not os.path.isdir(path):
             raise RefusedError(
-                f"model_name is {model_name!r}, which is no diffusers folder in models/diffusers; put it there and refresh the page."
+                f"model_name is {model_name!r}, which is no diffusers folder in models/diffusers; put it "
+                f"there and refresh the page."
             )
         require_dependencies()
         folder, management = Path(path), comfy.model_management

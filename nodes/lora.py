@@ -20,7 +20,8 @@ class ParallelLoRA(io.ComfyNode):
             node_id="ParallelLoRA",
             display_name="Parallel LoRA",
             category="parallel",
-            description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of these nodes to add several.",
+            description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of "
+            "these nodes to add several.",
             inputs=[
                 ParallelDiTType.Input(
                     "dit", tooltip="The transformer, from Load Parallel DiT or another Parallel LoRA."
@@ -28,7 +29,8 @@ class ParallelLoRA(io.ComfyNode):
                 io.Combo.Input(
                     "lora_name",
                     options=folder_paths.get_filename_list("loras"),
-                    tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, PEFT or LyCORIS write them.",
+                    tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, "
+                    "PEFT or LyCORIS write them.",
                 ),
                 io.Float.Input(
                     "strength",
@@ -42,7 +44,8 @@ class ParallelLoRA(io.ComfyNode):
             outputs=[
                 ParallelDiTType.Output(
                     display_name="dit",
-                    tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The transformer without the LoRA stays usable too.",
+                    tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The "
+                    "transformer without the LoRA stays usable too.",
                 )
             ],
         )
@@ -56,7 +59,8 @@ class ParallelLoRA(io.ComfyNode):
         path = folder_paths.get_full_path("loras", lora_name)
         if path is None:
             raise RefusedError(
-                f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh the page."
+                f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
+                f"the page."
             )
         found = with_lora(dit, path, strength)
         warning = found.loaded.info["warnings"][-1]

@@ -1,7 +1,10 @@
-"""The ParallelModel node: a PARALLEL_DIT as a MODEL, which every sampler, guider and scheduler of ComfyUI can use.
+"""The ParallelModel node: a PARALLEL_DIT as a MODEL, which every sampler, guider and scheduler of ComfyUI can
+use.
 
-The MODEL is ComfyUI's own model object without weights. In the place of its transformer is a module that sends each call to the
-ranks: one exchange a step. What would reach into the transformer is refused by name, at the node that does it where that can be.
+The MODEL is ComfyUI's own model object without weights. In the place of its transformer is a module that
+sends each call to the
+ranks: one exchange a step. What would reach into the transformer is refused by name, at the node that does it
+where that can be.
 """
 
 import logging
@@ -65,17 +68,23 @@ class ParallelModel(io.ComfyNode):
             node_id="ParallelModel",
             display_name="Parallel Model",
             category="parallel",
-            description="A Parallel DiT as a MODEL: ComfyUI's own samplers, guiders and schedulers, with each call of the model on several GPUs. PipeFusion runs drained here: its stages wait for each other at every step, so Parallel Sampler is faster with it.",
+            description="A Parallel DiT as a MODEL: ComfyUI's own samplers, guiders and schedulers, with "
+            "each call of the model on several GPUs. PipeFusion runs drained here: its stages "
+            "wait for each other at every step, so Parallel Sampler is faster with it.",
             inputs=[
                 ParallelDiTType.Input(
                     "dit",
-                    tooltip="The transformer, from Load Parallel DiT. All methods are exact here. PipeFusion is drained at every step, which costs its speed (not its memory saving); Ulysses, ring, tensor, data parallelism and CFG keep theirs.",
+                    tooltip="The transformer, from Load Parallel DiT. All methods are exact here. "
+                    "PipeFusion is drained at every step, which costs its speed (not its memory "
+                    "saving); Ulysses, ring, tensor, data parallelism and CFG keep theirs.",
                 ),
             ],
             outputs=[
                 io.Model.Output(
                     display_name="model",
-                    tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach into the transformer (ControlNet, attention patches) are refused.",
+                    tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes "
+                    "that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach "
+                    "into the transformer (ControlNet, attention patches) are refused.",
                 )
             ],
         )
@@ -104,12 +113,14 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
 
 
 class RemoteTransformer(ElsewhereModule):
-    """Called by ComfyUI in place of a transformer: the same arguments, the same output, computed by the ranks."""
+    """Called by ComfyUI in place of a transformer: the same arguments, the same output, computed by the
+    ranks."""
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
         self.dit, self.held, self.kept = dit, None, KeptArguments()
-        #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a transformer of this family.
+        #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a
+        #: transformer of this family.
         self.time_scale = 1.0
         self._said = set()
 
@@ -118,11 +129,13 @@ class RemoteTransformer(ElsewhereModule):
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(
-                f"this MODEL comes from Parallel Model, whose transformer is on the ranks: a node that reads diffusion_model.{name} cannot be used with it."
+                f"this MODEL comes from Parallel Model, whose transformer is on the ranks: a node that "
+                f"reads diffusion_model.{name} cannot be used with it."
             ) from None
 
     def hold_backend(self, executor, *args, **kwargs):
-        """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the sampling; the next one starts another."""
+        """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the
+        sampling; the next one starts another."""
         before, self.held = self.held, ensure_loaded(self.dit)
         try:
             return executor(*args, **kwargs)
@@ -130,7 +143,8 @@ class RemoteTransformer(ElsewhereModule):
             self.held = before
 
     def forward(self, x, timestep, context=None, control=None, transformer_options={}, **arguments):
-        """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of the family gives its transformer -> the output of x's form in float32."""
+        """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of
+        the family gives its transformer -> the output of x's form in float32."""
         self._check_options(control, transformer_options)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
         executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
@@ -190,22 +204,28 @@ class RemoteTransformer(ElsewhereModule):
     def _check_options(self, control, options: dict):
         if control is not None:
             raise RefusedError(
-                "the conditioning has a ControlNet ('control'), whose residuals go into the transformer's blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader."
+                "the conditioning has a ControlNet ('control'), whose residuals go into the transformer's "
+                "blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader."
             )
         for name, value in options.items():
             inner = [str(key) for key, entry in value.items() if entry] if isinstance(value, dict) else []
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
                 raise RefusedError(
-                    f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own loader."
+                    f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer "
+                    f"on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own "
+                    f"loader."
                 )
             if name == "qwen_image21_cache" and value.get("dtype", "default") != "default":
                 raise RefusedError(
-                    f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 Cache), but the ranks of Parallel Model keep them as they are; set dtype to default or remove that node."
+                    f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 "
+                    f"Cache), but the ranks of Parallel Model keep them as they are; set dtype to default "
+                    f"or remove that node."
                 )
             if name not in HARMLESS_OPTIONS and name not in REFUSED_OPTIONS:
                 self._say_once(
-                    f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do not see it."
+                    f"transformer_options has {name!r}, which stays here: the ranks of Parallel Model do "
+                    f"not see it."
                 )
 
     def _tell_of_idle_ranks(self, batch: int):
@@ -213,8 +233,10 @@ class RemoteTransformer(ElsewhereModule):
         groups = config.cfg_degree * config.data_parallel_degree
         if batch % groups:
             self._say_once(
-                f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree {config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
-                "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, or where prompts of different lengths are called one by one, use ulysses_degree instead."
+                f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree "
+                f"{config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
+                "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, "
+                "or where prompts of different lengths are called one by one, use ulysses_degree instead."
             )
 
     def _say_once(self, text: str):
@@ -226,14 +248,16 @@ class RemoteTransformer(ElsewhereModule):
 def _refused(what: str):
     def method(self, *args, **kwargs):
         raise RefusedError(
-            f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; remove that node or use ComfyUI's own loader."
+            f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; "
+            f"remove that node or use ComfyUI's own loader."
         )
 
     return method
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused where ComfyUI would do nothing."""
+    """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused
+    where ComfyUI would do nothing."""
 
     add_patches = _refused(
         "a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights"

@@ -1,7 +1,8 @@
-"""Text encoders and VAE of a folder in diffusers' layout, run by diffusers' own pipeline. Nothing here imports ComfyUI, and diffusers is imported when a folder is opened.
+"""Text encoders and VAE of a folder in diffusers' layout, run by diffusers' own pipeline. Nothing here
+imports ComfyUI, and diffusers is imported when a folder is opened.
 
-How a prompt becomes hidden states (template, padding, layers, which of them are kept) is the pipeline's own code; which of its results are which part of a
-CONDITIONING is data, a row for each pipeline.
+How a prompt becomes hidden states (template, padding, layers, which of them are kept) is the pipeline's own
+code; which of its results are which part of a CONDITIONING is data, a row for each pipeline.
 """
 
 import inspect
@@ -15,7 +16,8 @@ import torch
 from ..backend.protocol import RefusedError
 from .dependencies import pip
 
-#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of blocks.
+#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
+#: blocks.
 INDEXES = ("model_index.json", "modular_model_index.json")
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
 _MASKED = (
@@ -24,7 +26,8 @@ _MASKED = (
     "negative_prompt_embeds",
     "negative_prompt_attention_mask",
 )
-#: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer is not given.
+#: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer is
+#: not given.
 RETURNS = {
     "SanaPipeline": _MASKED,
     "SanaVideoPipeline": _MASKED,
@@ -53,7 +56,8 @@ _TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
 class TextPipeline:
     """The text encoders of a folder.
 
-    ``encode``: (text, whether it is the negative prompt, device on which ``modules`` are) -> {key of a CONDITIONING: tensor}, with ``cond`` (1, T, E).
+    ``encode``: (text, whether it is the negative prompt, device on which ``modules`` are) -> {key of a
+    CONDITIONING: tensor}, with ``cond`` (1, T, E).
     """
 
     name: str
@@ -62,22 +66,27 @@ class TextPipeline:
 
 
 def pipeline_class(folder: Path) -> str:
-    """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here tells how it encodes prompts."""
+    """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here
+    tells how it encodes prompts."""
     index = _index(folder)
     if index is None:
         raise RefusedError(
-            f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a VAE; download the whole folder that is published for diffusers, not its transformer alone."
+            f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a "
+            f"VAE; download the whole folder that is published for diffusers, not its transformer alone."
         )
     name = index.get("_class_name")
     if name not in (*RETURNS, *OF_BLOCKS):
         raise RefusedError(
-            f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, VAELoader) where it has that model's encoders."
+            f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; "
+            f"known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
+            f"VAELoader) where it has that model's encoders."
         )
     return name
 
 
 def open_text(folder: Path) -> TextPipeline:
-    """The text encoders of a pipeline's folder, on the CPU and in the precision of their files. RefusedError where a part is missing or cannot be read."""
+    """The text encoders of a pipeline's folder, on the CPU and in the precision of their files. RefusedError
+    where a part is missing or cannot be read."""
     name = pipeline_class(folder)
     return (_open_blocks if name in OF_BLOCKS else _open_pipeline)(folder, name)
 
@@ -109,11 +118,13 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
         raise RefusedError(
-            f"the folder {folder.name} brings code of its own for its {foreign}, which is not run; use a folder whose text encoders are classes of transformers."
+            f"the folder {folder.name} brings code of its own for its {foreign}, which is not run; use a "
+            f"folder whose text encoders are classes of transformers."
         )
     if not any(part.startswith("text_encoder") for part in used):
         raise RefusedError(
-            f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be encoded with it; download the whole folder that is published for diffusers."
+            f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be "
+            f"encoded with it; download the whole folder that is published for diffusers."
         )
     _require(folder, used, "prompts are encoded")
     from diffusers import DiffusionPipeline
@@ -147,7 +158,8 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
             )
         except NameError as reason:  # diffusers leaves out the import of a package that is not there
             raise RefusedError(
-                f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not have; run: {pip([reason.name])}"
+                f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not "
+                f"have; run: {pip([reason.name])}"
             ) from reason
         told = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
         return {
@@ -203,7 +215,8 @@ def _require(folder: Path, parts: list[str], purpose: str):
     missing = [part for part in parts if not (folder / part).is_dir()]
     if missing:
         raise RefusedError(
-            f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download the whole folder that is published for diffusers."
+            f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download "
+            f"the whole folder that is published for diffusers."
         )
 
 
@@ -216,5 +229,6 @@ def _read(folder: Path, what: str, action: Callable):
             (line.strip() for line in str(reason).splitlines() if line.strip()), type(reason).__name__
         )
         raise RefusedError(
-            f"the {what} of the folder {folder.name} cannot be read ({first}); download its files (.safetensors, configurations and tokenizer) again."
+            f"the {what} of the folder {folder.name} cannot be read ({first}); download its files "
+            f"(.safetensors, configurations and tokenizer) again."
         ) from reason

@@ -27,11 +27,15 @@ def for_what(dit: ParallelDiT, prompts: int, what: str, told: Described) -> str:
         else f", {config.patches} patches ({config.stale_kv} stale keys and values)"
     )
     prompt = "one prompt" if prompts == 1 else "two prompts (cfg above 1.0)"
-    return f"For {what} ({told.image_rows} rows), {TEXT_ROWS} rows of text, {prompt}{patches if config.pipefusion_degree > 1 else ''}:"
+    return (
+        f"For {what} ({told.image_rows} rows), {TEXT_ROWS} rows of text, "
+        f"{prompt}{patches if config.pipefusion_degree > 1 else ''}:"
+    )
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
-    """(what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are several)."""
+    """(what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
+    several)."""
     format, family = dit.patcher.model.latent_format, family_named(dit.loaded)
     ratio, ratios = (
         getattr(format, "spacial_downscale_ratio", None),

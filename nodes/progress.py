@@ -1,4 +1,5 @@
-"""What somebody sees while the ranks work: ComfyUI's bar and preview on the node, a line of text under it, and the terminal's bar."""
+"""What somebody sees while the ranks work: ComfyUI's bar and preview on the node, a line of text under it,
+and the terminal's bar."""
 
 import time
 
@@ -13,9 +14,11 @@ TEXT_SECONDS = 0.5
 
 
 class Reporter:
-    """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt, and the time that is left.
+    """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt,
+    and the time that is left.
 
-    ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes. ``holds_last``: the last step is reported by ``last`` alone.
+    ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes. ``holds_last``: the last step is
+    reported by ``last`` alone.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ def status(step: int, total: int, seconds: float, ranks: int) -> str:
 
 
 def node_text():
-    """A function that shows a text under the node that runs now; it does nothing where no node of a server runs."""
+    """A function that shows a text under the node that runs now; it does nothing where no node of a server
+    runs."""
     context = get_executing_context()
     if context is None:
         return lambda text: None

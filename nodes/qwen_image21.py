@@ -1,4 +1,5 @@
-"""Qwen-Image 2.1 as later versions of ComfyUI have it, for those before: flow matching, latents of its own VAE (64 channels, 1/16 of the picture's size)."""
+"""Qwen-Image 2.1 as later versions of ComfyUI have it, for those before: flow matching, latents of its own
+VAE (64 channels, 1/16 of the picture's size)."""
 
 import comfy.conds
 import comfy.latent_formats
@@ -159,7 +160,8 @@ def _channels(values, latent):
 
 
 class QwenImage21Model(comfy.model_base.BaseModel):
-    """Arguments: the last hidden states of Qwen3-VL without those of pictures, which of them are no padding, reference latents and before which hidden state each stands."""
+    """Arguments: the last hidden states of Qwen3-VL without those of pictures, which of them are no padding,
+    reference latents and before which hidden state each stands."""
 
     def extra_conds(self, **kwargs):
         found = super().extra_conds(**kwargs)

@@ -1,7 +1,8 @@
 """The solver's loop of ComfyUI's samplers, run by the ranks.
 
-ComfyUI's own sampling code computes noise, schedule, masks, conditioning and latent scaling, as for any model. A wrapper around its innermost
-call, the solver's loop over steps, hands that loop's inputs to the ranks instead.
+ComfyUI's own sampling code computes noise, schedule, masks, conditioning and latent scaling, as for any
+model. A wrapper around its innermost call, the solver's loop over steps, hands that loop's inputs to the
+ranks instead.
 """
 
 import comfy.model_management
@@ -21,10 +22,12 @@ PREVIEW_SECONDS = 0.2
 
 
 class RemoteSolver:
-    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same answer, computed by the ranks.
+    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same answer, computed by the
+    ranks.
 
-    ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch, as ComfyUI's own solvers give it; without it
-    callbacks get the latest preview, and the noise where there is none yet.
+    ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch, as
+    ComfyUI's own solvers give it; without it callbacks get the latest preview, and the noise where there is
+    none yet.
     """
 
     def __init__(self, dit: ParallelDiT, sampler_name: str, wants_denoised: bool = False):
@@ -34,7 +37,8 @@ class RemoteSolver:
     def __call__(
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
     ):
-        """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space -> samples likewise. ``executor``: ComfyUI's own loop."""
+        """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space ->
+        samples likewise. ``executor``: ComfyUI's own loop."""
         if len(sigmas) < 2:  # no step: it scales the latent and asks nothing of the model
             return executor(
                 guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar

@@ -1,4 +1,5 @@
-"""The sampler nodes: ComfyUI's own KSampler, KSampler (Advanced) and SamplerCustomAdvanced, with the step loop in a backend (remote_solver.py)."""
+"""The sampler nodes: ComfyUI's own KSampler, KSampler (Advanced) and SamplerCustomAdvanced, with the step
+loop in a backend (remote_solver.py)."""
 
 import comfy.patcher_extension
 import comfy.samplers
@@ -37,7 +38,8 @@ def _cfg(default: float):
         max=100.0,
         step=0.1,
         round=0.01,
-        tooltip="Classifier-free guidance: how much the positive prompt is preferred to the negative one. 1.0 skips the negative prompt, as guidance-distilled models (Flux) want it.",
+        tooltip="Classifier-free guidance: how much the positive prompt is preferred to the negative one. "
+        "1.0 skips the negative prompt, as guidance-distilled models (Flux) want it.",
     )
 
 
@@ -58,7 +60,10 @@ def _shift(note: str = ""):
         max=100.0,
         step=0.01,
         optional=True,
-        tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX.1 dev, FLUX.2, Krea 2, LTX-Video and LTX-2 (there the logarithm), of ModelSamplingSD3 or AuraFlow for others.{note}",
+        tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The "
+        f"number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX.1 dev, "
+        f"FLUX.2, Krea 2, LTX-Video and LTX-2 (there the logarithm), of ModelSamplingSD3 or "
+        f"AuraFlow for others.{note}",
     )
 
 
@@ -137,7 +142,8 @@ class ParallelSamplerAdvanced(io.ComfyNode):
             node_id="ParallelSamplerAdvanced",
             display_name="Parallel Sampler (Advanced)",
             category="parallel",
-            description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, for models in two stages.",
+            description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, "
+            "for models in two stages.",
             inputs=[
                 _DIT,
                 io.Combo.Input(
@@ -232,7 +238,8 @@ class ParallelSamplerCustom(io.ComfyNode):
             node_id="ParallelSamplerCustom",
             display_name="Parallel Sampler (Custom)",
             category="parallel",
-            description="The custom sampler with the denoising loop on several GPUs: noise from a NOISE node, any SIGMAS.",
+            description="The custom sampler with the denoising loop on several GPUs: noise from a NOISE "
+            "node, any SIGMAS.",
             inputs=[
                 _DIT,
                 io.Noise.Input(
@@ -242,13 +249,15 @@ class ParallelSamplerCustom(io.ComfyNode):
                 _SAMPLER_NAME,
                 io.Sigmas.Input(
                     "sigmas",
-                    tooltip="The noise levels, from any scheduler node. Those that need a MODEL take Parallel Model's.",
+                    tooltip="The noise levels, from any scheduler node. Those that need a MODEL take "
+                    "Parallel Model's.",
                 ),
                 _POSITIVE,
                 _NEGATIVE,
                 _LATENT,
                 _shift(
-                    " sigmas come as they are: here it is the shift that they were made with, on which ranges of a prompt and the first step of SDE solvers depend."
+                    " sigmas come as they are: here it is the shift that they were made with, on which "
+                    "ranges of a prompt and the first step of SDE solvers depend."
                 ),
             ],
             outputs=[
@@ -281,7 +290,8 @@ class ParallelSamplerCustom(io.ComfyNode):
 
 
 def _check(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
-    """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where it is skipped holds nothing that matters."""
+    """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where
+    it is skipped holds nothing that matters."""
     check_guidance(cfg, sampler_name, dit.config)
     name, family = dit.loaded.family, family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
@@ -308,7 +318,8 @@ def _remote_model(dit, sampler_name: str, shift: float):
 
 
 def _check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
-    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels, and latents beside it, by itself.
+    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels, and latents
+    beside it, by itself.
 
     ``nested``: channels of the latents, where the transformer takes several.
     """
@@ -321,18 +332,21 @@ def _check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
             )
         if channels != nested:
             raise RefusedError(
-                f"latent_image holds latents of {channels} channels, but this transformer takes {nested}; make them with this model's own empty-latent node."
+                f"latent_image holds latents of {channels} channels, but this transformer takes {nested}; "
+                f"make them with this model's own empty-latent node."
             )
         return
     if nested and samples.any():
         raise RefusedError(
-            f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); make them with this model's own nodes."
+            f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); make "
+            f"them with this model's own nodes."
         )
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
         raise RefusedError(
-            f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, {wanted}, height, width]; encode the picture with the VAE of this model."
+            f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
+            f"{wanted}, height, width]; encode the picture with the VAE of this model."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", 8)
     if (
@@ -342,5 +356,6 @@ def _check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
         and "downscale_ratio_spacial" not in latent
     ):
         raise RefusedError(
-            f"latent_image is an empty latent at 1/8 of the picture's size, but this transformer's are at 1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."
+            f"latent_image is an empty latent at 1/8 of the picture's size, but this transformer's are at "
+            f"1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."
         )

@@ -1,4 +1,5 @@
-"""SANA as ComfyUI would have it: flow matching with a shift of 3, latents of DC-AE (32 channels, 1/32 of the picture's size)."""
+"""SANA as ComfyUI would have it: flow matching with a shift of 3, latents of DC-AE (32 channels, 1/32 of the
+picture's size)."""
 
 import comfy.conds
 import comfy.latent_formats

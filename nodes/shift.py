@@ -1,4 +1,5 @@
-"""The ``shift`` input: what ComfyUI's ModelSampling nodes do to a MODEL, for the model object of a PARALLEL_DIT."""
+"""The ``shift`` input: what ComfyUI's ModelSampling nodes do to a MODEL, for the model object of a
+PARALLEL_DIT."""
 
 import comfy.model_patcher
 import comfy.model_sampling
@@ -10,9 +11,10 @@ from .families import Family
 def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_name: str, family: Family):
     """Shift the noise levels of ``model``, a clone, by ComfyUI's own classes; 0 leaves the model's own.
 
-    ``shift`` is the number of the ModelSampling node that is used with this family: of ModelSamplingSD3 and ModelSamplingAuraFlow where noise levels
-    are sigma = shift · t / (1 + (shift - 1) · t), and of ModelSamplingFlux, the logarithm of it, where ComfyUI builds the family with that class.
-    RefusedError for models that are no flow models.
+    ``shift`` is the number of the ModelSampling node that is used with this family: of ModelSamplingSD3 and
+    ModelSamplingAuraFlow where noise levels are sigma = shift · t / (1 + (shift - 1) · t), and of
+    ModelSamplingFlux, the logarithm of it, where ComfyUI builds the family with that class. RefusedError for
+    models that are no flow models.
     """
     if shift == 0:
         return
@@ -20,11 +22,13 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
     kinds = comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.ModelSamplingDiscreteFlow
     if not isinstance(own, comfy.model_sampling.CONST) or not isinstance(own, kinds):
         raise RefusedError(
-            f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its training; set shift to 0."
+            f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its "
+            f"training; set shift to 0."
         )
     if hasattr(own, "audio_shift"):
         raise RefusedError(
-            f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the video's, which one shift does not tell; set shift to 0."
+            f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the "
+            f"video's, which one shift does not tell; set shift to 0."
         )
     exponential = isinstance(own, kinds[0]) and not family.linear_shift
 

@@ -1,4 +1,5 @@
-"""A CLIP whose prompts the pipeline of a diffusers folder encodes: the part of ComfyUI's object that nodes call which encode text."""
+"""A CLIP whose prompts the pipeline of a diffusers folder encodes: the part of ComfyUI's object that nodes
+call which encode text."""
 
 import comfy.model_management
 import comfy.model_patcher
@@ -11,7 +12,8 @@ from .pipelines import TextPipeline
 class DiffusersCLIP:
     """What CLIPTextEncode and other nodes that encode one text ask of a CLIP.
 
-    ``patcher``: ComfyUI's handle of the encoders' weights, with which its memory management moves them. ``negative``: prompts are encoded as the pipeline encodes negative ones.
+    ``patcher``: ComfyUI's handle of the encoders' weights, with which its memory management moves them.
+    ``negative``: prompts are encoded as the pipeline encodes negative ones.
     """
 
     def __init__(
@@ -20,11 +22,13 @@ class DiffusersCLIP:
         self.pipeline, self.patcher, self.negative = pipeline, patcher, negative
 
     def tokenize(self, text: str, return_word_ids: bool = False, **options) -> dict:
-        """A prompt for the methods below. The pipeline makes its tokens, and reads weights, (word:1.2), as text. RefusedError for what is no text."""
+        """A prompt for the methods below. The pipeline makes its tokens, and reads weights, (word:1.2), as
+        text. RefusedError for what is no text."""
         given = [key for key, value in options.items() if value]
         if given:
             raise RefusedError(
-                f"{self.pipeline.name} encodes a text alone here, and is given {', '.join(given)} too; encode the prompt with CLIP Text Encode."
+                f"{self.pipeline.name} encodes a text alone here, and is given {', '.join(given)} too; "
+                f"encode the prompt with CLIP Text Encode."
             )
         return {"text": text}
 
@@ -36,7 +40,8 @@ class DiffusersCLIP:
         return [[values.pop("cond"), {**values, **add_dict}]]
 
     def encode_from_tokens(self, tokens: dict, return_pooled: bool = False, return_dict: bool = False):
-        """Hidden states (1, T, E); with the pooled output or None beside them, or all as a dict, where that is asked for."""
+        """Hidden states (1, T, E); with the pooled output or None beside them, or all as a dict, where that
+        is asked for."""
         values = {"pooled_output": None, **self._encode(tokens)}
         if return_dict:
             return values
@@ -55,7 +60,8 @@ class DiffusersCLIP:
                 values = self.pipeline.encode(tokens["text"], self.negative, device)
         except management.OOM_EXCEPTION as reason:
             raise RefusedError(
-                f"the text encoders of {self.pipeline.name} ({self.patcher.model_size() / 2**30:.1f} GiB) do not fit on {device}; choose device cpu in Load CLIP and VAE."
+                f"the text encoders of {self.pipeline.name} ({self.patcher.model_size() / 2**30:.1f} GiB) "
+                f"do not fit on {device}; choose device cpu in Load CLIP and VAE."
             ) from reason
         to = lambda value: value.to(
             management.intermediate_device(), torch.float32 if value.is_floating_point() else value.dtype
@@ -64,7 +70,9 @@ class DiffusersCLIP:
 
     def __getattr__(self, name: str):
         raise AttributeError(
-            f"this CLIP is the text encoder of a diffusers folder, which encodes text and has no {name!r}; leave out the node that asks for it (LoRAs and hooks for text encoders, CLIP Set Last Layer), or load the encoders with CLIPLoader."
+            f"this CLIP is the text encoder of a diffusers folder, which encodes text and has no {name!r}; "
+            f"leave out the node that asks for it (LoRAs and hooks for text encoders, CLIP Set Last "
+            f"Layer), or load the encoders with CLIPLoader."
         )
 
 

@@ -1,4 +1,5 @@
-"""The diffusers config of a transformer as ComfyUI's own unet_config, one function a family, and what the names of ComfyUI's classes follow from."""
+"""The diffusers config of a transformer as ComfyUI's own unet_config, one function a family, and what the
+names of ComfyUI's classes follow from."""
 
 
 def flux(config: dict) -> dict:

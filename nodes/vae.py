@@ -1,4 +1,5 @@
-"""A VAE of ComfyUI's around one of diffusers: its batches, tiles, cropping and memory management are ComfyUI's own."""
+"""A VAE of ComfyUI's around one of diffusers: its batches, tiles, cropping and memory management are
+ComfyUI's own."""
 
 import math
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 
 
 class Autoencoder(torch.nn.Module):
-    """A VAE of diffusers, called as ComfyUI calls one: pictures (B, 3, [T,] H, W) in [-1, 1] <-> latents (B, C, [T,] H, W) in VAE units."""
+    """A VAE of diffusers, called as ComfyUI calls one: pictures (B, 3, [T,] H, W) in [-1, 1] <-> latents (B,
+    C, [T,] H, W) in VAE units."""
 
     def __init__(self, vae: torch.nn.Module):
         super().__init__()
@@ -28,7 +30,8 @@ class Autoencoder(torch.nn.Module):
 
 
 class PackedAutoencoder(Autoencoder):
-    """FLUX.2's: ComfyUI's latents are the model's, 2 x 2 cells in one and normalized by the VAE's running statistics."""
+    """FLUX.2's: ComfyUI's latents are the model's, 2 x 2 cells in one and normalized by the VAE's running
+    statistics."""
 
     def encode(self, pixels):
         return (F.pixel_unshuffle(super().encode(pixels), 2) - self._mean()) / self._deviation()
@@ -77,7 +80,8 @@ class DiffusersVAE(comfy.sd.VAE):
         self.model_size()
 
     def decode_tiled_(self, samples, tile_x=None, tile_y=None, overlap=None):
-        """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls back to where memory does not suffice."""
+        """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls
+        back to where memory does not suffice."""
         side = 512 // self.upscale_ratio
         decode = lambda part: self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
         return self.process_output(
@@ -94,7 +98,8 @@ class DiffusersVAE(comfy.sd.VAE):
         )
 
     def _measure(self, vae):
-        """Channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames) without values."""
+        """Channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames)
+        without values."""
         with torch.device("meta"):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))
         config, packed = vae.config, 4 if isinstance(model, PackedAutoencoder) else 1

@@ -1,6 +1,8 @@
-"""Why a backend ended: the first rank that failed, from what torchrun and its ranks left in the backend's folder.
+"""Why a backend ended: the first rank that failed, from what torchrun and its ranks left in the backend's
+folder.
 
-torchrun kills every other rank once one has failed, and a rank whose peer is gone fails too; neither is the cause.
+torchrun kills every other rank once one has failed, and a rank whose peer is gone fails too; neither is the
+cause.
 """
 
 import json
@@ -15,7 +17,8 @@ _FAILURE = re.compile(
 )
 #: What a rank says when it was another one that went away.
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error|recvvalue failed|store.*(timeout|timed out)",
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error"
+    r"|recvvalue failed|store.*(timeout|timed out)",
     re.IGNORECASE,
 )
 _LONGEST = 400
@@ -23,7 +26,8 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank ended: its exit code (negative = a signal), the error that it recorded and when (seconds)."""
+    """How one rank ended: its exit code (negative = a signal), the error that it recorded and when
+    (seconds)."""
 
     rank: int
     code: int = 1
@@ -47,13 +51,15 @@ class RankFailure:
 
 
 def first_failure(folder: Path) -> RankFailure | None:
-    """The failure that ended the backend whose folder this is (backend.log, ranks/); None where nothing is recorded."""
+    """The failure that ended the backend whose folder this is (backend.log, ranks/); None where nothing is
+    recorded."""
     found = {failure.rank: failure for failure in _recorded_errors(folder)}
     for rank, code in _exit_codes(folder).items():
         known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
         found[rank] = RankFailure(rank, code, known.error, known.seconds)
     causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
-    # a signal leaves no record of its time, yet it comes from outside: what the others recorded followed from it
+    # a signal leaves no record of its time, yet it comes from outside: what the others recorded followed from
+    # it
     return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
 
 

@@ -1,9 +1,12 @@
-"""Self-check of a transformer: every parallel method of two ranks against one process, on the CPU, with random prompts.
+"""Self-check of a transformer: every parallel method of two ranks against one process, on the CPU, with
+random prompts.
 
     python scripts/check_family.py MODEL [MODEL ...]
 
-MODEL is a file or a diffusers folder; small ones do (any widths, random weights). Prints how the blocks are taken apart and the relative difference of each method's
-latent. Exact methods must stay below 1e-5; PipeFusion's stale steps drift, and no drift at all would mean that nothing was stale. Ends with status 1 where a check fails.
+MODEL is a file or a diffusers folder; small ones do (any widths, random weights). Prints how the blocks are
+taken apart and the relative difference of each method's latent. Exact methods must stay below 1e-5;
+PipeFusion's stale steps drift, and no drift at all would mean that nothing was stale. Ends with status 1
+where a check fails.
 """
 
 import argparse
@@ -42,7 +45,8 @@ METHODS = [
     dict(pipefusion_degree=2, num_pipeline_patch=1),
     dict(pipefusion_degree=2, num_pipeline_patch=3),
 ]
-#: Largest relative difference of exact methods (float32), and what stale keys and values may do to random weights in a few steps.
+#: Largest relative difference of exact methods (float32), and what stale keys and values may do to random
+#: weights in a few steps.
 EXACT, STALE = 1e-5, 0.25
 #: Facts of a family that say how blocks are taken apart.
 FACTS = ("block_lists", "joined", "image", "text", "returns", "text_position", "attention", "per_token")
@@ -58,12 +62,14 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--latents",
         default="",
-        help="shapes of the latents of a model that denoises several at once, 24x3x12x16,32x2x15 for MiniMax-H3",
+        help="shapes of the latents of a model that denoises several at once, 24x3x12x16,32x2x15 for "
+        "MiniMax-H3",
     )
     parser.add_argument("--text", type=int, default=9, help="text tokens")
     parser.add_argument(
         "--conditioning",
-        help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model arguments, for families that need more than a prompt",
+        help="safetensors file with positive.NAME and negative.NAME tensors, by ComfyUI's names of model "
+        "arguments, for families that need more than a prompt",
     )
     parser.add_argument("--json", type=Path, help="write the results there too")
     return parser.parse_args()
@@ -159,10 +165,10 @@ def check(chosen) -> list[dict]:
             rows.append(compare(model, chosen, degrees, reference))
             if dist.get_rank() == 0:
                 row = rows[-1]
-                print(
-                    f"  {'ok  ' if row['passed'] else 'FAIL'} {row['method']}: {row.get('refused') or format(row['error'], '.1e')}{' (stale)' if row.get('stale') else ''}",
-                    flush=True,
-                )
+                verdict = "ok  " if row["passed"] else "FAIL"
+                result = row.get("refused") or format(row["error"], ".1e")
+                stale = " (stale)" if row.get("stale") else ""
+                print(f"  {verdict} {row['method']}: {result}{stale}", flush=True)
     return rows
 
 

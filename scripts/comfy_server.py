@@ -1,4 +1,5 @@
-"""A real ComfyUI, headless on the CPU, with packs symlinked in; and a client that queues a graph and follows it."""
+"""A real ComfyUI, headless on the CPU, with packs symlinked in; and a client that queues a graph and follows
+it."""
 
 import json
 import os
@@ -40,7 +41,8 @@ class Run:
 
 
 class ComfyServer:
-    """Starts in ``folder`` (--base-directory); the checkout is not written to. CannotStart where it cannot run here."""
+    """Starts in ``folder`` (--base-directory); the checkout is not written to. CannotStart where it cannot
+    run here."""
 
     def __init__(self, folder: Path, packs: dict[str, Path]):
         checkout = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))

@@ -1,4 +1,5 @@
-"""The little of a websocket that following ComfyUI's messages takes: connect, and read frames. Standard library only."""
+"""The little of a websocket that following ComfyUI's messages takes: connect, and read frames. Standard
+library only."""
 
 import base64
 import os
@@ -6,7 +7,8 @@ import socket
 
 
 class WebSocket:
-    """Reads what ``ws://host:port/path`` sends; ``receive(seconds)`` -> (is_text, bytes), or None in the given time."""
+    """Reads what ``ws://host:port/path`` sends; ``receive(seconds)`` -> (is_text, bytes), or None in the
+    given time."""
 
     def __init__(self, host: str, port: int, path: str):
         self._socket = socket.create_connection((host, port), 10)

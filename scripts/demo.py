@@ -1,4 +1,5 @@
-"""Paints a prompt with the bundled model on one rank and on two, through the nodes' own client, socket and backend."""
+"""Paints a prompt with the bundled model on one rank and on two, through the nodes' own client, socket and
+backend."""
 
 import argparse
 import os
@@ -29,7 +30,8 @@ BAR = 30
 
 
 def request(model: str, prompt: str, steps: int, cfg: float, seed: int) -> Sample:
-    """The Sample that ComfyUI's nodes would send: noise of the seed, the schedule of diffusers' flow-matching scheduler, two prompts."""
+    """The Sample that ComfyUI's nodes would send: noise of the seed, the schedule of diffusers' flow-matching
+    scheduler, two prompts."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler()
@@ -80,7 +82,8 @@ def save(samples: torch.Tensor, path: Path):
 
 
 def device() -> str:
-    """cuda where there is a GPU for each of the two ranks; one GPU cannot show what two do, so then the CPU."""
+    """cuda where there is a GPU for each of the two ranks; one GPU cannot show what two do, so then the
+    CPU."""
     return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 
 
@@ -124,7 +127,8 @@ def main():
     save(two, chosen.out)
     verdict = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
     print(
-        f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times as fast (medians of {chosen.repeat})."
+        f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times "
+        f"as fast (medians of {chosen.repeat})."
     )
     print(f"The two latents differ by {((one - two).norm() / one.norm()).item():.1e} of their size.")
     print(f'{chosen.out}: "{chosen.prompt}"{"" if verdict else " (" + "; ".join(verdict.problems) + ")"}')

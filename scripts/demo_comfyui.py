@@ -22,7 +22,8 @@ def python_of(comfyui: Path) -> str:
 
 
 def run(comfyui: Path, out: Path):
-    """Start ``comfyui`` in a temporary folder with this pack in it, queue the demo, write its picture to ``out``."""
+    """Start ``comfyui`` in a temporary folder with this pack in it, queue the demo, write its picture to
+    ``out``."""
     os.environ["COMFYUI_PATH"], os.environ["COMFYUI_PYTHON"] = str(comfyui.resolve()), python_of(comfyui)
     folder = Path(tempfile.mkdtemp(prefix="parallel-dit-comfyui-"))
     server = None
@@ -39,7 +40,8 @@ def run(comfyui: Path, out: Path):
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, out)
         print(
-            f"{out}: queued and painted in {result.seconds:.1f} s, {result.previews} previews; the ranks' start is in it."
+            f"{out}: queued and painted in {result.seconds:.1f} s, {result.previews} previews; the ranks' "
+            f"start is in it."
         )
     except CannotStart as reason:
         sys.exit(str(reason))

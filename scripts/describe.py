@@ -1,6 +1,8 @@
-"""What each rank of a configuration would hold and send: python scripts/describe.py MODEL --pipefusion-degree 2 --ulysses-degree 2
+"""What each rank of a configuration would hold and send: python scripts/describe.py MODEL --pipefusion-degree
+2 --ulysses-degree 2
 
-MODEL is a safetensors file or a diffusers folder; only its headers are read. Options are those of ParallelConfig.
+MODEL is a safetensors file or a diffusers folder; only its headers are read. Options are those of
+ParallelConfig.
 """
 
 import argparse

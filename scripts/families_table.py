@@ -33,7 +33,8 @@ HEAD = (
 
 
 def golden_files() -> dict[str, list[str]]:
-    """Family -> names of the golden files (tests/golden) whose checkpoint it is, and how far the farthest of their latents is (golden_distances.json)."""
+    """Family -> names of the golden files (tests/golden) whose checkpoint it is, and how far the farthest of
+    their latents is (golden_distances.json)."""
     found: dict[str, list[str]] = {}
     distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
     for path in sorted((ROOT / "tests/golden").glob("*.json")):
@@ -42,9 +43,8 @@ def golden_files() -> dict[str, list[str]]:
             (family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None),
             None,
         )
-        found.setdefault(name, []).append(
-            f"{path.stem} ({max(distance for case, distance in distances.items() if case.split('__')[0] == path.stem):.0e})"
-        )
+        largest = max(distance for case, distance in distances.items() if case.split("__")[0] == path.stem)
+        found.setdefault(name, []).append(f"{path.stem} ({largest:.0e})")
     return found
 
 

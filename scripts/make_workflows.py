@@ -1,8 +1,10 @@
-"""Writes workflows/NAME.json, NAME.api.json and NAME.jpg for the families of workflow_recipes.py: one graph, so that its forms agree.
+"""Writes workflows/NAME.json, NAME.api.json and NAME.jpg for the families of workflow_recipes.py: one graph,
+so that its forms agree.
 
     make_workflows.py OBJECT_INFO [NAME...]
 
-OBJECT_INFO is a file with a running ComfyUI's answer to /object_info: which inputs of a node are widgets, and their order and defaults.
+OBJECT_INFO is a file with a running ComfyUI's answer to /object_info: which inputs of a node are widgets, and
+their order and defaults.
 """
 
 import json
@@ -42,7 +44,8 @@ WIDTH, GAP, TITLE = 320, 60, 30
 
 
 def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
-    """(name, options) of the widgets that an input is: none of a link; a choice that brings further inputs has those of its first option behind it."""
+    """(name, options) of the widgets that an input is: none of a link; a choice that brings further inputs
+    has those of its first option behind it."""
     if kind == "COMFY_DYNAMICCOMBO_V3":
         first = options["options"][0]
         further = [
@@ -55,7 +58,8 @@ def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
 
 
 def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
-    """(inputs that are linked as (name, type), widgets as (name, options)) of a node, in its own order; of inputs that grow in number those that are ``given`` and one more."""
+    """(inputs that are linked as (name, type), widgets as (name, options)) of a node, in its own order; of
+    inputs that grow in number those that are ``given`` and one more."""
     linked, widgets = [], []
     for part in ("required", "optional"):
         for name in info["input_order"].get(part, []):
@@ -73,7 +77,8 @@ def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tupl
 
 
 def values_of(widgets: list[tuple[str, dict]], given: dict) -> list[tuple[str, object]]:
-    """(name, value) in the order of a node's widgets, the default where another node gives it, with those that the page adds: what becomes of a seed, and the button that uploads."""
+    """(name, value) in the order of a node's widgets, the default where another node gives it, with those
+    that the page adds: what becomes of a seed, and the button that uploads."""
     values = []
     for name, options in widgets:
         values.append(

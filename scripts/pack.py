@@ -1,4 +1,5 @@
-"""Makes the pack importable as ``parallel_dit``, as ComfyUI imports it (by its folder, whatever that is called), without ComfyUI."""
+"""Makes the pack importable as ``parallel_dit``, as ComfyUI imports it (by its folder, whatever that is
+called), without ComfyUI."""
 
 import importlib.util
 import sys

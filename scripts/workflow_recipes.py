@@ -1,7 +1,9 @@
-"""What the workflows of workflows/ are made of, as data: released files, encoders, latent and settings of each family.
+"""What the workflows of workflows/ are made of, as data: released files, encoders, latent and settings of
+each family.
 
-Files and settings are those of ComfyUI's own templates; where it has none (PixArt-Sigma, Hunyuan-DiT, CogVideoX), the defaults of the
-diffusers pipeline, with ComfyUI's solver and the scheduler that puts timesteps where the published scheduler does (linspace: sgm_uniform, leading: ddim_uniform, trailing: simple).
+Files and settings are those of ComfyUI's own templates; where it has none (PixArt-Sigma, Hunyuan-DiT,
+CogVideoX), the defaults of the diffusers pipeline, with ComfyUI's solver and the scheduler that puts
+timesteps where the published scheduler does (linspace: sgm_uniform, leading: ddim_uniform, trailing: simple).
 """
 
 PHOTO = "a lighthouse on a cliff at dusk, long exposure of the sea, warm light in one window"
@@ -12,7 +14,10 @@ BAD_VIDEO = "blurry, static, overexposed, distorted hands, watermark"
 BAD_SOUND_AND_VIDEO = (
     "blurry, low quality, still frame, frames, watermark, overlay, titles, has blurbox, has subtitles"
 )
-SPOKEN_SCENE = 'a close-up of an old clockmaker at his bench, he lifts a small brass gear to the light and says: "Listen, it breathes." Soft ticking from many clocks fills the room'
+SPOKEN_SCENE = (
+    "a close-up of an old clockmaker at his bench, he lifts a small brass gear to the light "
+    'and says: "Listen, it breathes." Soft ticking from many clocks fills the room'
+)
 LTX2 = "ltx-2-19b-dev-fp8.safetensors"
 
 
@@ -47,9 +52,13 @@ def solve(
     }
 
 
-#: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or a checkpoint that holds them (none: the model's folder does); latent; solve.
-#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the latent takes where there is one, or None), first_frame (a video's; its size and compression), sigmas (a scheduler
-#: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the negative prompt, and when the guider of both takes another cfg).
+#: Name -> title; model (a file of models/diffusion_models, or a folder of models/diffusers); clip and vae, or
+#: a checkpoint that holds them (none: the model's folder does); latent; solve.
+#: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the
+#: latent takes where there is one, or None), first_frame (a video's; its size and compression), sigmas (a
+#: scheduler
+#: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the
+#: negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5",
@@ -127,7 +136,8 @@ RECIPES = {
         "image": None,
         "encode": "TextEncodeQwenImage21",
         "solve": solve(25, 1.0),
-        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them <image1>, <image2> and so on.",
+        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them "
+        "<image1>, <image2> and so on.",
     },
     "flux_kontext_edit": {
         "title": "Flux.1 Kontext",
@@ -280,7 +290,8 @@ RECIPES = {
             "LTXVScheduler",
             {"steps": 20, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1},
         ),
-        "note": "LTX-2.3's files work as well. ComfyUI's template makes half this size, then upscales the latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes.",
+        "note": "LTX-2.3's files work as well. ComfyUI's template makes half this size, then upscales the "
+        "latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes.",
     },
     "ltx2_i2v": {
         "title": "LTX-2 image to video with sound",
@@ -336,7 +347,9 @@ RECIPES = {
         "latent": picture(kind="EmptyHunyuanImageLatent"),
         "negative": "",
         "solve": solve(20, 4.5, "dpmpp_2m", shift=3.0),
-        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the negative one: each has its CLIP.",
+        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of "
+        "HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the "
+        "negative one: each has its CLIP.",
     },
     "flux3_txt2img": {
         "title": "FLUX.3",
@@ -361,7 +374,8 @@ RECIPES = {
             "ideogram4_unconditional_fp8_scaled.safetensors",
             {"cfg": 3.0, "start_percent": 0.7, "end_percent": 1.0},
         ),
-        "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and both stay on the ranks.",
+        "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and "
+        "both stay on the ranks.",
     },
 }
 
@@ -401,17 +415,21 @@ def note_of(recipe: dict) -> str:
     ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
     how = (
-        "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two do not fit."
+        "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two "
+        "do not fit."
         if "beside" in recipe
-        else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: `ulysses_degree` or `pipefusion_degree` 2 beside it."
+        else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: "
+        "`ulysses_degree` or `pipefusion_degree` 2 beside it."
         if recipe["solve"]["cfg"] != 1.0
-        else "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, `ulysses_degree` 1."
+        else "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, "
+        "`ulysses_degree` 1."
     )
     return "\n".join(["Two GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
 
 
 def graph_of(name: str) -> tuple[str, str, dict]:
-    """(title, note, the graph as /prompt takes it, with titles under ``_meta``); nodes are numbered from 2, after the note."""
+    """(title, note, the graph as /prompt takes it, with titles under ``_meta``); nodes are numbered from 2,
+    after the note."""
     recipe, graph = RECIPES[name], {}
 
     def add(kind: str, title: str | None = None, **inputs) -> str:
@@ -595,7 +613,8 @@ def graph_of(name: str) -> tuple[str, str, dict]:
 def sample(
     add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict
 ) -> list:
-    """The sampler of a recipe and what it is given beside prompts and latent; ``size``: links to a picture's width and height, where the latent has them."""
+    """The sampler of a recipe and what it is given beside prompts and latent; ``size``: links to a picture's
+    width and height, where the latent has them."""
     settings, wired = (
         recipe["solve"],
         {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent},

@@ -41,8 +41,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_programs(request, tmp_path_factory):
-    """(name of a module of tests, ranks) -> what its rank program will have found. Those that are asked for run from the first test on, one after the other: first
-    those of few ranks, which leave room for other processes."""
+    """(name of a module of tests, ranks) -> what its rank program will have found. Those that are asked for
+    run from the first test on, one after the other: first those of few ranks, which leave room for other
+    processes."""
     wanted = dict.fromkeys(
         (item.module, item.callspec.params["rows"]) for item in request.session.items if _has_program(item)
     )

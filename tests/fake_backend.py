@@ -1,4 +1,5 @@
-"""A backend's socket in a thread, for tests of the client: it asks for the token and runs a handler in place of ranks."""
+"""A backend's socket in a thread, for tests of the client: it asks for the token and runs a handler in place
+of ranks."""
 
 import socket
 import threading

@@ -8,7 +8,8 @@ import diffusers
 import torch
 from backend.protocol import Sample
 
-#: Class -> configuration. The first three are recognised and cut; the linear attention of the last runs whole.
+#: Class -> configuration. The first three are recognised and cut; the linear attention of the last runs
+#: whole.
 CONFIGS = {
     "AuraFlowTransformer2DModel": dict(
         sample_size=16,

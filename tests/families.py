@@ -1,4 +1,5 @@
-"""The golden cases of every family as requests: ComfyUI's latent formats, and its model arguments from a CONDITIONING."""
+"""The golden cases of every family as requests: ComfyUI's latent formats, and its model arguments from a
+CONDITIONING."""
 
 import inspect
 import json
@@ -91,7 +92,8 @@ LATENT_FORMATS = {
     "ltx2": (0.0, 1.0),
     "ltx23": (0.0, 1.0),
 }
-#: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio on the video's schedule.
+#: Golden family -> factor of every latent where there are several: ComfyUI's solvers step MiniMax-H3's audio
+#: on the video's schedule.
 STREAMS = {"ltx2": (1.0, 1.0), "ltx23": (1.0, 1.0), "minimax-h3": (1.0, 4.0), "minimax-h3-curves": (1.0, 4.0)}
 #: Forms of a model that diffusers does not have.
 FILES_ALONE = ("minimax-h3-curves",)
@@ -127,8 +129,10 @@ FURTHER = {
     "ltx23": lambda a: {"frame_rate": torch.tensor(25)},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
-#: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is 1.2e-4: its norms multiply by 1 + weight, which makes the
-#: attention of random weights sharp and float32 rounding large. After the first step ComfyUI's latent is 4.9e-5 from one computed in float64, ours 2.7e-5.
+#: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is
+#: 1.2e-4: its norms multiply by 1 + weight, which makes the
+#: attention of random weights sharp and float32 rounding large. After the first step ComfyUI's latent is
+#: 4.9e-5 from one computed in float64, ours 2.7e-5.
 TOLERANCES = {"krea2": 2e-4}
 CASES = sorted(
     path.stem
@@ -159,7 +163,8 @@ def golden(name: str, model: str = "tiny") -> tuple[Sample, torch.Tensor]:
 
 
 def load(name: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """The tensors of a case; several latents packed as ComfyUI packs them, (B, 1, L), and their shapes (empty where there is one)."""
+    """The tensors of a case; several latents packed as ComfyUI packs them, (B, 1, L), and their shapes (empty
+    where there is one)."""
     stored = load_file(GOLDEN / f"{name}.safetensors")
     shapes = [list(stored[f"noise.{i}"].shape[1:]) for i in range(len(STREAMS.get(name.split("__")[0], ())))]
     for whole in {key[:-2] for key in stored if key.endswith(".0") and shapes}:
@@ -178,8 +183,9 @@ def _scale(family: str, shapes: list):
 
 
 def model_call(sample: Sample, family: str, batch: int) -> ModelCall:
-    """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its own unless its latents share one; the prompts of a request take turns
-    where they are alike, else all rows have the positive one."""
+    """One call of the model ``family`` (a name of the backend's) with ``batch`` rows, each at a time of its
+    own unless its latents share one; the prompts of a request take turns where they are alike, else all rows
+    have the positive one."""
     x = torch.randn(batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch))
     times, turns = (
         torch.linspace(0.9, 0.9 if sample.latent_shapes else 0.2, batch),
@@ -215,7 +221,8 @@ def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]
 
 
 def to_model_space(family: str, latent: torch.Tensor, shapes: list = []) -> torch.Tensor:
-    """ComfyUI's process_in; an empty latent stays empty. ``shapes``: of the latents, where there are several."""
+    """ComfyUI's process_in; an empty latent stays empty. ``shapes``: of the latents, where there are
+    several."""
     shift, scale = LATENT_FORMATS[family][0], _scale(family, shapes)
     return (latent - shift) * scale if latent.any() else latent
 

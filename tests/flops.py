@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
-    """Multiplications of every block in a step with one prompt, and the rows that it had; what the prompt alone decides, or all steps share, is not a step's."""
+    """Multiplications of every block in a step with one prompt, and the rows that it had; what the prompt
+    alone decides, or all steps share, is not a step's."""
     forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
     count = lambda *_: at.append(counter.get_total_flops())
     blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]

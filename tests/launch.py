@@ -1,4 +1,5 @@
-"""Runs a rank program on ranks that are forked from one process with everything imported: imports would cost each of them seconds."""
+"""Runs a rank program on ranks that are forked from one process with everything imported: imports would cost
+each of them seconds."""
 
 import importlib
 import json
@@ -23,7 +24,8 @@ NICE = 10
 
 
 def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
-    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or its error."""
+    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or
+    its error."""
     found = {key: Future() for key in jobs}
 
     def work():
@@ -38,7 +40,8 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
 
 
 def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 1200) -> object:
-    """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with the first rank's traceback and the ranks' output."""
+    """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with
+    the first rank's traceback and the ranks' output."""
     fork_server()
     folder = folder / f"{program} {ranks}"
     folder.mkdir()

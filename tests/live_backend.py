@@ -29,7 +29,8 @@ def close_at_the_end():
 
 
 def request_for(backend, checkpoint, case="euler_simple", **changes) -> tuple[protocol.Sample, object]:
-    """A golden case's request for the model that ``backend`` has loaded, with ``changes`` of its fields, and the golden latent."""
+    """A golden case's request for the model that ``backend`` has loaded, with ``changes`` of its fields, and
+    the golden latent."""
     sample, golden = golden_request(case, backend.load(checkpoint).model)
     return protocol.Sample(**{**vars(sample), "num_pipeline_patch": 1, **changes}), golden
 

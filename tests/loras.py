@@ -40,7 +40,8 @@ def randn(*shape, seed=0) -> torch.Tensor:
 
 
 def lora(shapes: dict[str, tuple[int, ...]], spelling: str, seed: int = 0) -> tuple[dict, dict]:
-    """A LoRA on modules with weights of these ``shapes`` (module -> shape), and module -> what it adds at strength 1."""
+    """A LoRA on modules with weights of these ``shapes`` (module -> shape), and module -> what it adds at
+    strength 1."""
     prefix, separator, ends = SPELLINGS[spelling]
     file, added = {}, {}
     for i, (module, shape) in enumerate(shapes.items()):
@@ -65,7 +66,8 @@ def write_lora(path: Path, shapes: dict[str, tuple[int, ...]], spelling: str, se
 
 
 def write_mixed(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
-    """A file of every kind of adapter for the tiny Flux, whose single file has these ``shapes``: what a rank cannot do with its own rows and columns alone too."""
+    """A file of every kind of adapter for the tiny Flux, whose single file has these ``shapes``: what a rank
+    cannot do with its own rows and columns alone too."""
     matrices = {
         name.removesuffix(".weight"): tuple(shape)
         for name, shape in shapes.items()

@@ -108,7 +108,11 @@ def _qwen3_vl(layers: int):
     encoder = transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig(text_config=text, vision_config=_VISION, **ids)
     )
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content "
+        "}}{% else %}{{ m.content[0].text }}{% endif %}<|im_end|>\n{% endfor %}{% if "
+        "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     words = tokenizer(transformers.Qwen2Tokenizer, specials, begin=False)
     processor = transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(),

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-#: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each row.
+#: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each
+#: row.
 MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
 KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4")
 FLOAT8 = {"float8_e4m3fn": (torch.float8_e4m3fn, 448.0), "float8_e5m2": (torch.float8_e5m2, 57344.0)}
@@ -37,7 +38,8 @@ def legacy_fp8(state: dict) -> dict:
 
 
 def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> tuple[dict, dict]:
-    """({leaf: tensor}, what comfy_quant says beside the format) of one layer. Of the formats in blocks, values and scales are random."""
+    """({leaf: tensor}, what comfy_quant says beside the format) of one layer. Of the formats in blocks,
+    values and scales are random."""
     random = torch.Generator().manual_seed(seed)
     rows, columns = weight.shape
     if kind in FLOAT8:
@@ -66,7 +68,8 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
 
 
 def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, dict]:
-    """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in the header."""
+    """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in
+    the header."""
     found, layers = dict(state), {}
     for seed, key in enumerate(matrices(state)):
         name = key.removesuffix(".weight")
@@ -97,9 +100,10 @@ FIRST = KINDS[0]
 
 
 def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Pattern = MATRICES) -> dict:
-    """A GGUF file with the matrices of ``pattern`` in ``kinds`` in turn (K-quants from random blocks: the package cannot quantize to them), the rest in
-    BF16, F16 and F32; a matrix whose rows hold no whole blocks is stored in another shape, as ComfyUI-GGUF's converter does. Returns the values that the
-    package's own dequantization gives."""
+    """A GGUF file with the matrices of ``pattern`` in ``kinds`` in turn (K-quants from random blocks: the
+    package cannot quantize to them), the rest in BF16, F16 and F32; a matrix whose rows hold no whole blocks
+    is stored in another shape, as ComfyUI-GGUF's converter does. Returns the values that the package's own
+    dequantization gives."""
     import gguf
     import numpy as np
 

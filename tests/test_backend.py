@@ -12,7 +12,9 @@ from backend.dispatch import FIRST
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from families import model_call
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for, with_tensors  # noqa: F401
+
+# noqa: F401
+from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for, with_tensors
 from loras import write_mixed
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
@@ -42,7 +44,8 @@ def test_stale_pipeline_through_the_socket(backend, checkpoint):
 
 
 def test_previews_of_a_stale_pipeline_show_one_step_each(backend, checkpoint):
-    """The x0 after step k, whole, is what the same steps lead to where the schedule ends there: no rows of step k - 1 or k + 1 are in it."""
+    """The x0 after step k, whole, is what the same steps lead to where the schedule ends there: no rows of
+    step k - 1 or k + 1 are in it."""
     request, _ = request_for(backend, checkpoint, num_pipeline_patch=4, preview_seconds=1e-9)
     previews, sigmas = {}, request.tensors["sigmas"]
     backend.sample(request, lambda p: previews.update({p.step: p.tensors["x0"]} if p.tensors else {}))
@@ -64,7 +67,8 @@ def test_largest_seed(backend, checkpoint):
 
 
 def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
-    """Progress to its end, what each rank read and holds, and nothing of it again for the same file, whatever settings come with the requests."""
+    """Progress to its end, what each rank read and holds, and nothing of it again for the same file, whatever
+    settings come with the requests."""
     copy = folder / "another.safetensors"
     copy.write_bytes(Path(checkpoint).read_bytes())
     seen, again = [], []

@@ -1,4 +1,5 @@
-"""A real backend of two ranks behind the nodes' own client: cancel, other degrees, a killed rank, a killed parent."""
+"""A real backend of two ranks behind the nodes' own client: cancel, other degrees, a killed rank, a killed
+parent."""
 
 import os
 import signal
@@ -16,7 +17,8 @@ from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
 from tiny import error_in_std, to_vae_units
 
-#: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for ten minutes (mesh.TIMEOUT).
+#: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
+#: ten minutes (mesh.TIMEOUT).
 SOON = 60
 
 
@@ -33,7 +35,8 @@ def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patc
 
 
 def steps_after_cancel(backend, request) -> tuple[int, float]:
-    """Steps that are done between the sight of the third and the end of a request that is cancelled then; seconds of a step before."""
+    """Steps that are done between the sight of the third and the end of a request that is cancelled then;
+    seconds of a step before."""
     client, sent, began = backend.client, False, time.monotonic()
     client.send(request)
     while not isinstance(reply := client._next(), protocol.Cancelled):
@@ -70,7 +73,8 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
 
 
 def test_degrees_change_on_the_same_ranks(checkpoint):
-    """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads its stage. No process starts again."""
+    """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads
+    its stage. No process starts again."""
 
     def changed(**degrees):
         backend, seen = backends.backend_for(ParallelConfig(device="cpu", **degrees)), []

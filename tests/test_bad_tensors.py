@@ -1,4 +1,5 @@
-"""Every tensor of every family's requests, broken in every way: it is refused in a sentence before any collective, or it runs."""
+"""Every tensor of every family's requests, broken in every way: it is refused in a sentence before any
+collective, or it runs."""
 
 from dataclasses import replace
 

@@ -62,7 +62,8 @@ def test_model_fits_in_the_repository():
 
 
 def test_the_page_about_drift_says_what_its_numbers_say():
-    """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's are an error."""
+    """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's
+    are an error."""
     drift, page = runpy.run_path(str(ROOT / "benchmarks/drift.py")), (ROOT / "docs/drift.md").read_text()
     table = drift["table_in"](page)
     assert drift["text"](table) == page

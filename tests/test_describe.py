@@ -9,7 +9,8 @@ from backend.memo import AHEAD
 from families import golden
 from tiny import write_checkpoint
 
-#: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one activation.
+#: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one
+#: activation.
 TEXT, IMAGE, WIDTH, DOUBLE, SINGLE = 12, 60, 256, 4, 8
 LAYERS = DOUBLE + SINGLE
 A = (TEXT + IMAGE) * WIDTH * 4
@@ -82,7 +83,8 @@ def test_offloaded_modulation_is_counted_apart(checkpoint):
 
 
 def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
-    """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes them."""
+    """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes
+    them."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
     told = lambda calls=28, **workload: [
         plan.modulation_bytes
@@ -107,7 +109,8 @@ def test_explicit_stages_and_stale_buffers(checkpoint):
 
 
 def test_keys_and_values_that_are_kept_are_counted(tmp_path):
-    """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and in a steady step no row of text is sent."""
+    """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and
+    in a steady step no row of text is sent."""
     path = str(write_checkpoint(tmp_path / "qwen.safetensors", "qwen-image21"))
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", path, "default")

@@ -103,7 +103,8 @@ def test_agrees_with_the_family_files(name):
 
 @pytest.mark.parametrize("name", CUT)
 def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
-    """What stages are balanced by: which rows pass which layer was seen, not told. Modulation's one row, which counts for nothing, is 1 % of so small a request."""
+    """What stages are balanced by: which rows pass which layer was seen, not told. Modulation's one row,
+    which counts for nothing, is 1 % of so small a request."""
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
     engine.load(name, str(write(tmp_path / name, name)), "fp32")
     model, sample = engine.models[name], request(name, num_pipeline_patch=2)
@@ -117,7 +118,8 @@ def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_half_precision_is_near(name, tmp_path):
-    """Nothing but rounding is between bf16 and float32: the timestep reaches its sines unrounded, and its layers in their own type."""
+    """Nothing but rounding is between bf16 and float32: the timestep reaches its sines unrounded, and its
+    layers in their own type."""
     latents, folder = [], str(write(tmp_path / name, name))
     for precision in ("fp32", "bf16"):
         engine = Engine(ParallelConfig(), mesh.single())
@@ -162,7 +164,8 @@ def test_one_process_equals_the_plain_loop(name, tmp_path):
 
 
 def test_time_that_runs_the_other_way(tmp_path):
-    """From noise at 0 to the picture at 1, as diffusers' own scheduler steps where it inverts its noise levels."""
+    """From noise at 0 to the picture at 1, as diffusers' own scheduler steps where it inverts its noise
+    levels."""
     name, scheduler = CUT[2], diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
     engine, sample = Engine(ParallelConfig(), mesh.single()), request(name)
     engine.load(
@@ -192,7 +195,8 @@ def test_time_that_runs_the_other_way(tmp_path):
 
 
 def test_self_check_command(tmp_path):
-    """scripts/check_family.py over all of them: exact methods to 1e-5, PipeFusion's patches drift, and what cannot be cut is refused."""
+    """scripts/check_family.py over all of them: exact methods to 1e-5, PipeFusion's patches drift, and what
+    cannot be cut is refused."""
     for name in CONFIGS:
         write(tmp_path / name, name)
     command = [
@@ -222,7 +226,8 @@ def test_rows_that_cannot_be_cut_are_refused_and_cfg_is_not(tmp_path):
     for degree in ("ulysses_degree", "pipefusion_degree", "ring_degree"):
         with pytest.raises(
             UnsupportedError,
-            match=f"{degree} is 2, but {name} runs with CFG and data parallelism only: it has no family file, and {says}",
+            match=f"{degree} is 2, but {name} runs with CFG and data parallelism only: it has no family "
+            f"file, and {says}",
         ):
             Engine(ParallelConfig(**{degree: 2}), mesh.single()).check_load(folder, "default")
     Engine(ParallelConfig(cfg_degree=2), mesh.single()).check_load(folder, "default")

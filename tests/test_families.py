@@ -1,4 +1,5 @@
-"""Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation away; and from a diffusers folder."""
+"""Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation
+away; and from a diffusers folder."""
 
 import json
 import runpy
@@ -39,7 +40,8 @@ def test_golden_case(name, tmp_path):
 
 
 def test_a_preview_stays_as_it_was(tmp_path):
-    """LTX-Video's latent pixels are its tokens: a view of the step loop's own x0 would change with the next step, while it waits to be sent."""
+    """LTX-Video's latent pixels are its tokens: a view of the step loop's own x0 would change with the next
+    step, while it waits to be sent."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / "ltxv.safetensors", "ltxv")), "default")
     kept, copies = [], []
@@ -64,7 +66,8 @@ def test_diffusers_folder_has_the_same_weights(family, tmp_path):
 
 
 def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
-    """LTX-2's stand in a folder of their own beside diffusers' transformer; ComfyUI's text encoder leaves prompts to them."""
+    """LTX-2's stand in a folder of their own beside diffusers' transformer; ComfyUI's text encoder leaves
+    prompts to them."""
     single = open_checkpoint(str(write_checkpoint(tmp_path / "ltx23.safetensors", "ltx23")))
     single.load(range(single.block_count), torch.float32, torch.device("cpu"))
     weights, names = (
@@ -135,7 +138,8 @@ def build(sample, engine):
 
 
 def test_patches_against_full_buffers_equal_the_whole(cut):
-    """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give now."""
+    """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give
+    now."""
     _, model, built = cut
     x, sigma = built.start(), built.sigmas[0]
     with torch.inference_mode(), runner.running(model, built) as calls:
@@ -150,7 +154,8 @@ def test_patches_against_full_buffers_equal_the_whole(cut):
 
 
 def test_the_cost_of_a_block_is_what_it_multiplies(cut):
-    """What stages are balanced by, computed from shapes, against the multiplications that torch counts in a step: so every family says rightly which rows pass which layer."""
+    """What stages are balanced by, computed from shapes, against the multiplications that torch counts in a
+    step: so every family says rightly which rows pass which layer."""
     path, model, built = cut
     (work, sequence), prompt = counted(model, built), built.conditioning["positive"]
     text = sequence.text or sum(
@@ -158,7 +163,8 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     )
     computed = block_costs(open_checkpoint(str(path)).empty, model.family, model.config, sequence.image, text)
     assert len(work) == len(computed)
-    # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's curves have adaLN of six features
+    # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's
+    # curves have adaLN of six features
     scale = sum(computed) / sum(work) if model.family.nested else 1.0
     assert computed == pytest.approx([scale * each for each in work], rel=0.005)
 
@@ -321,7 +327,8 @@ def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, mo
 def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     family, layers, before, tmp_path, monkeypatch
 ):
-    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and patches; and the latent is the one without memory."""
+    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and
+    patches; and the latent is the one without memory."""
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     model = engine.models["tiny"]
@@ -369,7 +376,8 @@ def test_half_precision_is_near(family, tmp_path):
     ],
 )
 def test_parts_stay_in_float32(family, kept, tmp_path):
-    """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would hardly tell steps apart."""
+    """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would
+    hardly tell steps apart."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "bf16")
     transformer = engine.models["tiny"].transformer

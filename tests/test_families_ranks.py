@@ -1,4 +1,5 @@
-"""Every family under every parallel method against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
+"""Every family under every parallel method against the single process, on gloo. One spawn a world size:
+starting a rank costs seconds."""
 
 from pathlib import Path
 
@@ -57,13 +58,15 @@ def test_exact_methods_equal_the_single_process(rows):
 
 
 def test_model_calls_equal_the_single_process(rows):
-    """One call on rows at different times, in every configuration: a pipeline is drained there, so nothing is stale."""
+    """One call on rows at different times, in every configuration: a pipeline is drained there, so nothing is
+    stale."""
     wrong = [row for row in rows if row["called"] > 1e-5]
     assert not wrong
 
 
 def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
-    """CFG and ring behind Ulysses, other patches of a pipeline; pipelines and tensor parallelism put other weights on each rank."""
+    """CFG and ring behind Ulysses, other patches of a pipeline; pipelines and tensor parallelism put other
+    weights on each rank."""
     kept = {row["config"] for row in rows if row["bytes_read"] == 0 and not row["stale"]}
     assert all(row["bytes_read"] == 0 for row in rows if row["stale"] and "cfg" not in row["config"])
     assert kept == (
@@ -72,6 +75,7 @@ def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
 
 
 def test_pipefusion_drifts_a_little(rows):
-    """Stale keys and values change the result of random weights a little; no drift would mean that nothing was stale."""
+    """Stale keys and values change the result of random weights a little; no drift would mean that nothing
+    was stale."""
     stale = [row["relative"] for row in rows if row["stale"]]
     assert stale and all(1e-6 < drift < 0.25 for drift in stale)

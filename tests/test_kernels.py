@@ -4,7 +4,8 @@ import pytest
 import torch
 from backend.parallel.kernels import ALIGNMENT, aligned, attend_lse
 
-#: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's slice of a longer mask (columns, then their beginning), another last dimension.
+#: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's
+#: slice of a longer mask (columns, then their beginning), another last dimension.
 REFUSED = {
     "keys": torch.randn(2, 1, 3, 13),
     "slice": torch.randn(2, 1, 3, 20)[..., 4:12],

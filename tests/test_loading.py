@@ -166,7 +166,8 @@ for engine in (stage, Engine(ParallelConfig(), mesh.single())):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_stage_needs_half_of_the_memory(folder):
-    """Weights that are converted (bf16 to fp32), one of two stages against the whole: its share of the copies and of the mapped file, nothing of the other's."""
+    """Weights that are converted (bf16 to fp32), one of two stages against the whole: its share of the copies
+    and of the mapped file, nothing of the other's."""
     state = load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
     save_file({key: value.bfloat16() for key, value in state.items()}, folder / "bf16.safetensors")
     program = PEAKS.format(path=str(folder / "bf16.safetensors"))

@@ -1,4 +1,6 @@
-"""LoRAs in every spelling, on every layout of weights: what they add, that it goes again to the last bit, and what is refused."""
+"""LoRAs in every spelling, on every layout of weights: what they add, that it goes again to the last bit, and
+what is refused.
+"""
 
 import json
 
@@ -62,7 +64,9 @@ def close(a, b) -> bool:
 
 
 def modules(shapes: dict) -> dict[str, tuple[int, ...]]:
-    """Module -> shape of its weight, where that is a matrix or a convolution, of the first and the last few blocks and everything around them."""
+    """Module -> shape of its weight, where that is a matrix or a convolution, of the first and the last few
+    blocks and everything around them.
+    """
     return {
         name.removesuffix(".weight"): tuple(shape)
         for name, shape in shapes.items()
@@ -178,7 +182,9 @@ def test_kinds_of_adapters(flux, tmp_path, name):
 
 @pytest.mark.parametrize("by_row", [True, False])
 def test_dora_over_a_stacked_tensor(flux, folder, tmp_path, by_row):
-    """ComfyUI's weight_decompose: norms over rows of the weight, or over columns of the sum, which run through q, k and v. An earlier LoRA is below it."""
+    """ComfyUI's weight_decompose: norms over rows of the weight, or over columns of the sum, which run
+    through q, k and v. An earlier LoRA is below it.
+    """
     plain = load_file(folder / "flux-dev.safetensors")[f"{ATTENTION}.weight"]
     below, below_adds = lora({"transformer_blocks.0.attn.to_k": (HIDDEN, HIDDEN)}, "peft", seed=7)
     tensors, added = lora({ATTENTION: plain.shape}, "comfyui")
@@ -238,12 +244,13 @@ def test_biases_norms_and_tables(flux, tmp_path):
         tensors["diffusion_model.double_blocks.0.img_attn.qkv.diff_b"],
         atol=1e-6,
     )
+    blocks = "diffusion_model.double_blocks"
     names = {
         "x_embedder.weight": "diffusion_model.img_in.diff",
         "x_embedder.bias": "diffusion_model.img_in.diff_b",
         "norm_out.linear.bias": "transformer.norm_out.linear.lora_B.bias",
-        "transformer_blocks.1.attn.norm_added_k.weight": "diffusion_model.double_blocks.1.txt_attn.norm.key_norm.diff",
-        "transformer_blocks.0.attn.norm_q.weight": "diffusion_model.double_blocks.0.img_attn.norm.query_norm.scale.diff",
+        "transformer_blocks.1.attn.norm_added_k.weight": f"{blocks}.1.txt_attn.norm.key_norm.diff",
+        "transformer_blocks.0.attn.norm_q.weight": f"{blocks}.0.img_attn.norm.query_norm.scale.diff",
     }
     assert found.keys() == names.keys() and all(
         torch.allclose(found[ours], tensors[key], atol=1e-6) for ours, key in names.items()
@@ -251,7 +258,9 @@ def test_biases_norms_and_tables(flux, tmp_path):
 
 
 def test_only_what_changes_is_read_again(flux, tmp_path):
-    """Bytes of the checkpoint that are read: for the first LoRA its tensors, for another strength the same, for the same stack none."""
+    """Bytes of the checkpoint that are read: for the first LoRA its tensors, for another strength the same,
+    for the same stack none.
+    """
     files = flux.models["m"].weights.checkpoint.files
     one = write(tmp_path / "one.safetensors", lora({ATTENTION: (768, 256)}, "comfyui")[0])
     two = write(tmp_path / "two.safetensors", lora({"transformer_blocks.1.ff.net.2": (256, 1024)}, "peft")[0])
@@ -274,7 +283,9 @@ def test_only_what_changes_is_read_again(flux, tmp_path):
 
 
 def test_two_names_share_the_weights(flux, tmp_path):
-    """Models with other LoRAs are the same weights under other names, fused for whoever is sampled; a file that changes is another LoRA."""
+    """Models with other LoRAs are the same weights under other names, fused for whoever is sampled; a file
+    that changes is another LoRA.
+    """
     path = tmp_path / "one.safetensors"
     names = []
     for seed in (0, 1):
@@ -299,7 +310,9 @@ def test_two_names_share_the_weights(flux, tmp_path):
 
 
 def test_swapped_rows_of_a_tensor_parallel_rank(folder):
-    """SD3's last modulation of text has its halves the other way round in the file: a rank's piece is a piece of the right one."""
+    """SD3's last modulation of text has its halves the other way round in the file: a rank's piece is a piece
+    of the right one.
+    """
     path = str(write_checkpoint(folder / "sd3.safetensors", "sd3"))
     checkpoint = open_checkpoint(path)
     name = f"transformer_blocks.{checkpoint.block_count - 1}.norm1_context.linear.weight"
@@ -326,11 +339,13 @@ GOOD = lora({ATTENTION: (768, 256)}, "comfyui")[0]
 REFUSED = {
     "nothing of it": (
         OTHERS,
-        "has nothing for flux-dev.safetensors: its keys begin with layers.0.attention.wq.lora_A.weight, .* modules like double_blocks.0.img_attn.qkv, .* transformer_blocks.0.attn.to_q",
+        "has nothing for flux-dev.safetensors: its keys begin with layers.0.attention.wq.lora_A.weight, "
+        ".* modules like double_blocks.0.img_attn.qkv, .* transformer_blocks.0.attn.to_q",
     ),
     "another size": (
         lora({ATTENTION: (9216, 3072)}, "kohya")[0],
-        "double_blocks.0.img_attn.qkv.weight is 9216 x 3072, but in flux-dev.safetensors that tensor is 768 x 256",
+        "double_blocks.0.img_attn.qkv.weight is 9216 x 3072, "
+        "but in flux-dev.safetensors that tensor is 768 x 256",
     ),
     "another size of bias": (
         {**GOOD, f"diffusion_model.{ATTENTION}.diff_b": torch.ones(5)},
@@ -393,7 +408,9 @@ def test_what_fits_in_part_is_used_with_a_warning(flux, tmp_path):
 
 
 def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
-    """The sum is rounded once, from the file's values; a diffusers folder takes the single file's names too. Both go back to the last bit."""
+    """The sum is rounded once, from the file's values; a diffusers folder takes the single file's names too.
+    Both go back to the last bit.
+    """
     file, added = lora({ATTENTION: (768, 256)}, "kohya")
     path, state = write(tmp_path / "lora.safetensors", file), load_file(folder / "flux-dev.safetensors")
     float8 = write(

@@ -21,7 +21,8 @@ import conftest
 before = set(sys.modules)
 import parallel_dit.nodes.{name}
 new = {{module for module in set(sys.modules) - before}}
-assert not [m for m in new if m.split(".")[0] in ("comfy", "comfy_api", "folder_paths", "diffusers", "yunchang", "transformers") or m.startswith("torch.distributed")], new
+heavy = ("comfy", "comfy_api", "folder_paths", "diffusers", "yunchang", "transformers")
+assert not [m for m in new if m.split(".")[0] in heavy or m.startswith("torch.distributed")], new
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -150,7 +150,8 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
     try:
         with pytest.raises(
             BackendError,
-            match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'.*its log is .*backend.log",
+            match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'"
+            ".*its log is .*backend.log",
         ):
             process.wait_ready(60)
     finally:

@@ -18,7 +18,9 @@ TABLE = """\
 
 
 def leave(folder, codes, errors=(), stderr=()):
-    """Write ``codes`` {rank: exit code} as torchrun's table, ``errors`` {rank: (message, seconds)} as the ranks' files."""
+    """Write ``codes`` {rank: exit code} as torchrun's table, ``errors`` {rank: (message, seconds)} as the
+    ranks' files.
+    """
     (folder / "backend.log").write_text(
         "noise\n" + "".join(TABLE.format(rank, rank, code) for rank, code in codes.items())
     )
@@ -82,7 +84,8 @@ def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
         tmp_path,
         {0: 1},
         stderr={
-            0: "Traceback (most recent call last):\n  File …\nModuleNotFoundError: No module named 'diffusers'\n\n"
+            0: "Traceback (most recent call last):\n  File …\n"
+            "ModuleNotFoundError: No module named 'diffusers'\n\n"
         },
     )
     assert (

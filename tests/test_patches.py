@@ -47,12 +47,16 @@ def same_latent(engine, count: int):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_patches_of_the_same_latent_are_bit_identical(engine, count):
-    """With buffers that hold every row of this very latent, each patch must give the synchronous result, bit for bit in float32."""
+    """With buffers that hold every row of this very latent, each patch must give the synchronous result, bit
+    for bit in float32.
+    """
     assert all(part.equal(whole) for part, whole in same_latent(engine, count))
 
 
 def test_odd_patches_of_the_same_latent_agree_to_rounding(engine):
-    """With 7 patches of 10 or 11 rows the matrix library adds in another order: equal to rounding, not bit for bit."""
+    """With 7 patches of 10 or 11 rows the matrix library adds in another order: equal to rounding, not bit
+    for bit.
+    """
     assert all(relative(part, whole) < 1e-6 for part, whole in same_latent(engine, 7))
 
 
@@ -68,7 +72,7 @@ def test_all_warm_up_is_exact(engine):
 
 
 def test_extrapolation_needs_two_points(engine):
-    """After one synchronous step there is no line to follow: the first stale step reuses, later ones differ."""
+    """After one synchronous step there is no line to follow: the first stale step reuses, later differ."""
     reuse, extrapolate = (
         simulate(engine, num_pipeline_patch=2, warmup_steps=5, stale_kv=kind)
         for kind in ("reuse", "extrapolate")
@@ -119,7 +123,9 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_modulation_is_one_gemm_a_layer(engine, count):
-    """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and patches."""
+    """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and
+    patches.
+    """
     simulate(engine, num_pipeline_patch=count)
     assert memo.COMPUTED == {"modulation": LAYERS}
 
@@ -130,7 +136,9 @@ LAYERS, ROW = 4 * 2 + 8, 4 * 256 * (4 * 2 * 6 + 8 * 3)
 
 @pytest.mark.parametrize("case, calls", [("euler_simple", 6), ("heun_simple", 11)])
 def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
-    """In chunks of 4 rows, of two prompts; Heun calls the model twice a step, and again at the noise level at which it just did, which shares the row."""
+    """In chunks of 4 rows, of two prompts; Heun calls the model twice a step, and again at the noise level at
+    which it just did, which shares the row.
+    """
     whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].memos.most_bytes
     levels = len(golden_request(case)[0].tensors["sigmas"]) - 1
     assert most == 2 * levels * ROW
@@ -142,7 +150,9 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
 
 
 def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
-    """Three samples of one pooled prompt share what one has, of three, or two, each has its own; the latents are those without memory."""
+    """Three samples of one pooled prompt share what one has, of three, or two, each has its own; the latents
+    are those without memory.
+    """
     sample = batch_request(3)
     pooled = lambda *factors: (
         sample.tensors
@@ -170,7 +180,9 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
 
 
 def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path, monkeypatch):
-    """The weights are at home before and after, on the device only while a request begins; the result is the same."""
+    """The weights are at home before and after, on the device only while a request begins; the result is the
+    same.
+    """
     offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
     moves, move = [], torch.nn.Module.to
     monkeypatch.setattr(

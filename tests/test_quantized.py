@@ -1,4 +1,6 @@
-"""Quantized files: scales and blocks give the right weights, whole, by rows and by columns, and what cannot be read is refused by name."""
+"""Quantized files: scales and blocks give the right weights, whole, by rows and by columns, and what cannot
+be read is refused by name.
+"""
 
 import json
 import re
@@ -68,7 +70,9 @@ def expected(tensors: dict, name: str, kind: str) -> torch.Tensor:
 
 
 def rotation(size: int) -> torch.Tensor:
-    """The orthogonal matrix with which weights of 8 bits are rotated: the Kronecker power of [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2."""
+    """The orthogonal matrix with which weights of 8 bits are rotated: the Kronecker power of
+    [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2.
+    """
     index = torch.arange(size)
     same = sum((index[:, None] >> 2 * digit & 3) + (index[None] >> 2 * digit & 3) == 3 for digit in range(3))
     return (-1.0) ** same.double() / size**0.5
@@ -91,7 +95,9 @@ def test_weights_are_values_times_scales(folder, state, kind):
 
 @pytest.mark.parametrize("kind", ["legacy", "header"])
 def test_older_descriptions(folder, state, kind):
-    """Scaled fp8 in its first layout, and described in the header: 448 times off without the scales, at most half a step of fp8 with them."""
+    """Scaled fp8 in its first layout, and described in the header: 448 times off without the scales, at most
+    half a step of fp8 with them.
+    """
     files = open_checkpoint(str(write_scaled(folder / f"{kind}.safetensors", state, kind))).files
     for key, value in state.items():
         assert torch.allclose(
@@ -142,7 +148,9 @@ def loaded(path, config=ParallelConfig(), **places) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "nvfp4", "gguf"])
 def test_shards_of_quantized_layers(folder, state, kind):
-    """A tensor-parallel rank reads rows or columns of stacked layers (q, k, v), with the scales that belong to them."""
+    """A tensor-parallel rank reads rows or columns of stacked layers (q, k, v), with the scales that belong
+    to them.
+    """
     if kind == "gguf":
         pytest.importorskip("gguf")
         path = folder / "shards.gguf"
@@ -181,7 +189,9 @@ def test_gguf(folder, state, kinds):
 
 
 def test_gguf_in_another_shape(folder, state):
-    """Matrices whose rows are no whole blocks are stored as rows of one block, their own shape in the metadata."""
+    """Matrices whose rows are no whole blocks are stored as rows of one block, their own shape in the
+    metadata.
+    """
     pytest.importorskip("gguf")
     want = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), re.compile(r"img_in\.weight$"))[
         "img_in.weight"

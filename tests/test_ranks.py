@@ -1,4 +1,6 @@
-"""Every combination of degrees against the single process, on gloo. One spawn a world size: starting a rank costs seconds."""
+"""Every combination of degrees against the single process, on gloo. One spawn a world size: starting a rank
+costs seconds.
+"""
 
 import math
 import re
@@ -32,7 +34,7 @@ def rows(request, rank_programs):
 
 
 def test_exact_methods_equal_the_single_process(rows):
-    """CFG, Ulysses, ring, their hybrids, and pipelines of one patch or in warm-up: 1e-5 relative in float32."""
+    """CFG, Ulysses, ring, their hybrids, and pipelines of one patch or in warm-up: 1e-5 relative, float32."""
     wrong = [row for row in rows if not row["variant"].startswith("stale") and row["relative"] > 1e-5]
     assert not wrong
 
@@ -44,8 +46,10 @@ def test_exact_methods_match_comfyui(rows):
 
 
 LORA = "LoRA"
-#: Largest relative drift on random weights in 6 steps, where nothing is smooth (trained ones: docs/drift.md). Extrapolation follows a line through
-#: keys that random weights do not keep to, over more patches: 0.21 was seen at 5 patches, where reuse stays below 0.06.
+# : Largest relative drift on random weights in 6 steps, where nothing is smooth (trained ones:
+# docs/drift.md). Extrapolation follows a line through
+# : keys that random weights do not keep to, over more patches: 0.21 was seen at 5 patches, where reuse stays
+# below 0.06.
 DRIFT = {"stale": 0.15, "stale, uneven patches": 0.25}
 
 
@@ -62,13 +66,17 @@ def test_pipefusion_drifts_a_little(rows):
 
 
 def test_stale_ranks_compute_what_one_process_does_in_their_order(rows):
-    """Which rows are fresh, and which stale, is as in benchmarks/drift.py's simulation, for every solver: so docs/drift.md holds for ranks."""
+    """Which rows are fresh, and which stale, is as in benchmarks/drift.py's simulation, for every solver: so
+    docs/drift.md holds for ranks.
+    """
     stale = [row for row in rows if row["variant"].startswith("stale")]
     assert stale and not [row for row in stale if row["simulated"] > 1e-5]
 
 
 def test_ranks_send_and_keep_what_describe_says(rows):
-    """Counted bytes of every mechanism, and of modulation ahead, on every rank, at most 2 % off (synchronous steps share rows among ranks a little differently than patches do)."""
+    """Counted bytes of every mechanism, and of modulation ahead, on every rank, at most 2 % off (synchronous
+    steps share rows among ranks a little differently than patches do).
+    """
     compared = [row for row in rows if row["described"] is not None]
     wrong = [
         (row["config"], row["variant"], rank, sent, told)
@@ -81,7 +89,9 @@ def test_ranks_send_and_keep_what_describe_says(rows):
 
 
 def part_of_weights(row) -> float:
-    """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), all that is in no block, and under megatron all modulation of its blocks."""
+    """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), all that
+    is in no block, and under megatron all modulation of its blocks.
+    """
     shapes = facts("flux-dev")["shapes"]
     part = lambda *words: (
         sum(math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words))
@@ -95,7 +105,9 @@ def part_of_weights(row) -> float:
 
 
 def test_ranks_read_their_part(rows):
-    """A stage reads its own blocks, its share of the modulation and the shared layers; a tensor-parallel rank its pieces, and modulation whole."""
+    """A stage reads its own blocks, its share of the modulation and the shared layers; a tensor-parallel rank
+    its pieces, and modulation whole.
+    """
     read = [
         (row["config"], row["scheme"], row["bytes_read"] / WEIGHTS, part_of_weights(row))
         for row in rows
@@ -104,7 +116,8 @@ def test_ranks_read_their_part(rows):
     assert read and not [each for each in read if each[2] > each[3]]
 
 
-#: World size -> configurations into which ranks change without reading weights, of those that matrix.py changes into one after the other.
+# : World size -> configurations into which ranks change without reading weights, of those that matrix.py
+# changes into one after the other.
 KEPT = {2: 0, 3: 2, 4: 13, 8: 5}
 
 
@@ -117,7 +130,9 @@ def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
 
 
 def test_ways_to_hold_weights_meet(rows):
-    """Scaled fp8, LoRAs, sharding, stages and offloaded modulation in chunks, which the tests above hold to the single process."""
+    """Scaled fp8, LoRAs, sharding, stages and offloaded modulation in chunks, which the tests above hold to
+    the single process.
+    """
     met = {(row["config"], row["restored"]) for row in rows if row.get("file") == "fp8"}
     assert met == (
         {("ulysses_degree 2 = 2 ranks", True), ("pipefusion_degree 2 = 2 ranks", True)}
@@ -127,6 +142,8 @@ def test_ways_to_hold_weights_meet(rows):
 
 
 def test_loras_leave_the_weights_as_they_were(rows):
-    """Fused per stage, per shard and per sharded row (and as exact as anything: above), then taken out again: the same bits."""
+    """Fused per stage, per shard and per sharded row (and as exact as anything: above), then taken out again:
+    the same bits.
+    """
     wrong = [row for row in rows if not row.get("restored", True)]
     assert not wrong

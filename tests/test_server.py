@@ -131,7 +131,7 @@ def test_silent_peers_do_not_keep_a_client_out(server):
 
 
 def test_a_slow_reader_does_not_hold_up_replies(server):
-    """Replies wait in the connection's own outbox: the thread that runs the ranks never blocks on a client."""
+    """Replies wait in the connection's own outbox: the thread of the ranks never blocks on a client."""
     client = greeted(server)
     frames.send(client, Load("/a"))
     job = server.next_job(5)

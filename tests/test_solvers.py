@@ -1,4 +1,6 @@
-"""Solvers on problems whose answer is known: order of convergence, distribution, and the same bits whatever the patches."""
+"""Solvers on problems whose answer is known: order of convergence, distribution, and the same bits whatever
+the patches.
+"""
 
 import math
 
@@ -33,7 +35,8 @@ STOCHASTIC = {
     "seeds_3",
     "sa_solver",
 }
-#: Global order of the deterministic solvers; multistep methods start with lower orders, which bounds them to 2.
+# : Global order of the deterministic solvers; multistep methods start with lower orders, which bounds them to
+# 2.
 ORDERS = {
     "euler": 1,
     "euler_cfg_pp": 1,
@@ -74,7 +77,9 @@ def nonlinear(prediction) -> Toy:
 
 
 def gaussian(prediction) -> Toy:
-    """The ideal model of data that is normal with MEAN and STD: for it the probability flow has a formula (``exact``)."""
+    """The ideal model of data that is normal with MEAN and STD: for it the probability flow has a formula
+    (``exact``).
+    """
 
     def model(scaled, sigma):
         x = scaled if prediction is FLOW else scaled * (sigma**2 + 1) ** 0.5
@@ -100,7 +105,7 @@ def tokens(seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("to_zero", (True, False), ids=("to zero", "ends early"))
 def test_patches_give_the_same_bits(solver, kind, to_zero):
-    """One solver for each uneven patch, stepped in turn as PipeFusion does, against one solver for all rows."""
+    """One solver for each uneven patch, stepped in turn as PipeFusion does, against one for all rows."""
     toy, sigmas = nonlinear(PREDICTIONS[kind]), schedule(PREDICTIONS[kind], 6, to_zero)
     x, noise = tokens() * sigmas[0], fresh_noise(5, sigmas)
     whole = solve(solver, toy, x, sigmas, fresh_noise(5, sigmas))
@@ -123,7 +128,7 @@ def test_patches_give_the_same_bits(solver, kind, to_zero):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("steps", (1, 2, 5))
 def test_model_calls_are_known_before(solver, kind, steps):
-    """Stages without a latent follow ``evaluations``: the same noise levels, bit for bit, and steps in order."""
+    """Stages without a latent follow ``evaluations``: the same noise levels, bit for bit, in order."""
     toy, sigmas, log = nonlinear(PREDICTIONS[kind]), schedule(PREDICTIONS[kind], steps), []
     noise = fresh_noise(5, sigmas)
     solve(solver, toy, tokens() * sigmas[0], sigmas, noise, log=log)
@@ -166,7 +171,9 @@ SAMPLERS = [
 
 @pytest.mark.parametrize("solver, kind", SAMPLERS)
 def test_stochastic_solvers_keep_the_distribution(solver, kind):
-    """With the ideal model of normal data x has the right mean and spread at the end (lcm jumps to the prediction, which is narrower)."""
+    """With the ideal model of normal data x has the right mean and spread at the end (lcm jumps to the
+    prediction, which is narrower).
+    """
     prediction = PREDICTIONS[kind]
     sigmas = schedule(prediction, 150, to_zero=False)
     grid = TokenGrid((4, 48, 48), (1, 2, 2))
@@ -222,7 +229,9 @@ def refused(**change) -> str:
 
 
 def test_what_a_solver_lacks_is_named():
-    """The negative prompt, or the model's noise levels: refused before a rank works, never replaced by a guess."""
+    """The negative prompt, or the model's noise levels: refused before a rank works, never replaced by a
+    guess.
+    """
     assert "negative" in refused(sampler="euler_cfg_pp")
     for solver in HALF_LOG_SNR:
         assert "percent_sigmas" in refused(sampler=solver)

@@ -22,7 +22,8 @@ def test_dear_blocks_get_room():
     assert [list(stage) for stage in stages] == [[0, 1], [2, 3, 4, 5, 6, 7]]
 
 
-#: Blocks as in Flux: of the same work, the first (double) with twice the matrices and four times the modulation of the others.
+# : Blocks as in Flux: of the same work, the first (double) with twice the matrices and four times the
+# modulation of the others.
 DOUBLE, SINGLE = 19, 38
 COSTS, WEIGHTS = [1.0] * (DOUBLE + SINGLE), [24] * DOUBLE + [12] * SINGLE
 MODULATION = [{f"double.{i}.image": 6, f"double.{i}.text": 6} for i in range(DOUBLE)] + [

@@ -1,4 +1,6 @@
-"""Tensor-parallel plans: what a rank keeps of every family, and what cannot be cut. (tests/test_families_ranks.py has the results.)"""
+"""Tensor-parallel plans: what a rank keeps of every family, and what cannot be cut.
+(tests/test_families_ranks.py has the results.)
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

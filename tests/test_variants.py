@@ -168,7 +168,9 @@ def test_frame_rates_are_not_rounded(tmp_path):
     ],
 )
 def test_folders_of_other_variants_are_refused_by_name(family, entry, name, tmp_path):
-    """By their config.json, before their tensors are looked at; without the entry it is the tensors that are missing."""
+    """By their config.json, before their tensors are looked at; without the entry it is the tensors that are
+    missing.
+    """
     save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")
     for config, says in (
         (entry, f"is .*{name}.* variant of {family} that is not supported"),
@@ -392,7 +394,8 @@ def test_released_sizes_are_read_from_shapes(name, config):
 @pytest.mark.parametrize(
     "method, want",
     [
-        # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the picture's lower right corner
+        # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the picture's lower
+        # right corner
         ("offset", [(1, 0, 0), (1, 6, 0)]),
         ("index", [(1, 0, 0), (2, 0, 0)]),
         ("uxo", [(0, 8, 9), (0, 14, 16)]),
@@ -451,7 +454,9 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
 @torch.inference_mode()
 @pytest.mark.parametrize("branch", ["positive", "negative"])
 def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_path):
-    """In the slots of its pipeline's text encoder, which stand for 2 x 2 tokens each, with diffusers' own attention and positions."""
+    """In the slots of its pipeline's text encoder, which stand for 2 x 2 tokens each, with diffusers' own
+    attention and positions.
+    """
     checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image21-edit")))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     sample, family, config, ours = (
@@ -491,7 +496,7 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
 
 @torch.inference_mode()
 def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
-    """Sizes that diffusers' forward has no slots for: its own blocks, one after the other, on the sequence."""
+    """Sizes that diffusers' forward has no slots for: its own blocks, one by one, on the sequence."""
     checkpoint = open_checkpoint(str(write(tmp_path / "odd.safetensors", "qwen-image21-odd")))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     sample, family, config, ours = (
@@ -547,7 +552,9 @@ def test_what_references_decide_is_computed_once(tmp_path):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_no_step_changes_runs_once(causal, tmp_path):
-    """Text and references of Qwen-Image 2.1 are rows of a prompt's first evaluation alone, unless the step modulates them."""
+    """Text and references of Qwen-Image 2.1 are rows of a prompt's first evaluation alone, unless the step
+    modulates them.
+    """
     folder = as_folder(write(tmp_path / "edit.safetensors", "qwen-image21-edit"), causal_condition=causal)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(folder), "default")
@@ -562,7 +569,9 @@ def test_what_no_step_changes_runs_once(causal, tmp_path):
 
 @pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
 def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
-    """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there once; the latent is that of every row with its own."""
+    """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there
+    once; the latent is that of every row with its own.
+    """
     engine, sample, given = Engine(ParallelConfig(), mesh.single()), request(name), []
     engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
     transformer, names = (
@@ -598,7 +607,9 @@ def test_samples_with_references_at_other_places_are_no_batch():
 
 
 def test_pictures_of_odd_and_even_sides_have_one_middle():
-    """As ComfyUI's Qwen-Image 2.1 places them: columns of a reference seven wide fall between those of a picture ten wide."""
+    """As ComfyUI's Qwen-Image 2.1 places them: columns of a reference seven wide fall between those of a
+    picture ten wide.
+    """
     grid, cond = (
         TokenGrid((64, 8, 10), (1, 1, 1)),
         {

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and the golden cases as requests; used by the tests' own process and by the rank programs."""
+"""Tiny checkpoints and the golden cases as requests; for the tests' own process and the rank programs."""
 
 import importlib.util
 import json
@@ -19,7 +19,8 @@ from backend.solver_names import PERCENTS
 GOLDEN = Path(__file__).parent / "golden"
 #: ComfyUI's latent format of Flux: model = (vae - shift) * scale.
 SCALE, SHIFT = 0.3611, 0.1159
-#: FAMILY__CASE -> distance of one process from the golden latent, in its standard deviations (scripts/golden_distances.py).
+# : FAMILY__CASE -> distance of one process from the golden latent, in its standard deviations
+# (scripts/golden_distances.py).
 DISTANCES = json.loads((GOLDEN.parent / "golden_distances.json").read_text())
 FLUX_CASES = sorted(path.stem.split("__")[1] for path in GOLDEN.glob("flux-dev__*.safetensors"))
 
@@ -40,7 +41,7 @@ def facts(family: str) -> dict:
 def write_checkpoint(
     path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()
 ) -> Path:
-    """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written once, whole or not at all."""
+    """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written whole or not at all."""
     if not path.exists():
         state = weights_module().state_dict(facts(family)["shapes"])
         save_whole({prefix + key: value for key, value in state.items() if key not in drop}, path)
@@ -55,7 +56,9 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 
 
 def as_folder(file: Path, **entries) -> Path:
-    """The weights of a single file as a diffusers folder beside it, whose configuration has other ``entries``."""
+    """The weights of a single file as a diffusers folder beside it, whose configuration has other
+    ``entries``.
+    """
     checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     folder.mkdir()
@@ -125,7 +128,9 @@ def error_in_std(samples: torch.Tensor, golden: torch.Tensor) -> float:
 
 
 def is_known_distance(name: str, error: float) -> bool:
-    """Whether the golden case is as near as golden_distances.json says; a machine that rounds in another order may be ten times as far away."""
+    """Whether the golden case is as near as golden_distances.json says; a machine that rounds in another
+    order may be ten times as far away.
+    """
     assert name in DISTANCES, f"scripts/golden_distances.py has not measured {name} yet"
     return error <= DISTANCES[name] * 10
 

@@ -52,7 +52,9 @@ def problem(toy: Toy, sigmas: Tensor, noise: FreshNoise, rows: slice = slice(Non
 def solve(
     solver: str, toy: Toy, x: Tensor, sigmas: Tensor, noise: FreshNoise, inpaint=None, log: list | None = None
 ) -> Tensor:
-    """The solver's answer for the tokens x (B, N, F). inpaint: a request.Inpaint; ``log`` gets (sigma, step) of every model call."""
+    """The solver's answer for the tokens x (B, N, F). inpaint: a request.Inpaint; ``log`` gets (sigma, step)
+    of every model call.
+    """
     steps, span = SOLVER_FUNCTIONS[solver](x, problem(toy, sigmas, noise)), Span(0, x.shape[1])
     request = next(steps)
     while True:

@@ -1,4 +1,6 @@
-"""Variants of the golden families: the same tiny checkpoints with other shapes, and requests with what ComfyUI's model would make of their CONDITIONING."""
+"""Variants of the golden families: the same tiny checkpoints with other shapes, and requests with what
+ComfyUI's model would make of their CONDITIONING.
+"""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,8 +53,10 @@ GIVEN_ROWS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """shapes: keys of the checkpoint that differ from the golden family's (None: absent). unet: entries of ComfyUI's unet_config that differ.
-    latent: shape of the noise, where it is not the golden one's. arguments: model arguments of both branches; negative: of the negative one alone. louder: factor of the
+    """shapes: keys of the checkpoint that differ from the golden family's (None: absent). unet: entries of
+    ComfyUI's unet_config that differ.
+    latent: shape of the noise, where it is not the golden one's. arguments: model arguments of both branches;
+    negative: of the negative one alone. louder: factor of the
     last layer, for another model of the same shapes."""
 
     family: str

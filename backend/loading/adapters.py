@@ -1,7 +1,8 @@
-"""What a LoRA file adds to one matrix of weights: the kinds of adapters, each of which gives any rows and columns of its difference.
+"""What a LoRA file adds to one matrix of weights: the kinds of adapters, each of which gives any rows and
+columns of its difference.
 
-The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa and LoKr (arXiv 2309.14859), whole
-differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
+The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa and LoKr (arXiv
+2309.14859), whole differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
 """
 
 import math
@@ -20,13 +21,15 @@ Matrix = tuple[int, int]
 
 
 def matrix(shape: tuple[int, ...]) -> Matrix:
-    """A tensor's shape as rows and everything else: (n,) is (n, 1), a convolution (out, in, h, w) is (out, in h w)."""
+    """A tensor's shape as rows and everything else: (n,) is (n, 1), a convolution (out, in, h, w) is (out, in
+    h w)."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 @dataclass(frozen=True)
 class Adapter(ABC):
-    """Of ``files``: ``keys``, role -> key. The tensor that it belongs to is seen as a matrix of ``shape``. strength * scale * difference is added to it."""
+    """Of ``files``: ``keys``, role -> key. The tensor that it belongs to is seen as a matrix of ``shape``.
+    strength * scale * difference is added to it."""
 
     files: TensorFiles
     keys: Mapping[str, str]

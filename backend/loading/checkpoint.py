@@ -31,9 +31,11 @@ from .scaled import ScaledFiles
 
 @dataclass
 class Checkpoint:
-    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class; keys: the layout's keys -> the file's, where they differ.
+    """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
+    keys: the layout's keys -> the file's, where they differ.
 
-    pipeline: configurations of the parts beside a diffusers folder's transformer: "scheduler", "vae", where they are there.
+    pipeline: configurations of the parts beside a diffusers folder's transformer: "scheduler", "vae", where
+    they are there.
     """
 
     name: str
@@ -98,7 +100,8 @@ class Checkpoint:
         ]
 
     def stages(self, config: ParallelConfig) -> Stages:
-        """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work and weights."""
+        """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work
+        and weights."""
         size = lambda name: sum(
             parameter.numel() for parameter in self.empty.get_submodule(name).parameters()
         )
@@ -129,7 +132,8 @@ class Checkpoint:
         ]  # tables that are buffers can be computed
         if missing:
             raise UnsupportedError(
-                f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, first {', '.join(missing[:5])}; the file is incomplete or of another variant."
+                f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, "
+                f"first {', '.join(missing[:5])}; the file is incomplete or of another variant."
             )
         for name, source in found.items():
             self._check_shape(name, source, shapes[name])
@@ -145,7 +149,8 @@ class Checkpoint:
         rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
         if (rows, *have[1:]) != want:
             raise UnsupportedError(
-                f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} with this configuration needs {want}; the file is of another variant."
+                f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} "
+                f"with this configuration needs {want}; the file is of another variant."
             )
 
     @property
@@ -166,10 +171,12 @@ class Checkpoint:
         held: Mapping[str, bool] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> int:
-        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read; other blocks stay without weights.
+        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read;
+        other blocks stay without weights.
 
-        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is read. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``on_progress`` is told how many values of how many are loaded.
+        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is
+        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is told
+        how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
         wanted = [
@@ -234,7 +241,8 @@ def open_checkpoint(path: str) -> Checkpoint:
         told = checkpoint.config.get(name, value)
         if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
             raise UnsupportedError(
-                f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of {checkpoint.family.name} that is not supported; use another model of this family."
+                f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of "
+                f"{checkpoint.family.name} that is not supported; use another model of this family."
             )
     checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
     return checkpoint
@@ -245,7 +253,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     inner = folder / "transformer" if is_pipeline else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
-            f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer folder."
+            f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer "
+            f"folder."
         )
     config = json.loads((inner / "config.json").read_text())
     cls = _transformer_class(inner, config)
@@ -285,7 +294,8 @@ def _transformer_class(folder: Path, config: dict) -> type:
     cls = getattr(diffusers, name, None)
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
         raise UnsupportedError(
-            f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
+            f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer "
+            f"of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
         )
     return cls
 
@@ -306,19 +316,23 @@ def _open_single_file(path: Path) -> Checkpoint:
         variant = family.layout.unsupported(files.shapes)
         if variant:
             raise UnsupportedError(
-                f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it with KSampler."
+                f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it "
+                f"with KSampler."
             )
     first = ", ".join(list(files.shapes)[:3])
     raise UnsupportedError(
-        f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin with {first}. A text encoder or VAE does not belong here."
+        f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
+        f"with {first}. A text encoder or VAE does not belong here."
     )
 
 
 def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
-    """A single file whose keys are the diffusers class's own: its configuration is derived from the shapes, as that of the family's other layout is.
+    """A single file whose keys are the diffusers class's own: its configuration is derived from the shapes,
+    as that of the family's other layout is.
 
-    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the file's tensors.
-    UnsupportedError where a family's names are there but no configuration of it has these shapes; None where there is no family's.
+    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the
+    file's tensors. UnsupportedError where a family's names are there but no configuration of it has these
+    shapes; None where there is no family's.
     """
     found, reason = [], None
     for family, prefix in product(FAMILIES.values(), PREFIXES):
@@ -335,7 +349,9 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             reason = (
                 reason
-                or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not tell the configuration ({error}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+                or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not "
+                f"tell the configuration ({error}); use the diffusers folder with its config.json, or a "
+                f"file in ComfyUI's layout."
             )
     if reason and not found:
         raise UnsupportedError(reason)

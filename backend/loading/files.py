@@ -22,7 +22,8 @@ ALL = slice(None)
 
 
 class Weights(Protocol):
-    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the files; bytes_read: what was read of them so far."""
+    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the
+    files; bytes_read: what was read of them so far."""
 
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
@@ -30,7 +31,8 @@ class Weights(Protocol):
     bytes_read: int
 
     def dtype(self, key: str) -> torch.dtype:
-        """The floating dtype of a tensor, that of the values which it stands for where it is quantized. UnsupportedError where it is none."""
+        """The floating dtype of a tensor, that of the values which it stands for where it is quantized.
+        UnsupportedError where it is none."""
 
     def read(
         self,
@@ -40,11 +42,13 @@ class Weights(Protocol):
         dtype: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> torch.Tensor:
-        """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on ``device``; nothing else of it is read."""
+        """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on
+        ``device``; nothing else of it is read."""
 
 
 class TensorFiles:
-    """The tensors of one or several safetensors files under one set of names. Headers are read at once, data when asked for."""
+    """The tensors of one or several safetensors files under one set of names. Headers are read at once, data
+    when asked for."""
 
     def __init__(self, paths: list[Path]):
         self.bytes_read, self.name = 0, paths[0].name
@@ -59,11 +63,13 @@ class TensorFiles:
         self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed integers)."""
+        """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed
+        integers)."""
         name = self.stored(key)
         if name not in DTYPES:
             raise UnsupportedError(
-                f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a bf16, fp16, fp32, fp8 or GGUF file."
+                f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a "
+                f"bf16, fp16, fp32, fp8 or GGUF file."
             )
         return DTYPES[name]
 
@@ -79,7 +85,8 @@ class TensorFiles:
         dtype: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> torch.Tensor:
-        """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks of a machine share."""
+        """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
+        of a machine share."""
         tensor = self._mapped(key, rows, columns).to(device)  # few bytes travel, then become many
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -100,13 +107,15 @@ def _open(path: Path):
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):
         raise UnsupportedError(
-            f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run code when they are opened."
+            f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run "
+            f"code when they are opened."
         )
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UnsupportedError(
-            f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: download it again."
+            f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: "
+            f"download it again."
         ) from None
 
 
@@ -123,6 +132,7 @@ def _paths(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise UnsupportedError(
-            f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers transformer folder has one file, or several with a .safetensors.index.json."
+            f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers "
+            f"transformer folder has one file, or several with a .safetensors.index.json."
         )
     return files

@@ -1,4 +1,5 @@
-"""A rank's weights with LoRAs in them: made from the checkpoint's own, which are read again, so that what is taken out is gone to the last bit."""
+"""A rank's weights with LoRAs in them: made from the checkpoint's own, which are read again, so that what is
+taken out is gone to the last bit."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ Patches = Mapping[str, list[Patch]]
 
 
 class FusedWeights:
-    """The parameters that this rank holds of a loaded ``checkpoint``, and the ``stack`` of LoRAs that is in them.
+    """The parameters that this rank holds of a loaded ``checkpoint``, and the ``stack`` of LoRAs that is in
+    them.
 
-    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the checkpoint was read
-    to, again the same for the same bits.
+    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the
+    checkpoint was read to, again the same for the same bits.
     """
 
     def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
@@ -61,9 +63,11 @@ class FusedWeights:
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them
     def fuse(self, stack: Stack):
-        """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing are left alone. Raises UnsupportedError.
+        """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing
+        are left alone. Raises UnsupportedError.
 
-        A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to the parameter's dtype.
+        A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to
+        the parameter's dtype.
         """
         if stack == self.stack:
             return
@@ -146,7 +150,8 @@ class FusedWeights:
         return total.reshape(value.shape)
 
     def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
-        """A parameter and those that the single file keeps in the same tensor, as whole matrices: for adapters that look at more than the entry that they change."""
+        """A parameter and those that the single file keeps in the same tensor, as whole matrices: for
+        adapters that look at more than the entry that they change."""
         group = self.targets.together[name].pieces
         values = {
             piece: self.checkpoint.read(piece, torch.float32, self.device).reshape(

@@ -1,6 +1,8 @@
-"""GGUF files as ComfyUI-GGUF writes them: the original keys, weights in blocks of few bits. Read by blocks and dequantized as they are read.
+"""GGUF files as ComfyUI-GGUF writes them: the original keys, weights in blocks of few bits. Read by blocks
+and dequantized as they are read.
 
-Header and types are the gguf package's, dequantization is diffusers' (in float32); both are needed for these files alone.
+Header and types are the gguf package's, dequantization is diffusers' (in float32); both are needed for these
+files alone.
 """
 
 import importlib.util
@@ -24,7 +26,8 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file: its type's name, its shape, its bytes (mapped), and how many values a block has and in how many bytes."""
+    """A tensor of the file: its type's name, its shape, its bytes (mapped), and how many values a block has
+    and in how many bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -39,7 +42,8 @@ class GGUFFile:
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
             raise UnsupportedError(
-                f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" -m pip install gguf'
+                f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" '
+                f"-m pip install gguf"
             )
         self.bytes_read, self.name, self.metadata, self.size = 0, path.name, {}, path.stat().st_size
         self._stored = _open(path)
@@ -112,7 +116,8 @@ def _open(path: Path) -> dict[str, Stored]:
         }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise UnsupportedError(
-            f"{path.name} cannot be read as GGUF ({error}); it is truncated or no GGUF file: download it again."
+            f"{path.name} cannot be read as GGUF ({error}); it is truncated or no GGUF file: download it "
+            f"again."
         ) from None
     found = {}
     for tensor in reader.tensors:
@@ -122,12 +127,14 @@ def _open(path: Path) -> dict[str, Stored]:
                 [*PLAIN, *(each.name for each in dequantize_functions if each.name not in PLAIN)]
             )
             raise UnsupportedError(
-                f"{path.name}: the tensor {tensor.name} is stored as {kind}, which is not supported; supported are {known}. Use another file of this model."
+                f"{path.name}: the tensor {tensor.name} is stored as {kind}, which is not supported; "
+                f"supported are {known}. Use another file of this model."
             )
         shape = shapes.get(tensor.name, tuple(reversed(tensor.shape.tolist())))
         if math.prod(shape) != tensor.n_elements:
             raise UnsupportedError(
-                f"{path.name}: {SHAPE}{tensor.name} is {shape}, but the tensor has {tensor.n_elements} values; the file was converted badly: use another one of this model."
+                f"{path.name}: {SHAPE}{tensor.name} is {shape}, but the tensor has {tensor.n_elements} "
+                f"values; the file was converted badly: use another one of this model."
             )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         data = torch.from_numpy(reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])

@@ -1,4 +1,5 @@
-"""Key layouts of single files: where each parameter of the diffusers transformer is found. A layout is data of the family."""
+"""Key layouts of single files: where each parameter of the diffusers transformer is found. A layout is data
+of the family."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,15 @@ PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "trans
 class Layout:
     """How a single file names a family's tensors.
 
-    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a variant that is not supported and has it.
-    names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the block number; a name of a whole tensor
-    (with .weight or .scale) maps to a whole parameter name. swapped: diffusers modules whose two halves of rows are the other way round, {} being
-    the number of every block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as many elements.
-    A parameter that ``names`` does not reach is looked for under its own name. spellings: (theirs, ours) replacements, in order, that turn other
-    spellings of the file's keys into this one. config: shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
+    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a
+    variant that is not supported and has it.
+    names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
+    block number; a name of a whole tensor (with .weight or .scale) maps to a whole parameter name. swapped:
+    diffusers modules whose two halves of rows are the other way round, {} being the number of every block,
+    {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as
+    many elements. A parameter that ``names`` does not reach is looked for under its own name. spellings:
+    (theirs, ours) replacements, in order, that turn other spellings of the file's keys into this one. config:
+    shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
     """
 
     signature: tuple[str, ...]
@@ -35,7 +39,8 @@ class Layout:
     variants: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
-        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file is of another layout."""
+        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
+        is of another layout."""
         for prefix in PREFIXES:
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
             if all(key in found for key in self.signature) and not any(
@@ -63,7 +68,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows lo..hi of the file's tensor ``key`` (hi None: all of it); ``swap``: exchange the halves of the rows; ``shape``: view it so."""
+    """Rows lo..hi of the file's tensor ``key`` (hi None: all of it); ``swap``: exchange the halves of the
+    rows; ``shape``: view it so."""
 
     key: str
     lo: int = 0
@@ -112,7 +118,8 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
 
 
 def from_diffusers(layout: Layout, parameters: Shapes) -> dict[str, tuple[int, ...]]:
-    """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has: rows of stacked modules added up."""
+    """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has:
+    rows of stacked modules added up."""
     found, left = {}, dict(parameters)
     blocks = 1 + max(
         (int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0
@@ -134,7 +141,8 @@ def _number_last(name: str, parameters: Shapes) -> str:
     if "{last}" not in name:
         return name
     blocks, rest = name.split("{last}")
-    return f"{blocks}{max(int(p.removeprefix(blocks).split('.')[0]) for p in parameters if p.startswith(blocks))}{rest}"
+    numbers = (int(p.removeprefix(blocks).split(".")[0]) for p in parameters if p.startswith(blocks))
+    return f"{blocks}{max(numbers)}{rest}"
 
 
 def _add(found, layout, parameters, file_name, targets):

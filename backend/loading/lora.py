@@ -1,7 +1,9 @@
-"""LoRA files: which tensors of a transformer their keys name, in the spellings of ComfyUI, BFL, kohya, diffusers, PEFT and LyCORIS.
+"""LoRA files: which tensors of a transformer their keys name, in the spellings of ComfyUI, BFL, kohya,
+diffusers, PEFT and LyCORIS.
 
-A key is PREFIX + MODULE + ROLE. MODULE is a module of the single file (ComfyUI's and BFL's names, kohya's with _ for .) or of the diffusers class; the
-family's Layout says which parameters either one means, so no family needs code here.
+A key is PREFIX + MODULE + ROLE. MODULE is a module of the single file (ComfyUI's and BFL's names, kohya's
+with _ for .) or of the diffusers class; the family's Layout says which parameters either one means, so no
+family needs code here.
 """
 
 import math
@@ -18,8 +20,10 @@ from .layout import Layout, Shapes, Source, sources
 
 #: Role -> how the ends of keys spell it.
 ROLES = {
-    "up": r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight|\.lora_B(?:\.[^.]+)?\.weight|\.lora_B",
-    "down": r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
+    "up": r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight"
+    r"|\.lora_B(?:\.[^.]+)?\.weight|\.lora_B",
+    "down": r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight"
+    r"|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
     "difference": r"\.diff|\.w_norm",
     "bias": r"\.diff_b|\.b_norm|\.lora_B(?:\.[^.]+)?\.bias",
     **{
@@ -39,7 +43,8 @@ ROLES = {
             "lokr_w2_b",
         )
     },
-    "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
+    "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
+    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
 #: Roles that say how much of an adapter is added.
 SCALES = {"alpha", "dora_scale"}
@@ -75,7 +80,8 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class LoraUse:
-    """A LoRA file and how much of it is added. ``stamp`` changes with the file; it is empty where there is none."""
+    """A LoRA file and how much of it is added. ``stamp`` changes with the file; it is empty where there is
+    none."""
 
     path: str
     strength: float
@@ -84,7 +90,8 @@ class LoraUse:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that a LoRA can name, seen as a matrix of ``shape``: ``pieces``, parameters -> their rows of it. ``name`` is for messages."""
+    """A tensor that a LoRA can name, seen as a matrix of ``shape``: ``pieces``, parameters -> their rows of
+    it. ``name`` is for messages."""
 
     name: str
     shape: Matrix
@@ -93,7 +100,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and what it changes of one transformer, from its header alone; ``unmatched`` are keys that name nothing there."""
+    """A LoRA file and what it changes of one transformer, from its header alone; ``unmatched`` are keys that
+    name nothing there."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
@@ -104,7 +112,10 @@ class Lora:
         """One sentence on the unmatched keys, empty where there are none."""
         if not self.unmatched:
             return ""
-        return f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded, because this model has nothing of their names: {_some(self.unmatched, 20)}."
+        return (
+            f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded, because "
+            f"this model has nothing of their names: {_some(self.unmatched, 20)}."
+        )
 
 
 class Targets:
@@ -126,7 +137,8 @@ class Targets:
         self.together = {name: target for target in self.theirs.values() for name in target.pieces}
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
-        """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its weight."""
+        """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its
+        weight."""
         prefix = PREFIX.match(stem)
         stem = stem[prefix.end() :] + leaf
         names = [
@@ -177,9 +189,11 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
-    """The LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names that in messages.
+    """The LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names that
+    in messages.
 
-    UnsupportedError where it names nothing of the transformer, has other sizes or a kind of adapter that is not supported.
+    UnsupportedError where it names nothing of the transformer, has other sizes or a kind of adapter that is
+    not supported.
     """
     where = Path(path)
     if not where.is_file():
@@ -203,8 +217,11 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
                 unmatched += part.values()
     if not adapters:
         raise UnsupportedError(
-            f"the LoRA {where.name} has nothing for {model}: its keys begin with {_some(list(files.shapes))}, while this model has modules like {targets.examples}, looked for "
-            "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ and lycoris_; it was made for another model."
+            f"the LoRA {where.name} has nothing for {model}: its keys begin with "
+            f"{_some(list(files.shapes))}, while this model has modules like {targets.examples}, looked "
+            f"for "
+            "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ "
+            "and lycoris_; it was made for another model."
         )
     return Lora(path, adapters, unmatched)
 
@@ -215,24 +232,28 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"]
         )
         raise UnsupportedError(
-            f"the LoRA {name} has {keys['refused']!r} ({kind}), which is not supported; use KSampler for it, or a LoRA of another kind."
+            f"the LoRA {name} has {keys['refused']!r} ({kind}), which is not supported; use KSampler for "
+            f"it, or a LoRA of another kind."
         )
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
         raise UnsupportedError(
-            f"the LoRA {name} is incomplete: of {target.name} it has only {', '.join(keys.values())}; download it again."
+            f"the LoRA {name} is incomplete: of {target.name} it has only {', '.join(keys.values())}; "
+            f"download it again."
         )
     adapter = kind(files, keys, target.shape)
     if adapter.size != target.shape:
         raise UnsupportedError(
-            f"the LoRA {name} was made for another model: its change of {target.name} is {_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
+            f"the LoRA {name} was made for another model: its change of {target.name} is "
+            f"{_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
         )
     if "dora_scale" in keys and matrix(files.shapes[keys["dora_scale"]]) not in (
         (target.shape[0], 1),
         (1, target.shape[1]),
     ):
         raise UnsupportedError(
-            f"the LoRA {name} has {keys['dora_scale']!r} of {_times(files.shapes[keys['dora_scale']])}, which is neither a row nor a column of a tensor of {_times(target.shape)}."
+            f"the LoRA {name} has {keys['dora_scale']!r} of {_times(files.shapes[keys['dora_scale']])}, "
+            f"which is neither a row nor a column of a tensor of {_times(target.shape)}."
         )
     return adapter
 

@@ -14,8 +14,10 @@ def blocks_text(blocks: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole checkpoint; weight_bytes: what the rank now holds;
-    peak_bytes: most memory that the device gave it meanwhile (of the process in all, where the device is the CPU; 0 where the system does not tell)."""
+    """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
+    checkpoint; weight_bytes: what the rank now holds;
+    peak_bytes: most memory that the device gave it meanwhile (of the process in all, where the device is the
+    CPU; 0 where the system does not tell)."""
 
     rank: int
     stage: int
@@ -32,7 +34,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read {self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
+            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read "
+            f"{self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
             f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB"
         )
 

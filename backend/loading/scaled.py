@@ -1,8 +1,10 @@
-"""ComfyUI's quantized layers, values of few bits beside their scales, read as the weights that they stand for.
+"""ComfyUI's quantized layers, values of few bits beside their scales, read as the weights that they stand
+for.
 
-A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older files ("scaled fp8") just have
-X.scale_weight beside float8 values. Values are multiplied by their scales in the order and precision in which ComfyUI dequantizes them. It computes on
-quantized activations where the GPU can, which needs input_scale; here activations stay as they are.
+A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
+files ("scaled fp8") just have X.scale_weight beside float8 values. Values are multiplied by their scales in
+the order and precision in which ComfyUI dequantizes them. It computes on quantized activations where the GPU
+can, which needs input_scale; here activations stay as they are.
 """
 
 import json
@@ -16,7 +18,8 @@ from ..errors import UnsupportedError
 from .files import ALL, CPU, TensorFiles
 from .layout import PREFIXES
 
-#: Leaves of a layer beside its weight and bias: scales of the weight, and what only quantized activations need.
+#: Leaves of a layer beside its weight and bias: scales of the weight, and what only quantized activations
+#: need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -43,7 +46,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of a layer's weight, wanted in ``dtype`` on ``device``; columns begin and end with a block."""
+    """Rows and columns of a layer's weight, wanted in ``dtype`` on ``device``; columns begin and end with a
+    block."""
 
     files: TensorFiles
     layer: Layer
@@ -107,13 +111,15 @@ def _int8(piece: Piece) -> Tensor:
 
 
 def _mxfp8(piece: Piece) -> Tensor:
-    """Blocks of 32 E4M3 values under a power of two (OCP Microscaling Formats 1.0): the scale's byte is a float's exponent."""
+    """Blocks of 32 E4M3 values under a power of two (OCP Microscaling Formats 1.0): the scale's byte is a
+    float's exponent."""
     scales = (piece.block_scales().int() << 23).view(torch.float32)
     return (piece.values().float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
 
 
 def _nvfp4(piece: Piece) -> Tensor:
-    """Blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the first value of a byte is in its high bits."""
+    """Blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the first value
+    of a byte is in its high bits."""
     pairs = piece.values(packed=2)
     values = E2M1.to(piece.device, piece.dtype)[
         torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
@@ -142,7 +148,8 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """stored: the file's dtypes; needs: leaves without which it cannot be read; block: a layer's settings -> Layer.block; packed: values in an element."""
+    """stored: the file's dtypes; needs: leaves without which it cannot be read; block: a layer's settings ->
+    Layer.block; packed: values in an element."""
 
     weight: Callable[[Piece], Tensor]
     stored: tuple[str, ...]
@@ -161,7 +168,8 @@ FORMATS = {
 
 
 class ScaledFiles:
-    """``files`` with every quantized layer as the weight that it stands for (see files.Weights). UnsupportedError for a format that is not in FORMATS."""
+    """``files`` with every quantized layer as the weight that it stands for (see files.Weights).
+    UnsupportedError for a format that is not in FORMATS."""
 
     def __init__(self, files: TensorFiles):
         self.files, self.metadata, self.size = files, files.metadata, files.size
@@ -175,7 +183,8 @@ class ScaledFiles:
         orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
         if orphan:
             raise UnsupportedError(
-                f"{files.name} is quantized with scales ({orphan}), but the weight that they belong to is not; the file was converted badly: use another one of this model."
+                f"{files.name} is quantized with scales ({orphan}), but the weight that they belong to is "
+                f"not; the file was converted badly: use another one of this model."
             )
         self.shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
@@ -214,7 +223,8 @@ class ScaledFiles:
         ).to(dtype)
         if len(layer.shape) == 2:
             weight = weight[:, wanted.start - blocks.start : wanted.stop - blocks.start]
-        smoothing = f"{layer.name}.pre_quant_scale"  # of the layer's input, which may as well be scaled in the weight's columns
+        # of the layer's input, which may as well be scaled in the weight's columns
+        smoothing = f"{layer.name}.pre_quant_scale"
         return (
             weight
             if smoothing not in self.files.shapes
@@ -244,7 +254,8 @@ def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
         found = json.loads(text)
     except ValueError as error:
         raise UnsupportedError(
-            f"{files.name}: {where} is no JSON ({error}); the file was converted badly: use another one of this model."
+            f"{files.name}: {where} is no JSON ({error}); the file was converted badly: use another one of "
+            f"this model."
         ) from None
     return found if isinstance(found, dict) else {}
 
@@ -268,11 +279,13 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     form = FORMATS.get(kind)
     if form is None:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is quantized as {kind}, which is not supported; supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
+            f"{files.name}: the layer {name} is quantized as {kind}, which is not supported; supported are "
+            f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
         )
     if stored not in form.stored:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is said to be {kind} but is stored as {stored}; the file was converted badly: use another one of this model."
+            f"{files.name}: the layer {name} is said to be {kind} but is stored as {stored}; the file was "
+            f"converted badly: use another one of this model."
         )
     leaves = {
         leaf: files.shapes[f"{name}.{leaf}"] for leaf in WEIGHT_SCALES if f"{name}.{leaf}" in files.shapes
@@ -284,7 +297,8 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     ]
     if missing:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is quantized as {kind} but lacks {', '.join(missing)}; the file is incomplete: download it again."
+            f"{files.name}: the layer {name} is quantized as {kind} but lacks {', '.join(missing)}; the "
+            f"file is incomplete: download it again."
         )
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
@@ -306,5 +320,6 @@ def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[s
         fits = count == 1 or (count == layer.shape[0] == have[0])
     if not fits or (layer.block > 1 and layer.shape[1] % layer.block):
         raise UnsupportedError(
-            f"{files.name}: the scales of {layer.name} have shape {have}, which does not fit its {kind} weight of shape {layer.shape}; use another file of this model."
+            f"{files.name}: the scales of {layer.name} have shape {have}, which does not fit its {kind} "
+            f"weight of shape {layer.shape}; use another file of this model."
         )

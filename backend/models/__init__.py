@@ -1,4 +1,5 @@
-"""Model families, one data file each (its code in calls/, its single files in layouts/), found by name or by the transformer's class."""
+"""Model families, one data file each (its code in calls/, its single files in layouts/), found by name or by
+the transformer's class."""
 
 from . import (
     chroma,

@@ -1,4 +1,5 @@
-"""Chroma of Lodestone Rock: Flux.1 with one small network that makes every modulation; no pooled prompt, guidance by a negative prompt."""
+"""Chroma of Lodestone Rock: Flux.1 with one small network that makes every modulation; no pooled prompt,
+guidance by a negative prompt."""
 
 from .calls.chroma import adjust, forward_args, prepare, refusal
 from .layouts.chroma import LAYOUT

@@ -1,4 +1,5 @@
-"""CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a discrete schedule; text first."""
+"""CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
+discrete schedule; text first."""
 
 from ..schedule import DiscreteSchedule
 from .calls.cogvideox import forward_args, refusal

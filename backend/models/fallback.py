@@ -1,8 +1,10 @@
 """Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
 
-The family is made from the class's signature and from what a shallow copy with random weights does (probe.py). CFG and data parallelism are always there; the
-methods that cut rows (Ulysses, ring, PipeFusion) where a self-check passes: every patch run alone against full key/value buffers equals the full
-forward. What a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity where there is none.
+The family is made from the class's signature and from what a shallow copy with random weights does
+(probe.py). CFG and data parallelism are always there; the methods that cut rows (Ulysses, ring, PipeFusion)
+where a self-check passes: every patch run alone against full key/value buffers equals the full forward. What
+a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity
+where there is none.
 """
 
 import inspect
@@ -43,7 +45,8 @@ CONDITIONING = {
     "guidance": "guidance",
     "encoder_attention_mask": "attention_mask",
 }
-#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand behind it), which its forward does not tell.
+#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand
+#: behind it), which its forward does not tell.
 POSITIONS = {
     "FluxTransformer2DModel": (False, False),
     "ChromaTransformer2DModel": (False, False),
@@ -52,14 +55,17 @@ POSITIONS = {
 }
 #: Pixels of a latent cell's side, for classes that want the picture's size.
 PIXELS = 8
-#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells what it counts.
+#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells
+#: what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the latent has a time axis; scale: of sigma to its timestep;
-    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler); counts, behind: as in POSITIONS."""
+    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
+    latent has a time axis; scale: of sigma to its timestep;
+    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler);
+    counts, behind: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -139,9 +145,11 @@ def _pixels(grid, latent):
 
 
 def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
-    """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's scheduler_config.json, where there is one.
+    """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's
+    scheduler_config.json, where there is one.
 
-    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut, Family.whole_only says why.
+    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut,
+    Family.whole_only says why.
     """
     return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
 
@@ -194,7 +202,8 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
 
 
 def _checked(family: Family, probe: "_Probe") -> Family:
-    """The family, once its patches have been checked; blocks that fail on a text stream without rows are given one."""
+    """The family, once its patches have been checked; blocks that fail on a text stream without rows are
+    given one."""
     request = probe.request(*PROBES[0])
     try:
         check_patches(probe.transformer, family, *request)
@@ -210,13 +219,17 @@ def _check_inputs(cls: type, first: Trace):
     """Refuse a class that would run, but on inputs of which it cannot be seen whether they are right."""
     if not first.timestep:
         raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000. docs/adding_a_model.md says how to add a family."
+            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+            f"timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000. "
+            f"docs/adding_a_model.md says how to add a family."
         )
     for call in first.blocks:
         for name, value in call.arguments.items():
             if value is None and ("rotary" in name or "rope" in name):
                 raise UnsupportedError(
-                    f"the transformer class {cls.__name__} has no family file, and cannot run without one: its pipeline computes {name!r}, which the blocks are not given here. docs/adding_a_model.md says how to add a family."
+                    f"the transformer class {cls.__name__} has no family file, and cannot run without one: "
+                    f"its pipeline computes {name!r}, which the blocks are not given here. "
+                    f"docs/adding_a_model.md says how to add a family."
                 )
 
 
@@ -227,16 +240,21 @@ def _inputs(cls, config) -> Inputs:
     for p in parameters:
         if p.default is p.empty and p.name not in FILLABLE:
             raise UnsupportedError(
-                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to add a family."
+                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+                f"forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to "
+                f"add a family."
             )
     names = tuple(p.name for p in parameters if p.name in FILLABLE)
     if "hidden_states" not in names or "timestep" not in names:
         raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and its forward takes no hidden_states and timestep; it is no denoiser of latents."
+            f"the transformer class {cls.__name__} has no family file, and its forward takes no "
+            f"hidden_states and timestep; it is no denoiser of latents."
         )
     if "img_ids" in names and cls.__name__ not in POSITIONS:
         raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to add a family."
+            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+            f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
+            f"add a family."
         )
     counts, behind = POSITIONS.get(cls.__name__, (False, False))
     return Inputs(
@@ -280,12 +298,14 @@ class _Probe:
         known = [self.config[key] for key in WIDTHS[name] if isinstance(self.config.get(key), int)]
         if not known:
             raise UnsupportedError(
-                f"the transformer class {self.cls.__name__} has no family file, and its configuration names no width of {name} ({', '.join(WIDTHS[name])})."
+                f"the transformer class {self.cls.__name__} has no family file, and its configuration "
+                f"names no width of {name} ({', '.join(WIDTHS[name])})."
             )
         return known[0]
 
     def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
-        """A grid of ``counts`` tokens (two frames of them for video) and arguments with random tensors; ``seed`` is the latent's."""
+        """A grid of ``counts`` tokens (two frames of them for video) and arguments with random tensors;
+        ``seed`` is the latent's."""
         sizes = [count * step for count, step in zip(counts, self.patch[1:])]
         shape = (self.channels, *([2 * self.patch[0]] if self.inputs.video else []), *sizes)
         grid, generator = TokenGrid(shape, self.patch), torch.Generator().manual_seed(100)
@@ -311,7 +331,8 @@ class _Probe:
             raise
         except Exception as error:  # whatever a foreign forward raises
             raise UnsupportedError(
-                f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed ({type(error).__name__}: {error}); docs/adding_a_model.md says how to add a family."
+                f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed "
+                f"({type(error).__name__}: {error}); docs/adding_a_model.md says how to add a family."
             ) from error
 
 
@@ -324,7 +345,8 @@ def _prediction(scheduler: Mapping | None) -> str:
     )
     if kind is None:
         raise UnsupportedError(
-            f"the pipeline's scheduler predicts {scheduler['prediction_type']!r}; epsilon, v_prediction and flow are supported."
+            f"the pipeline's scheduler predicts {scheduler['prediction_type']!r}; epsilon, v_prediction "
+            f"and flow are supported."
         )
     return kind
 
@@ -335,7 +357,8 @@ def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
     kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
     if scheduler.get("beta_schedule", "linear") not in kinds:
         raise UnsupportedError(
-            f"the pipeline's scheduler has the beta_schedule {scheduler['beta_schedule']!r}; {', '.join(kinds)} are supported."
+            f"the pipeline's scheduler has the beta_schedule {scheduler['beta_schedule']!r}; "
+            f"{', '.join(kinds)} are supported."
         )
     return DiscreteSchedule(
         scheduler.get("beta_start", 0.0001),

@@ -1,4 +1,5 @@
-"""Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38 single-stream blocks in the released size."""
+"""Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38
+single-stream blocks in the released size."""
 
 from .calls import references
 from .calls.flux import adjust, forward_args, refusal

@@ -1,4 +1,5 @@
-"""Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that share their modulation; no pooled prompt, latents of 128 channels."""
+"""Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that
+share their modulation; no pooled prompt, latents of 128 channels."""
 
 from .calls import references
 from .calls.flux2 import adjust, forward_args, refusal

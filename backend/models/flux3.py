@@ -1,4 +1,5 @@
-"""Flux.3 of Black Forest Labs, with reference pictures: blocks for image, references and text, each alone, then 28 over all; what is given is the same at every step."""
+"""Flux.3 of Black Forest Labs, with reference pictures: blocks for image, references and text, each alone,
+then 28 over all; what is given is the same at every step."""
 
 from .calls import references
 from .calls.flux3 import adjust, forward_args, refusal

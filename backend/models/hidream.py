@@ -1,4 +1,5 @@
-"""HiDream I1 (full, dev, fast) of HiDream.ai: 16 double-stream and 32 single-stream blocks with experts; text last, of which every block reads a layer of Llama anew."""
+"""HiDream I1 (full, dev, fast) of HiDream.ai: 16 double-stream and 32 single-stream blocks with experts; text
+last, of which every block reads a layer of Llama anew."""
 
 from .calls.hidream import adjust, forward_args
 from .layouts.hidream import LAYOUT

@@ -1,7 +1,9 @@
-"""HunyuanDiT 1.0 to 1.2 of Tencent: 28 or 40 blocks with long skips from the first half to the second, v-prediction on a discrete schedule.
+"""HunyuanDiT 1.0 to 1.2 of Tencent: 28 or 40 blocks with long skips from the first half to the second,
+v-prediction on a discrete schedule.
 
-A skip crosses every stage boundary between its two blocks. It travels with the activation: placing both blocks on one stage would send the activation
-through every stage twice, which doubles the pipeline's latency and its bubbles, where the skips cost bytes alone.
+A skip crosses every stage boundary between its two blocks. It travels with the activation: placing both
+blocks on one stage would send the activation through every stage twice, which doubles the pipeline's latency
+and its bubbles, where the skips cost bytes alone.
 """
 
 from .calls.hunyuan_dit import adjust, forward_args, refusal, schedule

@@ -1,4 +1,5 @@
-"""HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40 single-stream blocks in the released size; text last, refined inside the model."""
+"""HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40
+single-stream blocks in the released size; text last, refined inside the model."""
 
 from .calls import hunyuan_guided
 from .calls.hunyuan_video import forward_args, refusal

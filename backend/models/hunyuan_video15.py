@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are joined inside the model."""
+"""HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
+joined inside the model."""
 
 from .calls.hunyuan_video15 import adjust, forward_args, refusal
 from .layouts.hunyuan_video15 import LAYOUT

@@ -1,4 +1,5 @@
-"""Ideogram 4: 34 blocks over one stream of text and image; the prompt is thirteen layers of the text encoder side by side, latents have 128 channels."""
+"""Ideogram 4: 34 blocks over one stream of text and image; the prompt is thirteen layers of the text encoder
+side by side, latents have 128 channels."""
 
 from .calls.ideogram4 import adjust, forward_args, output
 from .layouts.ideogram4 import LAYOUT

@@ -1,6 +1,8 @@
-"""Kandinsky 5 of Kandinsky Lab, image and video (lite, pro): 32 to 60 blocks behind two that refine the prompt at every step; it is read through cross-attention.
+"""Kandinsky 5 of Kandinsky Lab, image and video (lite, pro): 32 to 60 blocks behind two that refine the
+prompt at every step; it is read through cross-attention.
 
-Attention is over every row, as in ComfyUI, also where a folder's configuration asks for the sparse one (NABLA), which has the same weights: files do not tell of it.
+Attention is over every row, as in ComfyUI, also where a folder's configuration asks for the sparse one
+(NABLA), which has the same weights: files do not tell of it.
 """
 
 from .calls.kandinsky5 import adjust, forward_args, refusal

@@ -1,4 +1,5 @@
-"""Krea 2, with reference pictures: 28 blocks over one stream of text and image with grouped queries; the prompt is a stack of the text encoder's layers, fused inside the model."""
+"""Krea 2, with reference pictures: 28 blocks over one stream of text and image with grouped queries; the
+prompt is a stack of the text encoder's layers, fused inside the model."""
 
 from .calls import references
 from .calls.krea2 import forward_args, given, refusal

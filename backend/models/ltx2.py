@@ -1,6 +1,8 @@
-"""LTX-2, 2.3 and 2.5 of Lightricks: 48 blocks over video and sound, two streams of different width that attend to themselves, to the prompt and to each other.
+"""LTX-2, 2.3 and 2.5 of Lightricks: 48 blocks over video and sound, two streams of different width that
+attend to themselves, to the prompt and to each other.
 
-The prompt is Gemma's, behind a projection in the text encoder's file; the connectors that finish it are in this one, as in ComfyUI.
+The prompt is Gemma's, behind a projection in the text encoder's file; the connectors that finish it are in
+this one, as in ComfyUI.
 """
 
 from .calls.ltx2 import adjust, forward_args, refusal, variant

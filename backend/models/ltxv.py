@@ -1,4 +1,5 @@
-"""LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token, the prompt read through cross-attention."""
+"""LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token,
+the prompt read through cross-attention."""
 
 from .calls.ltxv import forward_args, refusal
 from .layouts.ltxv import LAYOUT

@@ -1,4 +1,5 @@
-"""Lumina Image 2.0 of Alpha-VLLM: two blocks over the image, then 26 over one stream of text and image, with grouped queries; two more refine the prompt."""
+"""Lumina Image 2.0 of Alpha-VLLM: two blocks over the image, then 26 over one stream of text and image, with
+grouped queries; two more refine the prompt."""
 
 from .calls.lumina2 import adjust, forward_args, refusal
 from .layouts.lumina2 import LAYOUT

@@ -1,4 +1,5 @@
-"""MiniMax-H3: 50 blocks over one stream of text, stereo audio and video; both latents are denoised at once, each on a noise schedule of its own."""
+"""MiniMax-H3: 50 blocks over one stream of text, stereo audio and video; both latents are denoised at once,
+each on a noise schedule of its own."""
 
 from .calls.minimax_h3 import adjust, carry, forward_args, output, refusal, text_rows
 from .layouts.minimax_h3 import LAYOUT

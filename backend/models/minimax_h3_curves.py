@@ -1,4 +1,5 @@
-"""MiniMax-H3 in a file of ComfyUI's that keeps the timestep's embedding as a table: points on a curve, on whose few coordinates small modulation layers work."""
+"""MiniMax-H3 in a file of ComfyUI's that keeps the timestep's embedding as a table: points on a curve, on
+whose few coordinates small modulation layers work."""
 
 from dataclasses import replace
 

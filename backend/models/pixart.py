@@ -1,4 +1,5 @@
-"""PixArt-alpha and PixArt-sigma: 28 blocks, noise prediction on a discrete schedule, the prompt read through cross-attention."""
+"""PixArt-alpha and PixArt-sigma: 28 blocks, noise prediction on a discrete schedule, the prompt read through
+cross-attention."""
 
 from ..schedule import DiscreteSchedule
 from .calls.pixart import forward_args, prepare

@@ -1,4 +1,5 @@
-"""What the names that diffusers' attention and feed-forward modules share tell: tensor-parallel plans (styles: see parallel/tensor.py), layers of text."""
+"""What the names that diffusers' attention and feed-forward modules share tell: tensor-parallel plans
+(styles: see parallel/tensor.py), layers of text."""
 
 #: Attention and MLP of classes without a _tp_plan of their own; a family takes it as it is, or adds to it.
 COMMON = {

@@ -1,7 +1,8 @@
-"""What a transformer of any diffusers class does inside, seen by running a shallow copy of it with random weights.
+"""What a transformer of any diffusers class does inside, seen by running a shallow copy of it with random
+weights.
 
-Streams are found by identity: what one block returns is the very tensor that the next one takes, as in diffusers' TransformerBlockRegistry. Which rows
-they have is found by running two sizes of latent and prompt.
+Streams are found by identity: what one block returns is the very tensor that the next one takes, as in
+diffusers' TransformerBlockRegistry. Which rows they have is found by running two sizes of latent and prompt.
 """
 
 import inspect
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 
 #: Blocks of each list that a shallow copy keeps: one hands its output to the other.
 DEPTH = 2
-#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike): drawing each anew takes a minute for a large model.
+#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike): drawing
+#: each anew takes a minute for a large model.
 POOL = 1_000_003
 
 
 @dataclass
 class BlockCall:
-    """One block's arguments by name, its outputs, the rows of queries and keys of each attention call in it, and those that its layers were given in turn (one: no rows, a vector a sample)."""
+    """One block's arguments by name, its outputs, the rows of queries and keys of each attention call in it,
+    and those that its layers were given in turn (one: no rows, a vector a sample)."""
 
     list_name: str
     arguments: dict
@@ -34,7 +37,8 @@ class BlockCall:
 
 @dataclass
 class Trace:
-    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, rows, D), and what the timestep embedding was given."""
+    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, rows, D), and
+    what the timestep embedding was given."""
 
     blocks: list[BlockCall]
     keys: Tensor | None
@@ -45,7 +49,8 @@ class Trace:
 
 
 def shallow(cls: type, config: dict) -> nn.Module:
-    """A transformer of ``cls`` with DEPTH blocks in each list and random float32 weights (seed 0), on the CPU."""
+    """A transformer of ``cls`` with DEPTH blocks in each list and random float32 weights (seed 0), on the
+    CPU."""
     with init_empty_weights(include_buffers=False):
         transformer = cls(**config)
     for name, modules in transformer.named_children():

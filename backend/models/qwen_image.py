@@ -1,4 +1,5 @@
-"""Qwen-Image of Alibaba, and its Edit models (2509, 2511, several references): 60 joint blocks in the released size; text first, rotary tables for image and text."""
+"""Qwen-Image of Alibaba, and its Edit models (2509, 2511, several references): 60 joint blocks in the
+released size; text first, rotary tables for image and text."""
 
 from .calls import references
 from .calls.qwen_image import adjust, forward_args, refusal

@@ -1,4 +1,5 @@
-"""Qwen-Image 2.1 of Alibaba, with reference pictures: 32 blocks over one sequence of text, references and image, of which the image alone attends to what follows."""
+"""Qwen-Image 2.1 of Alibaba, with reference pictures: 32 blocks over one sequence of text, references and
+image, of which the image alone attends to what follows."""
 
 from .calls.qwen_image21 import adjust, forward_args, refusal, text_rows
 from .layouts.qwen_image21 import LAYOUT

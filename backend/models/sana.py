@@ -1,7 +1,9 @@
-"""SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
+"""SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the
+prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
 
-Linear attention is a sum over rows (softmax-free, so what ranks exchange does not grow with the picture); the convolution reads a line above and below.
-ComfyUI does not have this model, so its files are diffusers folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
+Linear attention is a sum over rows (softmax-free, so what ranks exchange does not grow with the picture); the
+convolution reads a line above and below. ComfyUI does not have this model, so its files are diffusers
+folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
 """
 
 from .calls.sana import adjust, forward_args

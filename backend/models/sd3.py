@@ -1,4 +1,5 @@
-"""Stable Diffusion 3 and 3.5 (medium, large) of Stability AI: 24 or 38 joint blocks, the first 13 of 3.5 medium with a second attention over the image alone."""
+"""Stable Diffusion 3 and 3.5 (medium, large) of Stability AI: 24 or 38 joint blocks, the first 13 of 3.5
+medium with a second attention over the image alone."""
 
 from .calls.sd3 import forward_args, refusal
 from .layouts.sd3 import LAYOUT

@@ -1,4 +1,5 @@
-"""How a transformer's blocks are taken apart, read from what they were given and gave (probe.py), and the check that it is so."""
+"""How a transformer's blocks are taken apart, read from what they were given and gave (probe.py), and the
+check that it is so."""
 
 from collections.abc import Callable
 
@@ -15,9 +16,11 @@ class Whole(Exception):
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Fields of Family that describe the blocks, from forwards of two sizes; Whole where they are of no known form.
+    """Fields of Family that describe the blocks, from forwards of two sizes; Whole where they are of no known
+    form.
 
-    sizes: (image rows, text rows) of the two; another: runs the small one with another latent and the same prompt.
+    sizes: (image rows, text rows) of the two; another: runs the small one with another latent and the same
+    prompt.
     """
     calls = list(zip(small.blocks, large.blocks))
     kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
@@ -49,7 +52,8 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
 
 
 def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
-    """Kind of stream -> name of the argument, of the three-dimensional ones that the block also returns in the same shape."""
+    """Kind of stream -> name of the argument, of the three-dimensional ones that the block also returns in
+    the same shape."""
     shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
     found = {}
     for name, value in call.arguments.items():
@@ -61,7 +65,8 @@ def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
 
 
 def _kind(rows: tuple[int, int], sizes) -> str | None:
-    """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the same in both."""
+    """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the
+    same in both."""
     (image, text), (image2, text2) = sizes
     if rows == (image, image2):
         return "image"
@@ -110,12 +115,14 @@ def _attention_kind(rows, again, sizes):
     if query == "image" and key == "text":
         return "cross"
     raise Whole(
-        f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and prompt, nor the prompt"
+        f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and "
+        f"prompt, nor the prompt"
     )
 
 
 def _layers(calls, sizes) -> dict:
-    """Layers of a block that rows of text alone pass, and those that no rows do, wherever there are blocks that have them; the others are counted as the latent's or as all rows'."""
+    """Layers of a block that rows of text alone pass, and those that no rows do, wherever there are blocks
+    that have them; the others are counted as the latent's or as all rows'."""
     kinds: dict[str, set] = {}
     for call, again in calls:
         for name, rows in call.layers.items():
@@ -164,7 +171,8 @@ def _place(shape, other, sizes):
 
 
 def _text_position(small: Trace, other: Trace, size) -> str:
-    """Where text sits among the keys of the first attention: the rows that another latent leaves as they are."""
+    """Where text sits among the keys of the first attention: the rows that another latent leaves as they
+    are."""
     changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
     image, rows = size[0], len(changed)
     for position, expected in (
@@ -178,7 +186,8 @@ def _text_position(small: Trace, other: Trace, size) -> str:
 
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
-    """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the full forward. Raises Whole."""
+    """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the
+    full forward. Raises Whole."""
     from .. import mesh  # here, since they know families
     from ..parallel.kv import KVBuffers
     from ..parallel.rows import Sequence, Span, patches as patch_rows
@@ -206,7 +215,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                 error = ((output - reference)[:, rows].norm() / reference[:, rows].norm()).item()
                 if not error < 1e-4:
                     raise Whole(
-                        f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} computed alone are {error:.1e} from the full forward"
+                        f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} "
+                        f"computed alone are {error:.1e} from the full forward"
                     )
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             raise Whole(f"a self-check failed ({type(error).__name__}: {error})") from error

@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B: 30 to 40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
+"""Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B: 30 to
+40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
 
 from .calls.wan import adjust, forward_args, refusal
 from .layouts.wan import LAYOUT

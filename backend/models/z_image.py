@@ -1,4 +1,5 @@
-"""Z-Image (turbo) of Alibaba: 30 blocks over one stream of image and text, both padded to multiples of 32 rows, behind two refiner blocks for each."""
+"""Z-Image (turbo) of Alibaba: 30 blocks over one stream of image and text, both padded to multiples of 32
+rows, behind two refiner blocks for each."""
 
 import torch
 

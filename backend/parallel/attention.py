@@ -1,8 +1,10 @@
-"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where every diffusers transformer ends up.
+"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where every diffusers
+transformer ends up.
 
-Inside a block that runs here the hook adds what the mesh asks for: Ulysses and ring exchanges, and PipeFusion's key/value buffers
-(arXiv 2405.14430). Outside of one it is torch's function. Buffers hold the whole sequence for this rank's heads; sequence-parallel ranks of a
-stage gather only the fresh rows of a patch, so what is sent does not grow with the number of patches.
+Inside a block that runs here the hook adds what the mesh asks for: Ulysses and ring exchanges, and
+PipeFusion's key/value buffers (arXiv 2405.14430). Outside of one it is torch's function. Buffers hold the
+whole sequence for this rank's heads; sequence-parallel ranks of a stage gather only the fresh rows of a
+patch, so what is sent does not grow with the number of patches.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,9 +22,11 @@ from .rows import Rows, Span
 
 @dataclass
 class LayerCall:
-    """Where in the model the next attention calls happen: which block, of which guidance branch, over which rows of which batch items.
+    """Where in the model the next attention calls happen: which block, of which guidance branch, over which
+    rows of which batch items.
 
-    stand_in: the block was given one row of text that is none, since it cannot do without. once: keys and values of text, which stands first, are kept from the
+    stand_in: the block was given one row of text that is none, since it cannot do without. once: keys and
+    values of text, which stands first, are kept from the
     call that has rows of it. text_mask: (B, text) true where keys may be read.
     """
 
@@ -37,7 +41,8 @@ class LayerCall:
     calls: int = 0
 
     def next(self) -> tuple[str, tuple]:
-        """(kind, key) of this call: "joint", "image" and "text" attend within the sequence, (part, part) from one part of it to another, "cross" to the prompt; "sum" and "surroundings" are no attention."""
+        """(kind, key) of this call: "joint", "image" and "text" attend within the sequence, (part, part) from
+        one part of it to another, "cross" to the prompt; "sum" and "surroundings" are no attention."""
         index, self.calls = self.calls, self.calls + 1
         return self.kinds[index % len(self.kinds)], (self.branch, self.layer, index)
 
@@ -110,7 +115,8 @@ class Attention:
         ]
 
     def _needed(self, mask):
-        """None for a mask that hides nothing: without one the fast kernels run. The same mask comes to many layers, so the last verdict is kept."""
+        """None for a mask that hides nothing: without one the fast kernels run. The same mask comes to many
+        layers, so the last verdict is kept."""
         if mask is None or mask.dtype != torch.bool:
             return mask
         source = mask if self.call.text_mask is None else self.call.text_mask
@@ -172,7 +178,8 @@ class Attention:
         )
 
     def _with_text(self, q, kv, mask, scale, mine, where):
-        """Attention to the text's keys and values, first, and to the image's: in a call without rows of text, to those of the call that had them."""
+        """Attention to the text's keys and values, first, and to the image's: in a call without rows of text,
+        to those of the call that had them."""
         rows, u, where = self.call.rows, self.mesh.ulysses.size, (*where, self.call.items.start)
         if len(rows.text):
             is_text = rows.positions("joint", mine) < rows.sequence.text
@@ -208,7 +215,8 @@ class Attention:
         )
 
     def _refresh(self, kv, kind, where):
-        """Write the fresh rows of every SP rank of the stage into the buffer; the whole sequence's keys and values, fresh and stale."""
+        """Write the fresh rows of every SP rank of the stage into the buffer; the whole sequence's keys and
+        values, fresh and stale."""
         rows, ring, u = self.call.rows, self.mesh.ring, self.mesh.ulysses.size
         lengths = rows.lengths(kind)
         turns = [sum(lengths[i * u : (i + 1) * u]) for i in range(ring.size)]
@@ -218,7 +226,8 @@ class Attention:
         )
 
     def _rows(self, kind, device):
-        """Positions of this forward's rows on all SP ranks: a slice where they are consecutive, else a tensor."""
+        """Positions of this forward's rows on all SP ranks: a slice where they are consecutive, else a
+        tensor."""
         key = (id(self.call.rows), kind)
         if key not in self._positions:
             positions = self.call.rows.positions(kind)
@@ -229,7 +238,8 @@ class Attention:
         return self._positions[key][1]
 
     def _cut(self, mask, kind, query_ranks, key_ranks):
-        """The mask's rows and columns for the rows of these ranks; ``key_ranks`` None: every key of the sequence."""
+        """The mask's rows and columns for the rows of these ranks; ``key_ranks`` None: every key of the
+        sequence."""
         if mask is None:
             return None
         rows = self.call.rows

@@ -1,4 +1,5 @@
-"""The few verbs of communication between ranks of one axis. Every byte that the engine sends on them is counted by mechanism."""
+"""The few verbs of communication between ranks of one axis. Every byte that the engine sends on them is
+counted by mechanism."""
 
 from collections import Counter
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from ..mesh import Axis
 
-#: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg, outputs, modulation, sums, surroundings).
+#: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
+#: outputs, modulation, sums, surroundings).
 SENT: Counter[str] = Counter()
 
 
@@ -20,7 +22,8 @@ def count(mechanism: str, sent: Tensor | int):
 
 
 def exchange(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
-    """All-to-all of differently shaped parts: ``parts[i]`` goes to rank i of ``axis``; the answer's i-th tensor, of ``shapes[i]``, came from it."""
+    """All-to-all of differently shaped parts: ``parts[i]`` goes to rank i of ``axis``; the answer's i-th
+    tensor, of ``shapes[i]``, came from it."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = flat.new_empty(sum(sizes))
@@ -43,7 +46,8 @@ def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
-    """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants equal sizes and is slower."""
+    """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants
+    equal sizes and is slower."""
     if axis.size == 1:
         return [x]
     x = x.contiguous()
@@ -62,7 +66,8 @@ def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[T
 
 
 def collect(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Every rank's ``x``, all of one shape, behind each other on the first rank of ``axis``; the others keep their own."""
+    """Every rank's ``x``, all of one shape, behind each other on the first rank of ``axis``; the others keep
+    their own."""
     if axis.size == 1:
         return x
     if not axis.first:
@@ -93,7 +98,8 @@ def reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 def _reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """As gloo's all_reduce, piece by piece: every rank sums one piece and hands it round. The same bytes, several times as fast on gloo."""
+    """As gloo's all_reduce, piece by piece: every rank sums one piece and hands it round. The same bytes,
+    several times as fast on gloo."""
     pieces = list(x.contiguous().view(-1).tensor_split(axis.size))
     own = [pieces[axis.rank].shape] * axis.size
     total = torch.stack(exchange(pieces, own, axis, mechanism)).sum(dim=0)
@@ -101,7 +107,8 @@ def _reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 class Pipe:
-    """A one-way stream of tensors between two ranks of a group: receives may be posted ahead, sends are kept until they are done.
+    """A one-way stream of tensors between two ranks of a group: receives may be posted ahead, sends are kept
+    until they are done.
 
     A dropped handle of an isend loses the message on gloo, so sends stay here until completed.
     """

@@ -1,7 +1,10 @@
-"""Work of each block, which stages are balanced by: multiplications of one model call with a typical request, from the shapes of the block's weights.
+"""Work of each block, which stages are balanced by: multiplications of one model call with a typical request,
+from the shapes of the block's weights.
 
-A row costs a linear layer or a convolution as many multiplications as it has weights, and two matrix products of attention cost 2 x rows of queries x rows of keys x width.
-Shapes do not tell which rows pass a layer: Family.text_layers, joined, image_first, prompt_only and modulation do, and Family.shares how much of the work of a layer a row costs.
+A row costs a linear layer or a convolution as many multiplications as it has weights, and two matrix products
+of attention cost 2 x rows of queries x rows of keys x width.
+Shapes do not tell which rows pass a layer: Family.text_layers, joined, image_first, prompt_only and
+modulation do, and Family.shares how much of the work of a layer a row costs.
 """
 
 from collections.abc import Mapping
@@ -20,8 +23,8 @@ FUSED_QUERIES = "to_qkv_mlp_proj"
 def block_costs(
     transformer: nn.Module, family, config: Mapping, image: int = IMAGE_ROWS, text: int = TEXT_ROWS
 ) -> list[int]:
-    """Multiplications of every block in pipeline order, for ``image`` and ``text`` rows; weights may be on the meta device. Latents of several kinds
-    count as rows of the first."""
+    """Multiplications of every block in pipeline order, for ``image`` and ``text`` rows; weights may be on
+    the meta device. Latents of several kinds count as rows of the first."""
     return [
         _linear(block, blocks, family, config, image, text)
         + _attention(block, blocks, family, config, image, text)
@@ -31,7 +34,8 @@ def block_costs(
 
 
 def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
-    """Rows of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none where it is computed once a request and answers every row."""
+    """Rows of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none where it is
+    computed once a request and answers every row."""
     if _matches(layer, (*family.prompt_only, *family.modulation)):
         return 0
     if family.is_text_layer(layer):
@@ -65,7 +69,8 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
-    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of them than others."""
+    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of
+    them than others."""
     modules = [
         module
         for module in block.modules()
@@ -85,7 +90,8 @@ def _width(module, family, config) -> int:
 
 
 def _pairs(kind, blocks, family, config, image, text) -> int:
-    """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the head size in the keys' place."""
+    """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the
+    head size in the keys' place."""
     joint = image if blocks in family.image_first else image + text
     queries, keys = {
         "joint": (joint, joint),

@@ -1,6 +1,7 @@
 """Local attention kernels: (B, H, S, D) in and out, chosen by ParallelConfig.attention.
 
-``lse`` variants also return the log-sum-exp of the scores, (B, H, Sq) float32, which ring attention needs to merge blocks.
+``lse`` variants also return the log-sum-exp of the scores, (B, H, Sq) float32, which ring attention needs to
+merge blocks.
 """
 
 import importlib.util
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces it, the kernels keep the original.
+#: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
+#: it, the kernels keep the original.
 SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Numbers.
@@ -24,11 +26,20 @@ def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
     if package is None:
         return None
     if device != "cuda":
-        return f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; set attention to auto."
+        return (
+            f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the "
+            f"{device}; set attention to auto."
+        )
     if importlib.util.find_spec(package) is None:
-        return f"attention is {name}, but the package {package} is not installed; pip install {package.replace('_', '-')} or set attention to auto."
+        return (
+            f"attention is {name}, but the package {package} is not installed; pip install "
+            f"{package.replace('_', '-')} or set attention to auto."
+        )
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set weight_dtype to bf16 or attention to auto."
+        return (
+            f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set "
+            f"weight_dtype to bf16 or attention to auto."
+        )
     return None
 
 
@@ -95,8 +106,10 @@ def additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def aligned(bias: Tensor) -> Tensor:
-    """``bias`` (..., keys), its own or in memory as CUDA's memory-efficient kernel takes it: rows begin at multiples of ALIGNMENT numbers. F.scaled_dot_product_attention sees to that
-    (preprocess_mask in aten's attention.cpp), but its kernel, called for the log-sum-exp, raises an error ("attn_bias is not correctly aligned")."""
+    """``bias`` (..., keys), its own or in memory as CUDA's memory-efficient kernel takes it: rows begin at
+    multiples of ALIGNMENT numbers. F.scaled_dot_product_attention sees to that (preprocess_mask in aten's
+    attention.cpp), but its kernel, called for the log-sum-exp, raises an error ("attn_bias is not correctly
+    aligned")."""
     if bias.stride(-1) == 1 and not any(
         step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())
     ):

@@ -1,7 +1,8 @@
-"""PipeFusion's keys and values (arXiv 2405.14430): the whole sequence of each attention call, rows fresh or of the step before.
+"""PipeFusion's keys and values (arXiv 2405.14430): the whole sequence of each attention call, rows fresh or
+of the step before.
 
-Stale rows are read as they are (reuse), or extrapolated (ours): K + r (K - K_prev), r the ratio of the steps in sigma. That costs one more buffer
-and one elementwise pass a step, and no communication.
+Stale rows are read as they are (reuse), or extrapolated (ours): K + r (K - K_prev), r the ratio of the steps
+in sigma. That costs one more buffer and one elementwise pass a step, and no communication.
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +12,18 @@ from torch import Tensor
 
 from .rows import Span
 
-#: A step in sigma is at most this many times the one before, for extrapolation: beyond it the line through two points says little.
+#: A step in sigma is at most this many times the one before, for extrapolation: beyond it the line through
+#: two points says little.
 MAX_RATIO = 1.0
 
 
 @dataclass
 class KVBuffers:
-    """Buffers of one request, (2, B, H, rows, D) for each (branch, layer, call). ``batch`` is the request's; calls may cover some items of it.
+    """Buffers of one request, (2, B, H, rows, D) for each (branch, layer, call). ``batch`` is the request's;
+    calls may cover some items of it.
 
-    Sums and surroundings (see mixing.py) have one buffer in the place of two. ``spans``: the image rows of every patch.
+    Sums and surroundings (see mixing.py) have one buffer in the place of two. ``spans``: the image rows of
+    every patch.
     """
 
     batch: int
@@ -32,14 +36,16 @@ class KVBuffers:
     _begun: dict[tuple, int] = field(default_factory=dict)
 
     def begin_evaluation(self, ratio: float):
-        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the step before it."""
+        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the step before
+        it."""
         self.evaluation += 1
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(
         self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice
     ) -> tuple[Tensor, ...]:
-        """Write fresh ``kv`` (2, b, H, n, D) into ``rows`` of ``items``; keys and values (b, H, total, D) to attend to."""
+        """Write fresh ``kv`` (2, b, H, n, D) into ``rows`` of ``items``; keys and values (b, H, total, D) to
+        attend to."""
         if where not in self.current:
             self.current[where] = self._empty(kv, total)
         if self.extrapolate and self._begun.get(where) != self.evaluation:
@@ -56,7 +62,8 @@ class KVBuffers:
         return kv.new_empty((kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4]))
 
     def _begin(self, where: tuple, everything: bool):
-        """The first write of an evaluation: ``current`` holds the last one's fresh rows, which become ``previous``."""
+        """The first write of an evaluation: ``current`` holds the last one's fresh rows, which become
+        ``previous``."""
         if where not in self._begun:
             return  # nothing was written before
         last, before = self.current[where], self.previous.get(where)

@@ -1,8 +1,11 @@
-"""Rows that a model mixes by sums (linear attention) and by their surroundings (convolutions), over sequence-parallel ranks and in patches.
+"""Rows that a model mixes by sums (linear attention) and by their surroundings (convolutions), over
+sequence-parallel ranks and in patches.
 
-Sums: a rank sends its share of the sum, whose size does not depend on the number of rows (USP of linear attention). In patches every patch has a share of its
-own, kept from step to step: stale shares of the others stand in for their rows (PipeFusion with a buffered state). Surroundings: a rank is sent the
-rows next to its own; patches read the others' from a buffer of all rows.
+Sums: a rank sends its share of the sum, whose size does not depend on the number of rows (USP of linear
+attention). In patches every patch has a share of its
+own, kept from step to step: stale shares of the others stand in for their rows (PipeFusion with a buffered
+state). Surroundings: a rank is sent the rows next to its own; patches read the others' from a buffer of all
+rows.
 """
 
 import torch
@@ -15,7 +18,8 @@ from .rows import Span
 
 
 class Mixing:
-    """Answers for backend/mixing.py within the blocks of ``attention``'s stage; the arguments are explained there."""
+    """Answers for backend/mixing.py within the blocks of ``attention``'s stage; the arguments are explained
+    there."""
 
     def __init__(self, attention):
         self.attention, self.sp = attention, attention.mesh.sp

@@ -1,7 +1,9 @@
 """Which rows of the sequence a forward computes: PipeFusion patches, and their sequence-parallel shards.
 
-The joint sequence is [text | image] or [image | text]; "image" is every latent token, of video too. Text rides with patch 0 only. So do context
-rows: rows at the end of the image stream that are given and not denoised, such as the tokens of a reference picture.
+The joint sequence is [text | image] or [image | text]; "image" is every latent token, of video too. Text
+rides with patch 0 only. So do context
+rows: rows at the end of the image stream that are given and not denoised, such as the tokens of a reference
+picture.
 """
 
 from dataclasses import dataclass, replace
@@ -28,10 +30,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Rows of text, of the latent and of context; ``text_position`` is where text sits in the joint sequence: first, last or None (no joint text).
+    """Rows of text, of the latent and of context; ``text_position`` is where text sits in the joint sequence:
+    first, last or None (no joint text).
 
-    ``fresh``: so many rows at the end of the text are given to every block anew, and do not go on to the next.
-    ``parts``: (name, rows) of latents that follow each other in the image, where a model attends to them apart: the name is a kind like "image".
+    ``fresh``: so many rows at the end of the text are given to every block anew, and do not go on to the
+    next.
+    ``parts``: (name, rows) of latents that follow each other in the image, where a model attends to them
+    apart: the name is a kind like "image".
     """
 
     text: int
@@ -67,7 +72,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one forward on one SP rank: text, latent (``image``) and context rows, each a span of its own stream."""
+    """The rows of one forward on one SP rank: text, latent (``image``) and context rows, each a span of its
+    own stream."""
 
     text: Span
     image: Span
@@ -84,7 +90,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one forward, text, latent and context, and how the SP ranks share them. Positions are rows of the joint sequence."""
+    """The rows of one forward, text, latent and context, and how the SP ranks share them. Positions are rows
+    of the joint sequence."""
 
     sequence: Sequence
     text: Span
@@ -127,7 +134,8 @@ class Rows:
         return [len(self._share_rows(kind, share)) for share in self.shards]
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
-        """Positions in the whole ``kind`` sequence of the rows that ``ranks`` (default: all SP ranks) hold, in the order in which a gather returns them."""
+        """Positions in the whole ``kind`` sequence of the rows that ``ranks`` (default: all SP ranks) hold,
+        in the order in which a gather returns them."""
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
         return torch.cat([self._share_rows(kind, share) for share in shards])
 
@@ -136,7 +144,8 @@ class Rows:
         return self._share_rows(kind, self.local)
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
-        """How many of this rank's rows are among the first ``count`` of the streams ``kinds`` ("text" | "image"), counted one behind the other."""
+        """How many of this rank's rows are among the first ``count`` of the streams ``kinds`` ("text" |
+        "image"), counted one behind the other."""
         found, before = [], 0
         for kind in kinds:
             span = self.local.text if kind == "text" else self.local.image
@@ -173,9 +182,11 @@ def everything(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> Rows:
 
 
 def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[Rows]:
-    """The patches of one PipeFusion step, balanced over the joint sequence: patch 0 has all text and context and fewer latent rows.
+    """The patches of one PipeFusion step, balanced over the joint sequence: patch 0 has all text and context
+    and fewer latent rows.
 
-    Every patch has at least one latent row for each SP rank, since a block may see no others; ``count`` x ``sp_size`` must not exceed the latent rows.
+    Every patch has at least one latent row for each SP rank, since a block may see no others; ``count`` x
+    ``sp_size`` must not exceed the latent rows.
     """
     given = sequence.joint - sequence.image
     first = (

@@ -1,4 +1,5 @@
-"""Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights (sequence and data parallel)."""
+"""Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights (sequence and data
+parallel)."""
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -12,7 +13,8 @@ PREFETCH = 1
 
 
 def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
-    """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs and its predecessor does."""
+    """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs
+    and its predecessor does."""
     blocks = [block for name in block_lists for block in transformer.get_submodule(name)]
     for block in blocks:
         fully_shard(block, mesh=mesh.weights)
@@ -22,7 +24,8 @@ def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
 
 
 def reshard(transformer: nn.Module):
-    """Have every rank hold its rows alone, where a forward has left some weights whole; needed before ``assign``."""
+    """Have every rank hold its rows alone, where a forward has left some weights whole; needed before
+    ``assign``."""
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

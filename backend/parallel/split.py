@@ -1,14 +1,17 @@
-"""What each pipeline stage holds: consecutive blocks, balanced by work, and modulation (adaLN) layers, placed to balance the weights.
+"""What each pipeline stage holds: consecutive blocks, balanced by work, and modulation (adaLN) layers, placed
+to balance the weights.
 
-Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones, since image and text have their own. Modulation
-is computed once a request, for all steps, so its layers (27 % of Flux) may be held, and computed, by another stage than their block's.
+Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones,
+since image and text have their own. Modulation is computed once a request, for all steps, so its layers (27 %
+of Flux) may be held, and computed, by another stage than their block's.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Mapping, Sequence
 
-#: Most weights of a stage, as a multiple of the mean over the stages; a split by work alone that has more is given up where another has less.
+#: Most weights of a stage, as a multiple of the mean over the stages; a split by work alone that has more is
+#: given up where another has less.
 MOST_WEIGHTS = 1.15
 #: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.
 OWN_WEIGHTS = 1.05
@@ -16,7 +19,8 @@ OWN_WEIGHTS = 1.05
 
 @dataclass(frozen=True)
 class Stages:
-    """blocks: those of every stage. owners: modulation layer -> the stage of its block; holders: -> the stage that has its weights and computes it."""
+    """blocks: those of every stage. owners: modulation layer -> the stage of its block; holders: -> the stage
+    that has its weights and computes it."""
 
     blocks: list[range]
     owners: Mapping[str, int]
@@ -34,8 +38,9 @@ def plan(
     stages: int,
     counts: Sequence[int] = (),
 ) -> Stages:
-    """The Stages of a transformer whose block i has work ``costs[i]``, ``weights[i]`` parameters and the modulation layers ``modulation[i]`` (name -> its
-    parameters) besides. ``counts`` fixes the number of blocks on every stage."""
+    """The Stages of a transformer whose block i has work ``costs[i]``, ``weights[i]`` parameters and the
+    modulation layers ``modulation[i]`` (name -> its parameters) besides. ``counts`` fixes the number of
+    blocks on every stage."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
     blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
@@ -48,7 +53,8 @@ def plan(
 def _placed(
     owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float
 ) -> dict[str, int]:
-    """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the stages, counted on here."""
+    """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the
+    stages, counted on here."""
     placed, rest = {}, []
     for name, owner in owners.items():
         if held[owner] + sizes[name] <= OWN_WEIGHTS * mean:
@@ -65,10 +71,12 @@ def _placed(
 def stage_blocks(
     costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0
 ) -> list[range]:
-    """Consecutive ranges of blocks, none empty, whose dearest stage is as cheap as can be; ``costs`` is the work of each block.
+    """Consecutive ranges of blocks, none empty, whose dearest stage is as cheap as can be; ``costs`` is the
+    work of each block.
 
-    Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages`` <= number of blocks. With ``weights`` only
-    splits whose every stage weighs at most ``most``, where there is one.
+    Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages``
+    <= number of blocks. With ``weights`` only splits whose every stage weighs at most ``most``, where there
+    is one.
     """
     if not costs:
         return [range(0)] * stages

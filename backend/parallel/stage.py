@@ -1,8 +1,9 @@
 """One rank's part of a transformer: the model's own forward with its blocks wrapped.
 
-Every rank calls the same forward. Blocks of other stages pass their input through, so that shapes are known without handshakes; rows
-are cut once, at block 0; the first local block receives, the last local block sends and ends the forward; behind the last block the
-model's own tail sees the full token set, of which only the rows of this forward carry values. (Generic form of PipeFusion, arXiv 2405.14430.)
+Every rank calls the same forward. Blocks of other stages pass their input through, so that shapes are known
+without handshakes; rows are cut once, at block 0; the first local block receives, the last local block sends
+and ends the forward; behind the last block the model's own tail sees the full token set, of which only the
+rows of this forward carry values. (Generic form of PipeFusion, arXiv 2405.14430.)
 """
 
 import inspect
@@ -21,19 +22,22 @@ from .rows import Rows, Sequence, Span
 
 
 def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
-    """What a transformer returns, all of it where the latents are nested: of diffusers' classes some return a tuple, others the tensor itself."""
+    """What a transformer returns, all of it where the latents are nested: of diffusers' classes some return a
+    tuple, others the tensor itself."""
     output = transformer(**arguments, return_dict=False)
     return output if isinstance(output, Tensor) or family.nested else output[0]
 
 
 class StageDone(Exception):
-    """This rank's blocks have run and their output is on its way to the next stage: the rest of the forward is not ours."""
+    """This rank's blocks have run and their output is on its way to the next stage: the rest of the forward
+    is not ours."""
 
 
 @dataclass
 class Forward:
-    """One forward under way: which rows of which guidance branch and batch items. ``image``: rows of the latent, None for every row; ``with_text``: with
-    the rows that ride with patch 0, of text and context. ``tokens``, ``context``: rows of the whole latent, and behind them in the image stream;
+    """One forward under way: which rows of which guidance branch and batch items. ``image``: rows of the
+    latent, None for every row; ``with_text``: with the rows that ride with patch 0, of text and context.
+    ``tokens``, ``context``: rows of the whole latent, and behind them in the image stream;
     ``fresh``, ``parts``: see Sequence."""
 
     branch: str
@@ -55,7 +59,8 @@ class Forward:
 
 
 class Stage:
-    """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be absent (meta tensors): they never run."""
+    """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be
+    absent (meta tensors): they never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
         self.family, self.blocks = family, blocks
@@ -104,7 +109,8 @@ class Stage:
             self.pipe.drain()
 
     def expect(self, forward: Forward) -> bool:
-        """Post the receive of a forward to come, if its size is known by now; else False: then none after it may be posted before it."""
+        """Post the receive of a forward to come, if its size is known by now; else False: then none after it
+        may be posted before it."""
         known = self.like is not None and forward.branch in self.sequences
         if known:
             self.post(forward, self.like)
@@ -123,7 +129,8 @@ class Stage:
             )
 
     def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
-        """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on all but the last stage."""
+        """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
+        all but the last stage."""
         self.current = forward
         forward.fresh = self.family.fresh_text(arguments)
         try:
@@ -134,9 +141,10 @@ class Stage:
             self.current = None
             self.known |= set(forward.keys) if self.family.once else set()
 
-    # ------------------------------------------------------------------ what the wrapped blocks do, in this order
+    # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
-        """Stand in for block ``index``; ``names`` are its positional parameters. Returns what the block returns."""
+        """Stand in for block ``index``; ``names`` are its positional parameters. Returns what the block
+        returns."""
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
         if index in (0, self.entry):
@@ -196,7 +204,8 @@ class Stage:
         return streams if enters else self._own(streams)
 
     def _own(self, streams):
-        """This rank's rows of what the model hands over whole: image rows between block lists, and fresh text."""
+        """This rank's rows of what the model hands over whole: image rows between block lists, and fresh
+        text."""
         rows, text, image = self.current.rows, streams["text"], streams["image"]
         share, fresh = rows.local, rows.sequence.text - rows.sequence.fresh
         image = image if image.shape[1] == share.stream else self._mine(image)
@@ -206,7 +215,8 @@ class Stage:
         return {"text": text, "image": image}
 
     def _join_parts(self, rows):
-        """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end in zeros."""
+        """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end
+        in zeros."""
         width = max(part.shape[2] for part in rows)
         return torch.cat(
             [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1
@@ -327,7 +337,8 @@ class Stage:
         )
 
     def _cut(self, value, kind, dim, stand_in):
-        """This rank's rows of a per-token argument, one row where one stands for all; the same object comes to every block, so cuts are kept for the forward."""
+        """This rank's rows of a per-token argument, one row where one stands for all; the same object comes
+        to every block, so cuts are kept for the forward."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):
@@ -363,7 +374,8 @@ class Stage:
         }
 
     def _received(self, rows):
-        """(rows of text, rows of the image stream) that come from the stage before: the latent's alone where text and context enter with this one's first block."""
+        """(rows of text, rows of the image stream) that come from the stage before: the latent's alone where
+        text and context enter with this one's first block."""
         return (
             (rows.kept, rows.local.stream) if self.blocks.start > self.entry else (0, len(rows.local.image))
         )
@@ -375,7 +387,8 @@ class Stage:
         self.pipe.send(torch.cat([both, *skips], dim=2) if skips else both, self.mesh.pp.neighbour(1))
 
     def _crossing(self, boundary):
-        """Blocks before ``boundary`` whose output a block behind it takes as a long skip: it travels with the activation, feature by feature."""
+        """Blocks before ``boundary`` whose output a block behind it takes as a long skip: it travels with the
+        activation, feature by feature."""
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
 
     def _leave(self, streams):

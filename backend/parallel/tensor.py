@@ -1,12 +1,16 @@
 """Tensor parallelism: matrices of the blocks cut over ranks, each rank reading and holding its piece alone.
 
 Schemes (ParallelConfig.split_scheme):
-- megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units are divided, one all-reduce a pair.
-  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed colwise" (several runs of outputs, of which
-  diffusers' layer tells), "rowwise", "rowwise behind attention" (inputs are
-  attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean summed, where it is over all heads).
-- row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather); activations stay whole.
-- 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343 without the activations' split).
+- megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
+  are divided, one all-reduce a pair.
+  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed
+  colwise" (several runs of outputs, of which diffusers' layer tells), "rowwise", "rowwise behind attention"
+  (inputs are attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean
+  summed, where it is over all heads).
+- row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather);
+  activations stay whole.
+- 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
+  without the activations' split).
 """
 
 import inspect
@@ -38,8 +42,10 @@ QUERIES, HEAD_COUNTS, ALL_HEADS = (
 class Shard:
     """The piece of one weight (out, in) on this rank and what its layer exchanges.
 
-    outputs, inputs: spans of rows and columns kept; a norm has no inputs. take_input: the layer is given whole activations and takes its columns of them.
-    reduce: ranks over which outputs (a norm: means) are summed. collect: ranks over which outputs are joined, each with ``widths[i]`` features.
+    outputs, inputs: spans of rows and columns kept; a norm has no inputs. take_input: the layer is given
+    whole activations and takes its columns of them.
+    reduce: ranks over which outputs (a norm: means) are summed. collect: ranks over which outputs are joined,
+    each with ``widths[i]`` features.
     """
 
     outputs: tuple[Span, ...]
@@ -85,7 +91,8 @@ class ShardedLinear(nn.Module):
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm over the features of all heads, of which this rank holds some; the squares are summed over the ranks in float32."""
+    """RMS norm over the features of all heads, of which this rank holds some; the squares are summed over the
+    ranks in float32."""
 
     def __init__(self, norm: nn.Module, shard: Shard):
         super().__init__()
@@ -99,7 +106,8 @@ class ShardedNorm(nn.Module):
 
 
 def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
-    """Module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or, where it has none, diffusers' _tp_plan.
+    """Module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or, where it
+    has none, diffusers' _tp_plan.
 
     UnsupportedError where the scheme does not fit the transformer.
     """
@@ -117,7 +125,8 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
     plan = family.tp_plan or transformer._tp_plan
     if not plan:
         raise UnsupportedError(
-            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, column or 2d."
+            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
+            f"column or 2d."
         )
     _check_heads(layers, mesh.tp.size)
     found = {
@@ -141,7 +150,8 @@ def _check_heads(layers, ranks):
         ):
             if count % ranks:
                 raise UnsupportedError(
-                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
+                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
+                    f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
                 )
 
 
@@ -194,7 +204,8 @@ def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
 
 
 def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
-    """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it follows."""
+    """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it
+    follows."""
     width = (attention.to_q if leaf.endswith("q") else attention.to_k).out_features
     if getattr(norm, "weight", None) is None or len(norm.weight) != width:
         return None
@@ -202,7 +213,8 @@ def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard |
 
 
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
-    """Put the sharded module in the place of every layer in ``found`` and tell attention modules which heads are left."""
+    """Put the sharded module in the place of every layer in ``found`` and tell attention modules which heads
+    are left."""
     for name, shard in found.items():
         parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         whole = getattr(parent, leaf)
@@ -229,7 +241,8 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
 
 
 def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
-    """Have the sharded layers talk over the groups of ``new``, on which this rank's piece of every weight is that of ``old``."""
+    """Have the sharded layers talk over the groups of ``new``, on which this rank's piece of every weight is
+    that of ``old``."""
     axes = {id(getattr(old, name)): getattr(new, name) for name in ("tp", "tp_inputs", "tp_outputs")}
     for module in transformer.modules():
         if isinstance(module, (ShardedLinear, ShardedNorm)):
@@ -240,7 +253,8 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
 
 
 def _own_features(block, args, kwargs, signature, names, tp):
-    """The block's arguments with those cut that run over the features of all heads: a tensor, or a tuple of them."""
+    """The block's arguments with those cut that run over the features of all heads: a tensor, or a tuple of
+    them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
         whole = bound.arguments[name]

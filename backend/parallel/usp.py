@@ -1,4 +1,5 @@
-"""Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as in USP (arXiv 2405.07719).
+"""Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
+in USP (arXiv 2405.07719).
 
 Rows and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
 """
@@ -19,7 +20,8 @@ def head_shards(heads: int, axis: Axis) -> list[int]:
 
 
 def scatter_heads(qkv: Tensor, rows: list[int], axis: Axis) -> Tensor:
-    """(3, B, H, own rows, D) -> (3, B, own heads, sum(rows), D): one packed all-to-all; ``rows`` are those of each Ulysses rank."""
+    """(3, B, H, own rows, D) -> (3, B, own heads, sum(rows), D): one packed all-to-all; ``rows`` are those of
+    each Ulysses rank."""
     kinds, batch, heads, _, size = qkv.shape
     parts = qkv.split(head_shards(heads, axis), dim=2)
     own = parts[axis.rank].shape[2]
@@ -49,9 +51,11 @@ def ring_attend(
     masks: list[Tensor] | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention of own queries to the keys and values of every ring rank, which travel round in one buffer a hop.
+    """Attention of own queries to the keys and values of every ring rank, which travel round in one buffer a
+    hop.
 
-    q (B, H, S, D); kv (2, B, H, own rows, D); ``rows[i]`` rows on ring rank i; ``masks[i]`` for the keys of rank i, or None.
+    q (B, H, S, D); kv (2, B, H, own rows, D); ``rows[i]`` rows on ring rank i; ``masks[i]`` for the keys of
+    rank i, or None.
     """
     ring, out, lse = RingComm(axis.group), None, None
     kv = kv.contiguous()

@@ -1,4 +1,5 @@
-"""DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction, and their stochastic forms."""
+"""DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction, and their
+stochastic forms."""
 
 from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
 
@@ -20,7 +21,8 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
 
 
 def dpmpp_2s_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the rectified-flow form of it."""
+    """DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the rectified-flow
+    form of it."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -47,7 +49,8 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
 
 
 def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++ of the SDE: a half step to the middle of the half log SNR, whose prediction then takes the whole step."""
+    """DPM-Solver++ of the SDE: a half step to the middle of the half log SNR, whose prediction then takes the
+    whole step."""
     problem = problem.with_finite_snr()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -69,7 +72,8 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
 def _sde_step(
     x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor
 ) -> Tensor:
-    """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a flow model too."""
+    """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a
+    flow model too."""
     (sigma, start), (target, end) = here, there
     alpha, alpha_target = sigma * start.exp(), target * end.exp()
     down, up = ancestral_split(start.neg().exp(), end.neg().exp())

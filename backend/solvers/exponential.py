@@ -78,7 +78,8 @@ def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, parts: tu
 
 
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
-    """SEEDS-2 (Gonzalez et al. 2023, arXiv 2305.14267): the half step's prediction takes the whole step (phi_1 form)."""
+    """SEEDS-2 (Gonzalez et al. 2023, arXiv 2305.14267): the half step's prediction takes the whole step
+    (phi_1 form)."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -131,7 +132,8 @@ _PREDICTOR_ORDER, _CORRECTOR_ORDER = 3, 4
 
 
 def sa_solver(x: Tensor, problem: Problem) -> Steps:
-    """SA-Solver (Xue et al. 2023, arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of order 4."""
+    """SA-Solver (Xue et al. 2023, arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of
+    order 4."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     sigmas, lambdas = problem.sigmas, problem.half_log_snr(problem.sigmas)
     upper, lower = (problem.percent_to_sigma(percent) for percent in STOCHASTIC_PERCENTS)
@@ -161,7 +163,8 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
 
 
 def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
-    """Step i, from the state ``x``, by the polynomial through the newest predictions of ``history``, at the half log SNRs ``knots``."""
+    """Step i, from the state ``x``, by the polynomial through the newest predictions of ``history``, at the
+    half log SNRs ``knots``."""
     weights = sigmas[i + 1] * lambdas[i + 1].exp() * _adams_weights(knots, lambdas[i], lambdas[i + 1], tau)
     x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * h).exp() * x
     total = weights[0] * history[-len(knots)]
@@ -171,10 +174,12 @@ def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
 
 
 def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Tensor:
-    """Integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange polynomials L_j of ``knots``."""
+    """Integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange polynomials
+    L_j of ``knots``."""
     rate, order = 1 + tau**2, len(knots)
     powers = torch.arange(order, dtype=knots.dtype)
-    # the moments (L_j -> s^p) by repeated integration by parts; log-gamma and not a factorial, for ComfyUI's rounding
+    # the moments (L_j -> s^p) by repeated integration by parts; log-gamma and not a factorial, for ComfyUI's
+    # rounding
     edges = end**powers - start**powers * (-rate * (end - start)).exp()
     depth = powers[:, None] - powers[None, :]
     log_factorial = (powers + 1).lgamma()

@@ -32,7 +32,8 @@ def _weighted(weights, terms) -> Tensor:
 
 
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
-    """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to degree 3."""
+    """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to
+    degree 3."""
     half, centre = (end - start) / 2, (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
     return half * sum(
@@ -45,7 +46,8 @@ _EQUAL_STEPS = (((1,), 1), ((3, -1), 2), ((23, -16, 5), 12), ((55, -59, 37, -9),
 
 
 def ipndm(x: Tensor, problem: Problem) -> Steps:
-    """Improved PNDM (Zhang & Chen 2022, arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal steps."""
+    """Improved PNDM (Zhang & Chen 2022, arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of
+    equal steps."""
     slopes: list[Tensor] = []
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -72,8 +74,8 @@ def ipndm_v(x: Tensor, problem: Problem) -> Steps:
 def _uneven_steps(h: Tensor, h1: Tensor = None, h2: Tensor = None, h3: Tensor = None) -> tuple:
     """Weights of the slopes, newest first, from the lengths of this step and of those before it.
 
-    ``second`` is where diff-sampler and ComfyUI divide before they subtract, which is Adams-Bashforth for equal steps only: kept, since it
-    decides the picture.
+    ``second`` is where diff-sampler and ComfyUI divide before they subtract, which is Adams-Bashforth for
+    equal steps only: kept, since it decides the picture.
     """
     if h1 is None:
         return (1.0,)
@@ -114,7 +116,8 @@ def deis(x: Tensor, problem: Problem) -> Steps:
 
 
 def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
-    """(times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3 to 80 at time 1."""
+    """(times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3 to 80
+    at time 1."""
     log_start, log_end = torch.tensor(0.002).square().add(1).log().item(), math.log(80**2 + 1)
     rise = 2 * (log_start / 1e-3 - log_end) / (1e-3 - 1)
     beta_0 = log_end - 0.5 * rise
@@ -124,7 +127,8 @@ def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
 
 @lru_cache(maxsize=4)
 def _deis_weights(sigmas: tuple[float, ...], points: int = 10000) -> list[tuple[float, ...]]:
-    """Weights of the slopes of each step, newest first, by a Riemann sum of ``points``, in float32 as ComfyUI does it."""
+    """Weights of the slopes of each step, newest first, by a Riemann sum of ``points``, in float32 as ComfyUI
+    does it."""
     times, beta_0, beta_1 = _vp_time(torch.tensor(sigmas))
     weights: list[tuple[float, ...]] = [()]
     for i in range(1, len(times) - 1):
@@ -157,7 +161,8 @@ def _lagrange(knots: Tensor, j: int, at: Tensor) -> Tensor:
 
 
 def res_multistep(x: Tensor, problem: Problem) -> Steps:
-    """RES (Zhang et al. 2023, arXiv 2308.02157): the second-order exponential multistep method with refined coefficients."""
+    """RES (Zhang et al. 2023, arXiv 2308.02157): the second-order exponential multistep method with refined
+    coefficients."""
     old_denoised = t_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -177,7 +182,8 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
 
 
 def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Steps:
-    """Gradient estimation (Permenter & Yuan 2023, arXiv 2306.04848): Euler with the slope's change added again."""
+    """Gradient estimation (Permenter & Yuan 2023, arXiv 2306.04848): Euler with the slope's change added
+    again."""
     old_slope = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

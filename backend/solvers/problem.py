@@ -26,9 +26,11 @@ class Problem:
 
     sigmas: (steps + 1,), descending, on the CPU, so that no decision or coefficient waits for an accelerator.
     noise: ``noise(k)`` is the k-th fresh Gaussian draw of the request, in the shape of the solver's x.
-    brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its standard deviation.
-    percent_to_sigma: the model's noise level after this part of sampling (0 to 1), as ComfyUI's model_sampling has it.
-    Random numbers belong to the whole latent, so they do not depend on patches or ranks.
+    brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its
+    standard deviation.
+    percent_to_sigma: the model's noise level after this part of sampling (0 to 1), as ComfyUI's
+    model_sampling has it. Random numbers belong to the whole latent, so they do not depend on patches or
+    ranks.
     """
 
     sigmas: Tensor
@@ -79,12 +81,14 @@ def euler_step(x: Tensor, denoised: Tensor, sigma: Tensor, target: Tensor) -> Te
 
 
 def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
-    """The same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's form."""
+    """The same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's
+    form."""
     return ratio * x + (1 - ratio) * denoised
 
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x = data + sigma · noise)."""
+    """(down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x = data +
+    sigma · noise)."""
     up = torch.fmin(
         target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
     )  # not a number where the schedule rises: ``target`` then
@@ -92,7 +96,8 @@ def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level ``target``."""
+    """(down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level
+    ``target``."""
     if target == 0:  # also from 0
         return target, torch.ones_like(target), target
     if not problem.flow:

@@ -13,7 +13,8 @@ ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
 
 @contextmanager
 def comfy_modules():
-    """``with comfy_modules(): import comfy...``; ComfyUI runs on the CPU where there is no GPU, with the attention of a GPU."""
+    """``with comfy_modules(): import comfy...``; ComfyUI runs on the CPU where there is no GPU, with the
+    attention of a GPU."""
     if not (ROOT / "comfy").is_dir():
         pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
     try:

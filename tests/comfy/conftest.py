@@ -19,7 +19,8 @@ from servers import comfy_over
 
 @pytest.fixture(scope="session")
 def start_comfy(tmp_path_factory):
-    """start_comfy() -> a new ComfyServer with the pack as ``parallel-dit`` and a tiny Flux as ``tiny-flux.safetensors``."""
+    """start_comfy() -> a new ComfyServer with the pack as ``parallel-dit`` and a tiny Flux as
+    ``tiny-flux.safetensors``."""
     checkpoint = tiny.write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-flux.safetensors")
 
     def start() -> ComfyServer:
@@ -40,7 +41,8 @@ def comfy(start_comfy):
 
 @pytest.fixture(scope="session")
 def family_comfy(tmp_path_factory):
-    """A ComfyServer with a tiny checkpoint of every golden family and of every variant, FAMILY.safetensors."""
+    """A ComfyServer with a tiny checkpoint of every golden family and of every variant,
+    FAMILY.safetensors."""
     folder = tmp_path_factory.mktemp("families")
     models = folder / "models/diffusion_models"
     with comfy_over(folder) as server:  # written where there is a server alone: gigabytes

@@ -1,4 +1,5 @@
-"""One family twice in this process: ComfyUI's own MODEL with the tiny checkpoint's weights, and a PARALLEL_DIT whose rank is this process."""
+"""One family twice in this process: ComfyUI's own MODEL with the tiny checkpoint's weights, and a
+PARALLEL_DIT whose rank is this process."""
 
 import importlib.util
 import json

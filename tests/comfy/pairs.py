@@ -22,7 +22,8 @@ WEIGHT_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class Pair:
-    """A family's tiny checkpoint as ComfyUI's own MODEL and as ours, in one precision, and a golden case's inputs."""
+    """A family's tiny checkpoint as ComfyUI's own MODEL and as ours, in one precision, and a golden case's
+    inputs."""
 
     def __init__(self, name: str, folder, dtype: torch.dtype = torch.float32):
         wanted = facts(name)

@@ -10,7 +10,8 @@ from comfy_server import PACK, CannotStart, ComfyServer
 
 @contextmanager
 def comfy_over(folder: Path) -> Iterator[ComfyServer]:
-    """A ComfyServer with the pack as ``parallel-dit`` and the tests' own nodes; tests are skipped where there is none to start."""
+    """A ComfyServer with the pack as ``parallel-dit`` and the tests' own nodes; tests are skipped where there
+    is none to start."""
     try:
         server = ComfyServer(
             folder, {"parallel-dit": PACK, "golden_pack": Path(__file__).parent / "golden_pack"}

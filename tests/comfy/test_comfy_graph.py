@@ -1,4 +1,5 @@
-"""Graphs in a real ComfyUI: parity, progress, cancel, what is refused, and what happens when processes die."""
+"""Graphs in a real ComfyUI: parity, progress, cancel, what is refused, and what happens when processes
+die."""
 
 import json
 import os
@@ -59,7 +60,8 @@ def model_graph(case="euler_simple", **arguments) -> dict:
 
 
 def custom_graph(sampler: str, scheduler: str, cfg: float, case: str) -> dict:
-    """SamplerCustomAdvanced on the MODEL of ParallelModel, with a ModelSamplingFlux that asks for what Flux has anyway."""
+    """SamplerCustomAdvanced on the MODEL of ParallelModel, with a ModelSamplingFlux that asks for what Flux
+    has anyway."""
     nodes, model = model_graph(case), ["7", 0]
     return {
         **{key: nodes[key] for key in "1236"},

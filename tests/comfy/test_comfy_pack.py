@@ -58,7 +58,8 @@ def test_seed_can_change_after_each_queue(comfy):
     "ours, theirs", [("ParallelSampler", "KSampler"), ("ParallelSamplerAdvanced", "KSamplerAdvanced")]
 )
 def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
-    """The same names in the same order, with dit for model and shift behind them; the same ranges, and KSamplerAdvanced's defaults."""
+    """The same names in the same order, with dit for model and shift behind them; the same ranges, and
+    KSamplerAdvanced's defaults."""
     told = {name: comfy.get(f"/object_info/{name}")[name]["input"] for name in (ours, theirs)}
     names = {name: list(inputs["required"]) for name, inputs in told.items()}
     assert names[ours] == ["dit" if name == "model" else name for name in names[theirs]] and list(

@@ -1,4 +1,5 @@
-"""The bundled workflows, queued in a real ComfyUI: tiny checkpoints under the names of the real ones, and encoders without weights."""
+"""The bundled workflows, queued in a real ComfyUI: tiny checkpoints under the names of the real ones, and
+encoders without weights."""
 
 import json
 import os
@@ -26,7 +27,8 @@ STAND_INS = {
         "CLIPVisionLoader": ("TestVision", {}),
     },
 }
-#: Start of a workflow's name -> the golden family whose tiny checkpoint and prompt stand in for the released ones.
+#: Start of a workflow's name -> the golden family whose tiny checkpoint and prompt stand in for the released
+#: ones.
 TINY = {
     "sd35": "sd3",
     "pixart_sigma": "pixart-sigma",
@@ -50,7 +52,8 @@ TINY = {
     "minimax_h3": "minimax-h3",
     "ideogram4": "ideogram4",
 }
-#: Start of a workflow's name whose encoders are a folder's -> the tiny pipeline that stands in for it, encoders and all.
+#: Start of a workflow's name whose encoders are a folder's -> the tiny pipeline that stands in for it,
+#: encoders and all.
 FOLDERS = {"sana": "SanaPipeline", "flux3": "Flux3ModularPipeline"}
 LOADERS = (
     "CLIPLoader",
@@ -128,7 +131,8 @@ def family_of(name: str) -> str:
 
 
 def stand_ins(family: str, scale: int) -> dict:
-    """Loader -> what stands in for it. ``scale``: pixels to one of the latent; the edits' own nodes make pictures of a million pixels, which 64 keeps small."""
+    """Loader -> what stands in for it. ``scale``: pixels to one of the latent; the edits' own nodes make
+    pictures of a million pixels, which 64 keeps small."""
     if family in STAND_INS:
         return STAND_INS[family]
     golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
@@ -195,7 +199,8 @@ def write_tiny(path, family: str):
 
 @pytest.fixture
 def files(comfy):
-    """files(graph, family): a tiny checkpoint for every model that a graph names, and the picture that it loads."""
+    """files(graph, family): a tiny checkpoint for every model that a graph names, and the picture that it
+    loads."""
     made = []
 
     def make(graph, family):

@@ -1,4 +1,5 @@
-"""CLIP and VAE out of diffusers folders: what the pipelines themselves would give the transformer and paint, and what is refused."""
+"""CLIP and VAE out of diffusers folders: what the pipelines themselves would give the transformer and paint,
+and what is refused."""
 
 import ast
 import inspect
@@ -26,7 +27,8 @@ with comfy_modules():
 
 PROMPT, NEGATIVE = "a red fox in snow", "blurry"
 NAMES = [*pipeline_folders.PIPELINES, "Flux3ModularPipeline"]
-#: Pipeline whose VAE is a kind of its own -> channels, pixels to a latent's side, frames to one (None: of pictures), channels of a picture.
+#: Pipeline whose VAE is a kind of its own -> channels, pixels to a latent's side, frames to one (None: of
+#: pictures), channels of a picture.
 LATENTS = {
     "SanaPipeline": (32, 32, None, 3),
     "AuraFlowPipeline": (4, 8, None, 3),
@@ -130,7 +132,8 @@ def test_qwen_image21_leaves_out_the_system_prompt(folder):
 
 @pytest.mark.parametrize("name", LATENTS)
 def test_vae(folder, name):
-    """ComfyUI's VAE around diffusers': pictures as diffusers decodes them, sizes as ComfyUI's nodes ask for them, tiles that meet."""
+    """ComfyUI's VAE around diffusers': pictures as diffusers decodes them, sizes as ComfyUI's nodes ask for
+    them, tiles that meet."""
     channels, scale, time, colours = LATENTS[name]
     model = pipelines.open_vae(folder(name), torch.float32)
     vae, is_video = DiffusersVAE(model), time is not None
@@ -214,7 +217,8 @@ def test_returns_are_told_in_diffusers_order(name):
         ),
         (
             lambda path: change_index(path, _class_name="WanPipeline"),
-            "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, .*CLIPLoader",
+            "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, "
+            ".*CLIPLoader",
         ),
         (
             lambda path: change_index(path, text_encoder=None, tokenizer=None),
@@ -308,7 +312,8 @@ def test_text_encoders_that_do_not_fit(folder, monkeypatch):
     ],
 )
 def test_empty_latents_of_another_size(format, channels, told, node):
-    """An empty latent at 1/8 of the size is refused where this ComfyUI does not scale it: for SANA it would be a picture of four times the sides."""
+    """An empty latent at 1/8 of the size is refused where this ComfyUI does not scale it: for SANA it would
+    be a picture of four times the sides."""
     latent = {"samples": torch.zeros(1, channels, 16, 16), **told}
     if node is None:
         sampler._check_latent(latent, format(), ())
@@ -319,7 +324,8 @@ def test_empty_latents_of_another_size(format, channels, told, node):
 
 #: Steps of the graphs below; diffusers' schedulers shift these as ComfyUI's schedule is shifted.
 SIGMAS = [1.0, 0.75, 0.5, 0.25]
-#: Pipeline -> scale of its latents, width and height of the picture, cfg, the node that makes an empty latent, factor from LATENT to the pipeline's latents.
+#: Pipeline -> scale of its latents, width and height of the picture, cfg, the node that makes an empty
+#: latent, factor from LATENT to the pipeline's latents.
 GRAPHS = {
     "SanaPipeline": (32, 128, 96, 4.5, "EmptyHunyuanImageLatent", 0.41407),
     "Flux3ModularPipeline": (16, 64, 48, 3.5, "EmptyFlux2LatentImage", 1.0),
@@ -329,7 +335,8 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name):
-    """From text to picture, on two ranks, with stock nodes around: the latent to 1e-4 of its standard deviation, the picture to a step of 8 bits."""
+    """From text to picture, on two ranks, with stock nodes around: the latent to 1e-4 of its standard
+    deviation, the picture to a step of 8 bits."""
     scale, width, height, cfg, empty, factor = GRAPHS[name]
     noise = torch.randn(1, LATENTS[name][0], height // scale, width // scale, generator=torch.manual_seed(11))
     inputs = {

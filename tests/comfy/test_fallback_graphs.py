@@ -1,4 +1,5 @@
-"""A transformer that no family file describes, in a graph of a real ComfyUI: AuraFlow's diffusers folder on two ranks, ComfyUI's own single file and KSampler beside it."""
+"""A transformer that no family file describes, in a graph of a real ComfyUI: AuraFlow's diffusers folder on
+two ranks, ComfyUI's own single file and KSampler beside it."""
 
 import json
 
@@ -71,7 +72,8 @@ def auraflow(family_comfy):
 
 
 def test_same_latent_as_ksampler(family_comfy, auraflow):
-    """Where the latent's sides are even numbers of tokens: for odd ones diffusers takes other positions than ComfyUI."""
+    """Where the latent's sides are even numbers of tokens: for odd ones diffusers takes other positions than
+    ComfyUI."""
     file, name = auraflow
     g = Graph()
     prompts = g.add(

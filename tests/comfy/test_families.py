@@ -1,4 +1,5 @@
-"""ComfyUI's own model of every family, built from the diffusers config: the unet_config, arguments and latent scaling of the golden files."""
+"""ComfyUI's own model of every family, built from the diffusers config: the unet_config, arguments and latent
+scaling of the golden files."""
 
 import json
 
@@ -122,7 +123,8 @@ def test_latents_are_scaled_as_in_the_golden_files(loaded):
 
 @pytest.fixture(params=["flux3", "qwen-image21"])
 def edits(request, tmp_path):
-    """(golden family, reference latents, values beside them in a CONDITIONING -> the model's arguments) of models whose class is ours."""
+    """(golden family, reference latents, values beside them in a CONDITIONING -> the model's arguments) of
+    models whose class is ours."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "model.safetensors", request.param)))
     loaded = Loaded(
         "m",
@@ -156,7 +158,8 @@ def edits(request, tmp_path):
 
 
 def test_references_reach_models_that_comfyui_does_not_have(edits):
-    """As ComfyUI's edit models are given theirs; a way to place them that a model does not have is refused by name."""
+    """As ComfyUI's edit models are given theirs; a way to place them that a model does not have is refused by
+    name."""
     name, pictures, arguments = edits
     found = arguments(**({"image_slots": [3, 5]} if name == "qwen-image21" else {}))
     shift, scale = LATENT_FORMATS[name]
@@ -172,7 +175,8 @@ def test_references_reach_models_that_comfyui_does_not_have(edits):
 
 
 def test_what_qwen_image21_does_not_read_is_left_out():
-    """As its transformer in ComfyUI leaves it: places of pictures that are not there, and which rows of the prompt are padding."""
+    """As its transformer in ComfyUI leaves it: places of pictures that are not there, and which rows of the
+    prompt are padding."""
     translate, prompt, pictures = (
         NODE_FAMILIES["qwen-image-2.1"].translate,
         torch.zeros(1, 3, 64),
@@ -187,7 +191,8 @@ def test_what_qwen_image21_does_not_read_is_left_out():
 
 
 def test_what_minimaxs_encoder_tells_of_a_prompt():
-    """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds beside what is known is refused."""
+    """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds
+    beside what is known is refused."""
     translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)
     sent = lambda **payload: translate({"c_crossattn": prompt, "minimax_payload": payload})
     assert sent(text_token_tags=torch.ones(3, dtype=torch.long), seed=1).keys() == {"c_crossattn"}

@@ -1,4 +1,5 @@
-"""ComfyUI's model object for a transformer that no family file describes: its scheduler's noise levels, its VAE's scaling, the arguments that it takes."""
+"""ComfyUI's model object for a transformer that no family file describes: its scheduler's noise levels, its
+VAE's scaling, the arguments that it takes."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""bf16, in which released files are and GPUs compute: ours against ComfyUI's own, which rounds in other places, but neither more nor before it must."""
+"""bf16, in which released files are and GPUs compute: ours against ComfyUI's own, which rounds in other
+places, but neither more nor before it must."""
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from parallel_dit.nodes import backends
 from parallel_dit.nodes.families import OURS
 from tiny import facts
 
-#: Relative distance of two steps from the second noise level on (the first is 1, which no rounding changes): what rounding the timestep would cost is 0.009 to 0.08.
+#: Relative distance of two steps from the second noise level on (the first is 1, which no rounding changes):
+#: what rounding the timestep would cost is 0.009 to 0.08.
 NEAR = 0.008
 #: Krea 2's random weights are sharp: ComfyUI's own bf16 is 0.013 away from its float32.
 SHARP = {"krea2": 0.025}

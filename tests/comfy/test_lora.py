@@ -1,4 +1,5 @@
-"""LoRAs in a real ComfyUI: ParallelLoRA on two ranks against LoraLoaderModelOnly and KSampler, on the same checkpoint and the same files."""
+"""LoRAs in a real ComfyUI: ParallelLoRA on two ranks against LoraLoaderModelOnly and KSampler, on the same
+checkpoint and the same files."""
 
 import json
 import os
@@ -75,7 +76,8 @@ def comfy(tmp_path_factory):
 
 
 def graph(comfy, family: str, loras: list[tuple[str, float]], seed: int = 5) -> dict:
-    """ParallelSampler (node "o") and KSampler (node "t") with ``loras``, and their distance; KSampler without them ("p"), and its distance from the other."""
+    """ParallelSampler (node "o") and KSampler (node "t") with ``loras``, and their distance; KSampler without
+    them ("p"), and its distance from the other."""
     golden, file = (
         str(GOLDEN / f"{family}__euler_simple.safetensors"),
         str(comfy.folder / f"models/diffusion_models/{family}.safetensors"),

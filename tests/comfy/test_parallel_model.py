@@ -1,4 +1,5 @@
-"""The MODEL of ParallelModel against ComfyUI's own model of the same tiny checkpoint, in ComfyUI's own samplers and guiders."""
+"""The MODEL of ParallelModel against ComfyUI's own model of the same tiny checkpoint, in ComfyUI's own
+samplers and guiders."""
 
 import os
 import signal
@@ -25,7 +26,8 @@ with comfy_modules():
     from parallel_dit.nodes.families import OURS
     from parallel_dit.nodes.parallel_model import remote_model
 
-#: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt, HunyuanDiT), and those of several latents.
+#: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt,
+#: HunyuanDiT), and those of several latents.
 OTHERS = ["wan21-t2v", "pixart-sigma", "sd3", "hunyuan-dit", "ltx2", "minimax-h3"]
 
 
@@ -68,7 +70,8 @@ def test_every_other_family_in_one_step(pairs, family):
 
 
 def regional(kind: str, prompts) -> list:
-    """Two prompts for parts of the picture or of the sampling, as ConditioningSetArea, SetMask and SetTimestepRange leave them."""
+    """Two prompts for parts of the picture or of the sampling, as ConditioningSetArea, SetMask and
+    SetTimestepRange leave them."""
     (whole, values), (other, others) = prompts
     if kind == "area":
         return [[whole, values], [other, {**others, "area": (8, 10, 4, 2), "strength": 0.8}]]
@@ -155,7 +158,8 @@ class Shifted(comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.CONST
 
 
 def test_patched_model_sampling_and_easy_cache(flux):
-    """Patches around the transformer work as on any MODEL, and a wrapper of its forward sees what it sees there."""
+    """Patches around the transformer work as on any MODEL, and a wrapper of its forward sees what it sees
+    there."""
 
     def patched(model):
         model = model.clone()
@@ -183,7 +187,8 @@ def test_loading_is_free_and_prompts_are_called_together(flux):
 
 
 def test_prompts_are_sent_once(flux, monkeypatch):
-    """Regions call the model several times a step, with other prompts; after an unload the ranks are told again."""
+    """Regions call the model several times a step, with other prompts; after an unload the ranks are told
+    again."""
     monkeypatch.setattr(kept, "LEAST_BYTES", 1)
     backend, messages = backends.backend_for(CONFIG), []
     sample = backend.sample

@@ -1,4 +1,5 @@
-"""What would change the weights behind ParallelModel's MODEL, or cannot reach the ranks: refused by name, and the ranks stay."""
+"""What would change the weights behind ParallelModel's MODEL, or cannot reach the ranks: refused by name, and
+the ranks stay."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The sampler nodes against ComfyUI's own, in one process on the tiny checkpoints: the same latent for the same seed, whatever the inputs."""
+"""The sampler nodes against ComfyUI's own, in one process on the tiny checkpoints: the same latent for the
+same seed, whatever the inputs."""
 
 from types import SimpleNamespace
 

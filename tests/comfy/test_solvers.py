@@ -1,4 +1,5 @@
-"""Every solver against ComfyUI's own function of that name, on a model that is a formula: the same latent for the same seed."""
+"""Every solver against ComfyUI's own function of that name, on a model that is a formula: the same latent for
+the same seed."""
 
 from types import SimpleNamespace
 
@@ -158,7 +159,8 @@ STILL = {
     "from 0": (0.0, 0.4, 0.8),
 }
 
-#: Those on which a Brownian tree answers: on others it searches for ever (ours is never asked, since they are refused).
+#: Those on which a Brownian tree answers: on others it searches for ever (ours is never asked, since they are
+#: refused).
 SDE_STILL = ("ends at 1", "stands", "stands at 0")
 
 
@@ -169,7 +171,8 @@ SDE_STILL = ("ends at 1", "stands", "stands at 0")
     [(solver, name) for solver in SOLVERS for name in STILL if solver not in BROWNIAN or name in SDE_STILL],
 )
 def test_a_schedule_is_refused_where_nothing_is_painted(solver, schedule, kind):
-    """Never where ComfyUI's own function gets through, and then the latents are the same; some of ours get through where that divides by zero."""
+    """Never where ComfyUI's own function gets through, and then the latents are the same; some of ours get
+    through where that divides by zero."""
     (prediction, sampling), sigmas = MODELS[kind], torch.tensor(STILL[schedule])
     toy = Toy(prediction, POSITIVE[prediction], NEGATIVE[prediction], sampling().percent_to_sigma)
     noise = torch.randn(BATCH, *GRID.shape, generator=torch.Generator().manual_seed(SEED))

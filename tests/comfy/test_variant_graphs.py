@@ -1,4 +1,5 @@
-"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside ParallelSampler, and itself on ParallelModel, on two ranks."""
+"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside
+ParallelSampler, and itself on ParallelModel, on two ranks."""
 
 import json
 
@@ -60,7 +61,8 @@ def pictured_video(g, positive, negative):
 
 
 def encoded(*pictures, shape=None):
-    """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the first one's size unless its ``shape`` is told."""
+    """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the
+    first one's size unless its ``shape`` is told."""
 
     def build(g, positive, negative):
         clip = g.one("TestPicturedText", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
@@ -212,7 +214,8 @@ def ltx2_guides(g, positive, negative):
 
 
 def minimax_guides(g, positive, negative):
-    """A keyframe at the beginning, and a picture with sound at a later frame; a prompt with a picture in it."""
+    """A keyframe at the beginning, and a picture with sound at a later frame; a prompt with a picture in
+    it."""
     positive = g.one(
         "TestConditioningValues",
         conditioning=positive,
@@ -299,7 +302,8 @@ def with_values(build, **values):
     return changed
 
 
-#: Name -> (variant, what makes positive, negative and latent of two prompts, rows of the negative prompt where they are not 7).
+#: Name -> (variant, what makes positive, negative and latent of two prompts, rows of the negative prompt
+#: where they are not 7).
 GRAPHS = {
     "kontext, offset": ("flux-kontext", references(False, negative=True, batch=2)),
     "kontext, index": ("flux-kontext", references(False, "index")),
@@ -415,7 +419,8 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
 
 
 def experts(folder, seed: int) -> tuple[dict, str, str]:
-    """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The same with KSampler (Advanced) beside it."""
+    """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The
+    same with KSampler (Advanced) beside it."""
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing"

@@ -1,4 +1,5 @@
-"""Variants that have no golden latents, one model call each: ComfyUI's own module against the backend's, on the same random single file."""
+"""Variants that have no golden latents, one model call each: ComfyUI's own module against the backend's, on
+the same random single file."""
 
 import pytest
 import torch

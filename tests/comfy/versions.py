@@ -1,4 +1,5 @@
-"""Older versions of ComfyUI lack families and nodes: tests of those are skipped with the reason, and fail where a version that should have them has not."""
+"""Older versions of ComfyUI lack families and nodes: tests of those are skipped with the reason, and fail
+where a version that should have them has not."""
 
 import re
 
@@ -11,7 +12,8 @@ LATER = dict.fromkeys(("QwenImage21", "TextEncodeQwenImage21", "QwenImage21Cache
 
 
 def skip_without(missing):
-    """Skip the test where this ComfyUI is older than what brought one of ``missing``, names of what the test needs."""
+    """Skip the test where this ComfyUI is older than what brought one of ``missing``, names of what the test
+    needs."""
     version = re.search(r'"([\d.]+)"', (ROOT / "comfyui_version.py").read_text())[1]
     young = sorted(
         name for name in missing if tuple(map(int, version.split("."))) < LATER.get(name, COMPLETE)

@@ -1,6 +1,8 @@
-"""Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and FAMILY__CASE.safetensors, by default euler_simple.
+"""Makes golden files with a real ComfyUI's own model, KSampler and latent format: FAMILY.json and
+FAMILY__CASE.safetensors, by default euler_simple.
 
-COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY[__CASE] [...]         # with ComfyUI's Python; on the CPU in float32
+COMFYUI_PATH=~/ComfyUI python tests/golden/make.py FAMILY[__CASE] [...]         # with ComfyUI's Python; on
+the CPU in float32
 """
 
 import json
@@ -50,9 +52,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a list of latents is nested);
-    constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by ComfyUI's arguments; settings: those
-    that are not SETTINGS; renamed: module's key -> file's; converted: the file's tensors -> the module's, where names are not all; stacked: two modules' keys -> the file's, of one tensor."""
+    """comfy_class and unet_config build the model; latent and conditioning are shapes of one run's inputs (a
+    list of latents is nested);
+    constant: entries of the CONDITIONING that are no noise; elsewhere: a model that ComfyUI does not have, by
+    ComfyUI's arguments; settings: those that are not SETTINGS; renamed: module's key -> file's; converted:
+    the file's tensors -> the module's, where names are not all; stacked: two modules' keys -> the file's, of
+    one tensor."""
 
     comfy_class: str
     unet_config: dict
@@ -173,7 +178,8 @@ def flux3_file(key: str) -> str:
 
 
 class DiffusersQwenImage21(torch.nn.Module):
-    """A small Qwen-Image 2.1 of diffusers, called as ComfyUI calls its own models and fed as its pipeline feeds it."""
+    """A small Qwen-Image 2.1 of diffusers, called as ComfyUI calls its own models and fed as its pipeline
+    feeds it."""
 
     def __init__(self):
         super().__init__()
@@ -436,7 +442,8 @@ CASES = {
 
 
 def build(case: Case):
-    """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its checkpoint."""
+    """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its
+    checkpoint."""
     config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))(
         {**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})}
     )

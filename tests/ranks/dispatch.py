@@ -1,4 +1,5 @@
-"""Rank 0 tells the others bodies of all sizes, faster than they can copy them; every rank says what it heard."""
+"""Rank 0 tells the others bodies of all sizes, faster than they can copy them; every rank says what it
+heard."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Rank program (launch.py): every family under the parallel methods of one world size, each against the single process; rank 0 writes the errors as JSON.
+"""Rank program (launch.py): every family under the parallel methods of one world size, each against the
+single process; rank 0 writes the errors as JSON.
 
 main(FOLDER-OF-CHECKPOINTS, "CASE CASE ...", OUT.json)
 """
@@ -30,7 +31,8 @@ TRANSFORMERS = [
 gc.freeze()  # what is imported stays: no collection looks through it again
 
 STEPS, MASKED = 2, 5
-#: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called where there is one group.
+#: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
+#: where there is one group.
 CALLED, ALONE = 3, 2
 #: Attention heads of the tiny checkpoints that have fewer than four.
 HEADS = {"kandinsky5-image": 2}
@@ -55,7 +57,8 @@ CONFIGURATIONS = {
 
 
 def runs(case: str, config: ParallelConfig) -> bool:
-    """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts any number of heads."""
+    """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
+    any number of heads."""
     if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS:
         return False
     return (

@@ -1,4 +1,5 @@
-"""Rank program (launch.py): many configurations of one world size, each against the single process; rank 0 writes the errors as JSON.
+"""Rank program (launch.py): many configurations of one world size, each against the single process; rank 0
+writes the errors as JSON.
 
 main(CHECKPOINT, OUT.json)
 """
@@ -34,7 +35,8 @@ AXES = (
     "data_parallel_degree",
     "tensor_parallel_degree",
 )
-#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that every step shows as well as another.
+#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that
+#: every step shows as well as another.
 STEPS, STALE_STEPS, FEW = 6, 4, 2
 
 #: Golden cases that differ from others in their solver alone.
@@ -51,7 +53,8 @@ SHORT_NEGATIVE = "negative of 1 row"
 CFG_PP = "euler_cfg_pp"
 #: Every solver, and a mask, with stale keys and values.
 STALE_SOLVERS = "stale, every solver"
-#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also under a solver that calls the model twice a step.
+#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also
+#: under a solver that calls the model twice a step.
 MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
@@ -63,7 +66,8 @@ COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 KEPT = "modulation ahead"
 #: With LoRAs of every kind in the weights.
 LORA = "LoRA"
-#: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share evenly.
+#: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share
+#: evenly.
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
 #: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
 OF_EIGHT = (
@@ -84,7 +88,8 @@ OF_EIGHT = (
 
 
 def configurations(world: int) -> list[ParallelConfig]:
-    """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold weights."""
+    """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold
+    weights."""
     if world == 8:
         found = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in OF_EIGHT]
         found += [
@@ -160,7 +165,8 @@ class Case:
 
 
 def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
-    """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one golden case, and few steps of what is special there."""
+    """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one
+    golden case, and few steps of what is special there."""
     few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
     if config.data_parallel_degree > 1:
         return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
@@ -222,7 +228,8 @@ def short_negative():
 
 
 def mixed_prompts(solver: str):
-    """Prompts of different lengths, in an order in which a new one comes between known ones: before the third of STALE_STEPS; the negative one ends with that step."""
+    """Prompts of different lengths, in an order in which a new one comes between known ones: before the third
+    of STALE_STEPS; the negative one ends with that step."""
     sample = replace(golden_request("heun_simple")[0], sampler=solver)
     tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
     for name, rows in (("positive2", 9), ("positive3", 12)):
@@ -304,7 +311,8 @@ def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference)
 
 
 def together(checkpoint: str, rank: int) -> list[dict]:
-    """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the modulation in host memory, which are asked for it at every step."""
+    """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the
+    modulation in host memory, which are asked for it at every step."""
     memo.AHEAD = 1
     path, rows = str(Path(checkpoint).with_name("fp8.safetensors")), []
     reference = SingleProcess(path) if rank == 0 else None
@@ -366,7 +374,8 @@ def called(engine: Engine, config: ParallelConfig, reference) -> list[dict]:
 
 
 def described(config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int) -> list[dict[str, int]]:
-    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of modulation."""
+    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of
+    modulation."""
     plans = describe(config, checkpoint, 60, 12, batch, calls=steps)
     replicas = (
         config.data_parallel_degree
@@ -413,7 +422,8 @@ class SingleProcess:
 
     @cached_property
     def pipeline(self) -> Engine:
-        """This process computing patches in a pipeline's order, with what is fresh and what is stale there."""
+        """This process computing patches in a pipeline's order, with what is fresh and what is stale
+        there."""
         engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
         engine.load("tiny", self.checkpoint, "default")
         return engine
@@ -429,7 +439,8 @@ class SingleProcess:
 
 
 def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> tuple[Engine, bool]:
-    """The engine of a configuration: a new one, or ``engine`` changed into it; and whether the weights stayed."""
+    """The engine of a configuration: a new one, or ``engine`` changed into it; and whether the weights
+    stayed."""
     groups = mesh.build(config, "cpu")
     if engine is None:
         engine = Engine(config, groups)

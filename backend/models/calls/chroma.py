@@ -6,7 +6,8 @@ from diffusers.models.embeddings import get_timestep_embedding
 from . import flux
 from .precise import keep_timestep
 
-#: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any size.
+#: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any
+#: size.
 MODULATIONS = 344
 
 

@@ -7,7 +7,8 @@ from . import references
 
 
 def rotary(config, grid, device):
-    """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the picture's axes."""
+    """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
+    picture's axes."""
     head, stretch = (
         config["attention_head_dim"],
         1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875),
@@ -41,8 +42,14 @@ def refusal(config, grid, cond):
     """A learned position table fits one size, and one of sines one length of the prompt."""
     rows, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
     if not config["use_rotary_positional_embeddings"] and rows != most:
-        return f"the prompt has {rows} rows, but this model's position table is for {most}; pad the prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
+        return (
+            f"the prompt has {rows} rows, but this model's position table is for {most}; pad the "
+            f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
+        )
     size = config["sample_height"], config["sample_width"]
     if not config["use_learned_positional_embeddings"] or grid.padded.shape[-2:] == size:
         return references.wrong_channels(config["in_channels"], grid, cond)
-    return f"the latent is {grid.shape[-2]} x {grid.shape[-1]}, but this model makes videos of {size[0]} x {size[1]} latent pixels only."
+    return (
+        f"the latent is {grid.shape[-2]} x {grid.shape[-1]}, but this model makes videos of {size[0]} "
+        f"x {size[1]} latent pixels only."
+    )

@@ -13,7 +13,8 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
+    """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers
+    multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, "offset")
     return dict(
@@ -38,7 +39,10 @@ def refusal(config, grid, cond):
     if references.references(cond) and config["in_channels"] != (
         config["out_channels"] or config["in_channels"]
     ):
-        return "it has reference latents, but this model takes its picture as channels (Fill, Canny, Depth); use FLUX.1 Kontext or remove ReferenceLatent."
+        return (
+            "it has reference latents, but this model takes its picture as channels (Fill, Canny, "
+            "Depth); use FLUX.1 Kontext or remove ReferenceLatent."
+        )
     return references.wrong_references(
         grid, cond, "choose another method in Edit Model Reference Method"
     ) or references.wrong_channels(config["in_channels"] // 4, grid, cond)

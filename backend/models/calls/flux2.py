@@ -16,7 +16,8 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself."""
+    """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text.
+    diffusers multiplies timestep and guidance by 1000 itself."""
     batch, device, text, how = (
         latent.shape[0],
         latent.device,

@@ -24,7 +24,8 @@ def adjust(transformer, config):
 
 
 def positions(grid, number, device):
-    """(tokens, 4) of (0, y, x, number); number: 0 for the picture that is made, -1, -2, ... for references."""
+    """(tokens, 4) of (0, y, x, number); number: 0 for the picture that is made, -1, -2, ... for
+    references."""
     return torch.nn.functional.pad(
         references.positions(grid, device=device) * POSITION_SCALE, (0, 1), value=number
     )
@@ -60,5 +61,8 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """Distilled models are told to which noise level a step leads, which no solver here tells them."""
     if config["flow_map"]:
-        return "the model is a step-distilled Flux.3 (flow_map), which is not supported; use the undistilled one."
+        return (
+            "the model is a step-distilled Flux.3 (flow_map), which is not supported; use the "
+            "undistilled one."
+        )
     return references.wrong_references(grid, cond)

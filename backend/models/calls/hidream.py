@@ -6,7 +6,8 @@ import torch
 
 
 def patchify(patch, latent):
-    """As the model's own for squares: (B, C, H, W) -> rows (p1 p2 C), no mask, sizes, positions; its own pads other pictures to the largest size."""
+    """As the model's own for squares: (B, C, H, W) -> rows (p1 p2 C), no mask, sizes, positions; its own pads
+    other pictures to the largest size."""
     batch, (rows, columns) = latent.shape[0], (side // patch for side in latent.shape[2:])
     tokens = (
         latent.unflatten(3, (columns, patch))
@@ -26,7 +27,8 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Llama's layers (B, layers, rows, width) in the order of the blocks; blocks behind the last layer read that one."""
+    """Llama's layers (B, layers, rows, width) in the order of the blocks; blocks behind the last layer read
+    that one."""
     llama = cond["encoder_hidden_states_llama3"].unbind(1)
     return dict(
         hidden_states=grid.pad(latent),

@@ -69,5 +69,6 @@ def refusal(config, grid, cond):
     return (
         None
         if lengths == (TEXT, TEXT_T5)
-        else f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; shorten the prompt."
+        else f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; "
+        f"shorten the prompt."
     )

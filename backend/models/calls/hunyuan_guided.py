@@ -1,5 +1,6 @@
-"""HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are modulated by a timestep of their own. The weights are text
-to video's, and only the request tells, so blocks and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
+"""HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are
+modulated by a timestep of their own. The weights are text to video's, and only the request tells, so blocks
+and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
 
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
 
 def _two_ways(norm, linear):
-    """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then the same for the given frame's."""
+    """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
+    the same for the given frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
     return SimpleNamespace(
         silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
@@ -47,8 +49,9 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
 
 
 class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a frame's tokens from the text's first row on, which
-    Tencent's code does from the image's; the latent is to be ComfyUI's."""
+    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a
+    frame's tokens from the text's first row on, which Tencent's code does from the image's; the latent is to
+    be ComfyUI's."""
 
     def forward(
         self,

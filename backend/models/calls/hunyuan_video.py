@@ -6,7 +6,8 @@ from . import references
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and its mask as further channels (c_concat)."""
+    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and
+    its mask as further channels (c_concat)."""
     batch, text = latent.shape[0], cond["c_crossattn"]
     mask = (
         cond["attention_mask"]
@@ -32,5 +33,8 @@ def refusal(config, grid, cond):
     if config["guidance_embeds"] and "guidance" not in cond:
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
-        return f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; encode the prompt with HunyuanVideo's text encoders."
+        return (
+            f"y has width {cond['y'].shape[1]}, but this model reads "
+            f"{config['pooled_projection_dim']}; encode the prompt with HunyuanVideo's text encoders."
+        )
     return references.wrong_channels(config["in_channels"], grid, cond)

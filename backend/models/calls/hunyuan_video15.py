@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""HunyuanVideo 1.5: the arguments of its forward, what it refuses and what is changed in diffusers'
+modules."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,8 @@ from .precise import round_input
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
-    """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of rows x rows, gigabytes for a video."""
+    """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of rows
+    x rows, gigabytes for a video."""
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
@@ -24,14 +26,16 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
 
 
 def adjust(transformer, config):
-    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their layer."""
+    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's
+    float32, in the dtype of their layer."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text to video."""
+    """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text
+    to video."""
     batch, text = latent.shape[0], cond["c_crossattn"]
     image = (
         cond["c_concat"]

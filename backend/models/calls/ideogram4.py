@@ -25,7 +25,8 @@ class Whole(Ideogram4AttnProcessor):
 
 
 class Prompt:
-    """The prompt's rows alone through its wide layers: diffusers sends the image's rows, zeros there, through them too."""
+    """The prompt's rows alone through its wide layers: diffusers sends the image's rows, zeros there, through
+    them too."""
 
     def __init__(self, transformer):
         self.norm, self.rows = transformer.llm_cond_norm.forward, None
@@ -41,7 +42,8 @@ class Prompt:
 
 
 def adjust(transformer, config):
-    """Less work where the released code does more than is needed; and sines of the timestep, made in float32, in the dtype of their layer."""
+    """Less work where the released code does more than is needed; and sines of the timestep, made in float32,
+    in the dtype of their layer."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
@@ -49,7 +51,8 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of their own. The timestep counts from noise (0) to picture (1)."""
+    """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of
+    their own. The timestep counts from noise (0) to picture (1)."""
     text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
     rows = text.shape[1]
     image = (

@@ -36,7 +36,8 @@ class Exact(Kandinsky5AttnProcessor):
 
 
 def adjust(transformer, config):
-    """The exact attention; and sines of the timestep, which diffusers leaves in float32, in the dtype of their layer."""
+    """The exact attention; and sines of the timestep, which diffusers leaves in float32, in the dtype of
+    their layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
@@ -54,7 +55,8 @@ def stretch(config, grid):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Channels last. Video models have the known frames' latent and their mask as further channels (c_concat); known frames also replace the latent's."""
+    """Channels last. Video models have the known frames' latent and their mask as further channels
+    (c_concat); known frames also replace the latent's."""
     batch = latent.shape[0]
     if "time_dim_replace" in cond:
         known = cond["time_dim_replace"]
@@ -74,18 +76,30 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """The position tables end; video models take further channels."""
     if max(grid.counts) > MOST:
-        return f"the latent is {' x '.join(map(str, grid.counts))} tokens, but Kandinsky 5 knows {MOST} a side; make it smaller."
+        return (
+            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but Kandinsky 5 knows {MOST} a "
+            f"side; make it smaller."
+        )
     if cond["c_crossattn"].shape[1] > MOST_TEXT:
-        return f"the prompt has {cond['c_crossattn'].shape[1]} rows, but Kandinsky 5 knows {MOST_TEXT}; shorten it."
+        return (
+            f"the prompt has {cond['c_crossattn'].shape[1]} rows, but Kandinsky 5 knows {MOST_TEXT}; "
+            f"shorten it."
+        )
     known = cond.get("time_dim_replace")
     if known is not None and (
         known.shape[1] != grid.shape[0]
         or known.shape[2] > grid.extent[0]
         or known.shape[3:] != grid.extent[1:]
     ):
-        return f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of {grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
+        return (
+            f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of "
+            f"{grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
+        )
     if config["visual_cond"] and "c_concat" not in cond:
-        return "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; send zeros for text to video."
+        return (
+            "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; "
+            "send zeros for text to video."
+        )
     return references.wrong_channels(
         config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond
     )

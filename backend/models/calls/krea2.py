@@ -11,7 +11,8 @@ def given(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The prompt's layers come side by side."""
+    """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The
+    prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     image = references.all_positions(grid, given(cond), "index", latent.device)
     return dict(
@@ -23,7 +24,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one timestep to all rows."""
+    """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one
+    timestep to all rows."""
     wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
     if wrong:
         return wrong

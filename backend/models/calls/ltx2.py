@@ -1,4 +1,5 @@
-"""LTX-2, 2.3 and 2.5: the arguments of its forward, what it refuses and what is changed in diffusers' modules."""
+"""LTX-2, 2.3 and 2.5: the arguments of its forward, what it refuses and what is changed in diffusers'
+modules."""
 
 from functools import wraps
 
@@ -25,7 +26,8 @@ MASKS = ("denoise_mask", "audio_denoise_mask")
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may hold no sound."""
+    """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may
+    hold no sound."""
 
     def __call__(
         self,
@@ -54,8 +56,9 @@ class Attention(LTX2AudioVideoAttnProcessor):
 
 
 class Levels(LTX2AdaLayerNormSingle):
-    """The modulation of each noise level once, where rows have levels of their own: a mask has a few, and video of 1280 x 704 pixels and 121 frames 14080 rows, of
-    9 x 4096 numbers each. Blocks are given which level a row has."""
+    """The modulation of each noise level once, where rows have levels of their own: a mask has a few, and
+    video of 1280 x 704 pixels and 121 frames 14080 rows, of 9 x 4096 numbers each. Blocks are given which
+    level a row has."""
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
@@ -70,7 +73,8 @@ class Levels(LTX2AdaLayerNormSingle):
 
 
 class Block(LTX2VideoTransformerBlock):
-    """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both hear what was before."""
+    """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both
+    hear what was before."""
 
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(
@@ -148,7 +152,8 @@ class Block(LTX2VideoTransformerBlock):
 
 
 def finish(connector, prompt):
-    """What the connector makes of a prompt (B, rows, width) that it has yet to finish, which comes with a feature more, of zeros; of others nothing."""
+    """What the connector makes of a prompt (B, rows, width) that it has yet to finish, which comes with a
+    feature more, of zeros; of others nothing."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
     rows, registers = prompt.shape[1], connector.num_learnable_registers
@@ -175,7 +180,8 @@ class Unprojected(nn.Module):
 
 
 def hear_the_loudest(transformer, config):
-    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI (there among those of the whole batch); diffusers' by its own rows'."""
+    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI
+    (there among those of the whole batch); diffusers' by its own rows'."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
     for heard, gate in (
         (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
@@ -196,7 +202,8 @@ def highest(times, batch):
 
 
 def adjust(transformer, config):
-    """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise level once, and the connectors."""
+    """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise
+    level once, and the connectors."""
     hear_the_loudest(transformer, config)
     levels = (
         transformer.time_embed,
@@ -238,7 +245,8 @@ def variant(config):
 
 
 def widths(config):
-    """(features of a prompt that the connectors have yet to finish, of the video's and the sound's part of a finished one)."""
+    """(features of a prompt that the connectors have yet to finish, of the video's and the sound's part of a
+    finished one)."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], (config["caption_channels"],) * 2
     parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]
@@ -246,14 +254,16 @@ def widths(config):
 
 
 def is_finished(config, cond):
-    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind them."""
+    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind
+    them."""
     return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(
         widths(config)[1]
     )
 
 
 def single_frames(grid, cond, device):
-    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
+    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those
+    of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
     frames, size = grid.counts[0], grid.counts[1] * grid.counts[2]
     marks = torch.zeros(frames, device=device)
     marks[0] = 1.0
@@ -306,10 +316,20 @@ def refusal(config, grid, cond):
     width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
     if width not in (unfinished, sum(parts)):
         known = " or ".join(map(str, sorted({unfinished, sum(parts)})))
-        return f"c_crossattn has width {width}, but this LTX-2 model takes {known}; encode the prompt with the text encoder of the same version."
+        return (
+            f"c_crossattn has width {width}, but this LTX-2 model takes {known}; encode the prompt "
+            f"with the text encoder of the same version."
+        )
     finished = is_finished(config, cond)
     if not finished and not config.get("connectors"):
-        return f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the transformer alone has none; choose the pipeline's folder, or ComfyUI's single file."
+        return (
+            f"the prompt has not been through the connectors (width {width}), and a diffusers folder "
+            f"of the transformer alone has none; choose the pipeline's folder, or ComfyUI's single "
+            f"file."
+        )
     if not finished and "attention_mask" in cond:
-        return "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have all rows; encode it with LTX-2's text encoder, which sends none."
+        return (
+            "attention_mask is set for a prompt that the connectors have yet to finish, which lets "
+            "them have all rows; encode it with LTX-2's text encoder, which sends none."
+        )
     return ltxv.refusal(config, grid.parts[0], cond)

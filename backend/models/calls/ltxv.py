@@ -12,7 +12,8 @@ def guides(cond):
 
 
 def corners(grid, cond, device, causal, side=0):
-    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``: the video starts with a single frame. Guides, the last tokens, say theirs."""
+    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``:
+    the video starts with a single frame. Guides, the last tokens, say theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
     axes = [
         (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
@@ -28,7 +29,8 @@ def corners(grid, cond, device, causal, side=0):
 
 
 def times(grid, mask, sigma, batch):
-    """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask, that of a token's first value."""
+    """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask,
+    that of a token's first value."""
     return (
         sigma.expand(batch)
         if mask is None
@@ -54,7 +56,13 @@ def refusal(config, grid, cond):
     """What the mask must hold, and the guides fit."""
     mask = cond.get("denoise_mask")
     if mask is not None and (mask < 0).any():
-        return "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is not supported; give the guide in the latent's size."
+        return (
+            "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is "
+            "not supported; give the guide in the latent's size."
+        )
     if guides(cond) > grid.tokens:
-        return f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides before the latent is changed."
+        return (
+            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides "
+            f"before the latent is changed."
+        )
     return None

@@ -2,7 +2,8 @@
 
 import torch
 
-#: Most rows of a prompt, and most tokens along a side of the picture, in the position tables; diffusers' own end at 300 and 512.
+#: Most rows of a prompt, and most tokens along a side of the picture, in the position tables; diffusers' own
+#: end at 300 and 512.
 LENGTHS = (4096, 1024, 1024)
 
 
@@ -13,7 +14,8 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """The timestep counts from noise (0) to picture (1). ComfyUI's model reads every row of the prompt, padding too."""
+    """The timestep counts from noise (0) to picture (1). ComfyUI's model reads every row of the prompt,
+    padding too."""
     text = cond["c_crossattn"]
     mask = torch.ones(text.shape[:2], dtype=torch.int32, device=text.device)
     return dict(
@@ -30,5 +32,6 @@ def refusal(config, grid, cond):
     return (
         None
         if all(a < b for a, b in zip(rows, LENGTHS))
-        else f"{rows[0]} rows of text and {rows[1]} x {rows[2]} tokens are more than the {LENGTHS} that Lumina 2 counts; shorten the prompt or make the latent smaller."
+        else f"{rows[0]} rows of text and {rows[1]} x {rows[2]} tokens are more than the {LENGTHS} that "
+        f"Lumina 2 counts; shorten the prompt or make the latent smaller."
     )

@@ -2,9 +2,11 @@
 
 import torch
 
-#: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio scaled by their ratio.
+#: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
+#: scaled by their ratio.
 SHIFT, AUDIO_SHIFT = 12.0, 3.0
-#: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24 Hz).
+#: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24
+#: Hz).
 FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
 KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
@@ -35,7 +37,8 @@ def axis(length, other):
 
 
 def positions(grid, text, given, origin):
-    """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
+    """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the
+    audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
     (frames, rows, columns), (_, channels, length) = (part.counts for part in grid.parts)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
@@ -49,7 +52,8 @@ def positions(grid, text, given, origin):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references and their sound, stand between text and audio."""
+    """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references
+    and their sound, stand between text and audio."""
     (video, audio), text, sigma, device = (
         grid.unpack(latent),
         cond["c_crossattn"],
@@ -114,24 +118,40 @@ def refusal(config, grid, cond):
     """The audio's two channels stand at the sides of the picture; given rows are told of in full."""
     channels = grid.parts[1].counts[1]
     if channels != 2:
-        return f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape (batch, {config['audio_in_channels']}, 2, time)."
+        return (
+            f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape "
+            f"(batch, {config['audio_in_channels']}, 2, time)."
+        )
     if "text_tags" in cond and not set(cond["text_tags"].flatten().tolist()) <= {VIDEO, TEXT, AUDIO}:
-        return f"text_tags are of {VIDEO} (a picture's row), {TEXT} (text) and {AUDIO} (sound), but these hold others; encode the prompt again."
+        return (
+            f"text_tags are of {VIDEO} (a picture's row), {TEXT} (text) and {AUDIO} (sound), but these "
+            f"hold others; encode the prompt again."
+        )
     if ("given_tags" in cond) != ("given_positions" in cond):
-        return "given_tags (what each given row is) and given_positions (where it stands) come together; send both."
+        return (
+            "given_tags (what each given row is) and given_positions (where it stands) come together; "
+            "send both."
+        )
     tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
     for name, width in (
         ("given_video", 4 * config["in_channels"]),
         ("given_audio", config["audio_in_channels"]),
     ):
         if name in cond and cond[name].shape[2] != width:
-            return f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; encode it with the VAE of this model."
+            return (
+                f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; "
+                f"encode it with the VAE of this model."
+            )
     told = {
         name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
         for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
     }
     if any(count(name) != rows for name, rows in told.items()) or count("given_tags") != sum(told.values()):
-        return f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of audio (2)."
+        return (
+            f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, "
+            f"but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of "
+            f"audio (2)."
+        )
     return None
 
 

@@ -5,7 +5,8 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 
 def prepare(transformer, grid):
-    """ComfyUI scales the position table with the latent's size; diffusers keeps the one of the training size."""
+    """ComfyUI scales the position table with the latent's size; diffusers keeps the one of the training
+    size."""
     embed, (height, width) = transformer.pos_embed, grid.padded.shape[1:]
     middle = (height + width) // 2
     table = get_2d_sincos_pos_embed(

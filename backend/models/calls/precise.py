@@ -1,13 +1,14 @@
-"""Timesteps as they are given: some of diffusers' transformers round them to the precision of their rows before they make sines of them (of 1000 steps bf16 tells
-one in four from the next), ComfyUI's afterwards."""
+"""Timesteps as they are given: some of diffusers' transformers round them to the precision of their rows
+before they make sines of them (of 1000 steps bf16 tells one in four from the next), ComfyUI's afterwards."""
 
 import torch
 from torch import nn
 
 
 def keep_timestep(transformer: nn.Module, embed: nn.Module, reader: nn.Linear, factor: float = 1.0):
-    """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``; ``reader``: the first layer behind the sines. Timesteps that the
-    transformer adds, of given rows, are zero."""
+    """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``;
+    ``reader``: the first layer behind the sines. Timesteps that the transformer adds, of given rows, are
+    zero."""
     given = {}
 
     def exact(module, args):

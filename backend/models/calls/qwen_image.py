@@ -7,7 +7,8 @@ from .precise import keep_timestep
 
 
 class Places(list):
-    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3) of latent and references, and where text starts."""
+    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3) of latent and references, and
+    where text starts."""
 
     def __init__(self, shapes, positions, text):
         super().__init__(shapes)
@@ -15,7 +16,8 @@ class Places(list):
 
 
 class Rotary(torch.nn.Module):
-    """Rotary tables, complex (rows, head size / 2), for any positions; diffusers' own has those of pictures of even sides alone."""
+    """Rotary tables, complex (rows, head size / 2), for any positions; diffusers' own has those of pictures
+    of even sides alone."""
 
     def __init__(self, theta, axes):
         super().__init__()

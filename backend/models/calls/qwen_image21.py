@@ -15,7 +15,8 @@ SLOT = 4
 
 
 class Places(list):
-    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (rows, 3) of the whole sequence, tokens of a ``slot``."""
+    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (rows, 3) of
+    the whole sequence, tokens of a ``slot``."""
 
     def __init__(self, shapes, positions, slot):
         super().__init__(shapes)
@@ -23,7 +24,8 @@ class Places(list):
 
 
 class Slotted(theirs.QwenImage21Transformer2DModel):
-    """diffusers' model with slots of as many tokens as its arguments say: pictures whose tokens four does not divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
+    """diffusers' model with slots of as many tokens as its arguments say: pictures whose tokens four does not
+    divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
 
     def forward(self, *args, img_shapes, **kwargs):
         own, theirs._IMG_TOKENS_PER_SLOT = theirs._IMG_TOKENS_PER_SLOT, img_shapes[0].slot
@@ -34,15 +36,17 @@ class Slotted(theirs.QwenImage21Transformer2DModel):
 
 
 class JointRotary(Rotary):
-    """Rotary tables of text and pictures in one sequence; diffusers' own are made number by number at every step, and end at 8192."""
+    """Rotary tables of text and pictures in one sequence; diffusers' own are made number by number at every
+    step, and end at 8192."""
 
     def forward(self, places, image_pad_mask, device):
         return self.table(places.positions.to(device))
 
 
 class BlockCausal:
-    """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given attends to what is before it and to its own picture,
-    the image to everything. So rows are cut over ranks and patches as those of other models."""
+    """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given
+    attends to what is before it and to its own picture, the image to everything. So rows are cut over ranks
+    and patches as those of other models."""
 
     def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
         heads = lambda layer: layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
@@ -74,7 +78,8 @@ class BlockCausal:
 
 @lru_cache(maxsize=4)
 def before(segments, device):
-    """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of its pieces in order."""
+    """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of
+    its pieces in order."""
     ends = torch.cat(
         [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
     )
@@ -90,7 +95,8 @@ def adjust(transformer, config):
 
 
 def pieces(grid, cond):
-    """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is made. References are behind the text where no slot is told."""
+    """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is
+    made. References are behind the text where no slot is told."""
     found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
     slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][
         : len(found)
@@ -99,7 +105,8 @@ def pieces(grid, cond):
 
 
 def positions(grid, cond, device):
-    """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the middle on the others, where pictures of odd sides and of even ones agree."""
+    """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the
+    middle on the others, where pictures of odd sides and of even ones agree."""
     found, start = [], 0
     for lo, hi, one in pieces(grid, cond):
         found.append(
@@ -124,7 +131,8 @@ def text_rows(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by 1000 itself, and ComfyUI rounds it here as its pipeline does."""
+    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by
+    1000 itself, and ComfyUI rounds it here as its pipeline does."""
     batch, device, text, mask = (
         latent.shape[0],
         latent.device,
@@ -164,13 +172,25 @@ def refusal(config, grid, cond):
     if wrong:
         return wrong
     if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
-        return "the references are placed by another method than index_timestep_zero, the only one that this model has; remove Edit Model Reference Method."
+        return (
+            "the references are placed by another method than index_timestep_zero, the only one that "
+            "this model has; remove Edit Model Reference Method."
+        )
     if "image_slots" in cond and (cond["image_slots"] != cond["image_slots"][:1]).any():
-        return "image_slots differs from sample to sample, but the references of a batch stand at the same places; sample the prompts one after the other."
+        return (
+            "image_slots differs from sample to sample, but the references of a batch stand at the "
+            "same places; sample the prompts one after the other."
+        )
     slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
     if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= rows for slot in slots):
-        return f"image_slots is {slots}, but it is where each of the {len(found)} references stands among the {rows} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+        return (
+            f"image_slots is {slots}, but it is where each of the {len(found)} references stands among "
+            f"the {rows} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+        )
     mask = cond.get("attention_mask")
     if not rows or mask is not None and (tuple(mask.shape[1:]) != (rows,) or not mask[:, 0].all()):
-        return f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {rows} rows of prompt; give it one for each row, with padding behind the prompt."
+        return (
+            f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {rows} "
+            f"rows of prompt; give it one for each row, with padding behind the prompt."
+        )
     return None

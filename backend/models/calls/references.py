@@ -1,5 +1,6 @@
-"""Pictures that are given to a model beside the one it makes: reference latents, whose tokens follow the latent's in the image stream and have
-positions of their own, and latents that come as further channels. Positions are ComfyUI's (its ref_latents_method)."""
+"""Pictures that are given to a model beside the one it makes: reference latents, whose tokens follow the
+latent's in the image stream and have positions of their own, and latents that come as further channels.
+Positions are ComfyUI's (its ref_latents_method)."""
 
 from collections.abc import Mapping
 
@@ -34,7 +35,8 @@ def method(cond: Mapping[str, Tensor], default: str) -> str:
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
-    """Why references cannot be put beside this latent, or None. ``timestep_zero``: what to use for the method index_timestep_zero, "" where the model has it."""
+    """Why references cannot be put beside this latent, or None. ``timestep_zero``: what to use for the method
+    index_timestep_zero, "" where the model has it."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
         return (
@@ -46,17 +48,27 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
             or cond[name].shape[1] != grid.shape[0]
             or not cond[name].numel()
         ):
-            return f"{name} has shape {list(cond[name].shape)}, but the latent has {grid.shape[0]} channels in {len(grid.shape) + 1} dimensions; encode the reference with the VAE of this model."
+            return (
+                f"{name} has shape {list(cond[name].shape)}, but the latent has {grid.shape[0]} "
+                f"channels in {len(grid.shape) + 1} dimensions; encode the reference with the VAE of "
+                f"this model."
+            )
     number = int(cond["ref_latents_method"].flatten()[0]) if "ref_latents_method" in cond else 0
     if not 0 <= number < len(REFERENCE_METHODS):
-        return f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for {', '.join(REFERENCE_METHODS)}."
+        return (
+            f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for "
+            f"{', '.join(REFERENCE_METHODS)}."
+        )
     if (
         timestep_zero
         and names
         and "ref_latents_method" in cond
         and REFERENCE_METHODS[number] == "index_timestep_zero"
     ):
-        return f"the references are placed by index_timestep_zero, which this model in diffusers does not have; {timestep_zero}."
+        return (
+            f"the references are placed by index_timestep_zero, which this model in diffusers does not "
+            f"have; {timestep_zero}."
+        )
     return None
 
 
@@ -76,7 +88,8 @@ def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
-    """(number, row, column), in tokens, where the top left corner of each reference is; the latent's own is at (0, 0, 0)."""
+    """(number, row, column), in tokens, where the top left corner of each reference is; the latent's own is
+    at (0, 0, 0)."""
     placed, (height, width), half = [], (0, 0), (grid.patch[1] // 2, grid.patch[2] // 2)
     for number, (_, h, w) in enumerate((reference.extent for reference in found), 1):
         index, row, column = 1, 0, 0
@@ -101,7 +114,8 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
 def positions(
     grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False
 ) -> Tensor:
-    """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the picture. A picture's t is its number."""
+    """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the
+    picture. A picture's t is its number."""
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in grid.counts]
     middle = [count // 2 if centred else 0 for count in grid.counts]
     shifted = [
@@ -135,4 +149,7 @@ def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -
     given = cond["c_concat"].shape[1] if "c_concat" in cond else 0
     if grid.shape[0] + given == channels:
         return None
-    return f"c_concat has {given} channels, but this model takes {channels - grid.shape[0]} beside the latent's {grid.shape[0]}; use the conditioning node of this model."
+    return (
+        f"c_concat has {given} channels, but this model takes {channels - grid.shape[0]} beside the "
+        f"latent's {grid.shape[0]}; use the conditioning node of this model."
+    )

@@ -25,7 +25,8 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
 
 
 class MixedMLP(GLUMBConv):
-    """The MLP over some rows, (B, D, n, 1), on as many whole lines of the picture (``width`` tokens each) as they need."""
+    """The MLP over some rows, (B, D, n, 1), on as many whole lines of the picture (``width`` tokens each) as
+    they need."""
 
     def forward(self, hidden_states):
         n = hidden_states.shape[2]

@@ -17,5 +17,6 @@ def refusal(config, grid, cond):
     return (
         None
         if max(grid.counts) <= most
-        else f"the latent is {grid.counts[1]} x {grid.counts[2]} tokens, but this model knows {most} a side; make it smaller."
+        else f"the latent is {grid.counts[1]} x {grid.counts[2]} tokens, but this model knows {most} a "
+        f"side; make it smaller."
     )

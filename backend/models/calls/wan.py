@@ -12,7 +12,8 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows. ``rows``: of image features."""
+    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows.
+    ``rows``: of image features."""
 
     rows = 0
 
@@ -29,7 +30,8 @@ class ImageFirst(WanAttnProcessor):
 
 
 def embed_image(embedder, processor, features):
-    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned positions, of which ComfyUI uses as many as there are rows."""
+    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned
+    positions, of which ComfyUI uses as many as there are rows."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.rows = features.shape[1]
@@ -46,8 +48,9 @@ def adjust(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features as clip_fea; 2.2's 5B is given frames by a
-    timestep for each, the part of a frame that the mask has denoised."""
+    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features
+    as clip_fea; 2.2's 5B is given frames by a timestep for each, the part of a frame that the mask has
+    denoised."""
     timestep = sigma.expand(latent.shape[0]) * 1000
     if "denoise_mask" in cond:
         frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
@@ -63,9 +66,18 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """2.1's image to video models read CLIP features; the position table ends."""
     if max(grid.counts) > config.get("rope_max_seq_len", MOST):
-        return f"the latent is {' x '.join(map(str, grid.counts))} tokens, but this model knows {config.get('rope_max_seq_len', MOST)} a side; make it smaller."
+        return (
+            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but this model knows "
+            f"{config.get('rope_max_seq_len', MOST)} a side; make it smaller."
+        )
     if config["image_dim"] and "clip_fea" not in cond:
-        return "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to WanImageToVideo."
+        return (
+            "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to "
+            "WanImageToVideo."
+        )
     if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
-        return f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads {config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
+        return (
+            f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
+            f"{config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
+        )
     return references.wrong_channels(config["in_channels"], grid, cond)

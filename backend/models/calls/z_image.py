@@ -39,5 +39,6 @@ def refusal(config, grid, cond):
     return (
         None
         if all(a <= b for a, b in zip(needed, most))
-        else f"{needed[0] - 2} rows of text and {needed[1]} x {needed[2]} tokens are more than this Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
+        else f"{needed[0] - 2} rows of text and {needed[1]} x {needed[2]} tokens are more than this "
+        f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
     )

@@ -4,7 +4,8 @@ from ...loading.layout import Layout
 
 
 def config(shapes):
-    """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the
+    head size."""
     count = lambda prefix: len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
     hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     image_axis = 56 * head // 128 // 2 * 2
@@ -47,7 +48,8 @@ LAYOUT = Layout(
         "double_blocks.{}.img_mod.lin": f"{double}.norm1.linear",
         "double_blocks.{}.txt_mod.lin": f"{double}.norm1_context.linear",
         "double_blocks.{}.img_attn.qkv": f"{double}.attn.to_q {double}.attn.to_k {double}.attn.to_v",
-        "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj {double}.attn.add_v_proj",
+        "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj "
+        f"{double}.attn.add_v_proj",
         "double_blocks.{}.img_attn.norm.query_norm.scale": f"{double}.attn.norm_q.weight",
         "double_blocks.{}.img_attn.norm.key_norm.scale": f"{double}.attn.norm_k.weight",
         "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{double}.attn.norm_added_q.weight",
@@ -59,7 +61,8 @@ LAYOUT = Layout(
         "double_blocks.{}.txt_mlp.0": f"{double}.ff_context.net.0.proj",
         "double_blocks.{}.txt_mlp.2": f"{double}.ff_context.net.2",
         "single_blocks.{}.modulation.lin": f"{single}.norm.linear",
-        "single_blocks.{}.linear1": f"{single}.attn.to_q {single}.attn.to_k {single}.attn.to_v {single}.proj_mlp",
+        "single_blocks.{}.linear1": f"{single}.attn.to_q {single}.attn.to_k {single}.attn.to_v "
+        f"{single}.proj_mlp",
         "single_blocks.{}.linear2": f"{single}.proj_out",
         "single_blocks.{}.norm.query_norm.scale": f"{single}.attn.norm_q.weight",
         "single_blocks.{}.norm.key_norm.scale": f"{single}.attn.norm_k.weight",

@@ -53,7 +53,8 @@ LAYOUT = Layout(
             )
         },
         "double_blocks.{}.img_attn.qkv": f"{double}.attn.to_q {double}.attn.to_k {double}.attn.to_v",
-        "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj {double}.attn.add_v_proj",
+        "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj "
+        f"{double}.attn.add_v_proj",
         "double_blocks.{}.img_attn.norm.query_norm.scale": f"{double}.attn.norm_q.weight",
         "double_blocks.{}.img_attn.norm.key_norm.scale": f"{double}.attn.norm_k.weight",
         "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{double}.attn.norm_added_q.weight",

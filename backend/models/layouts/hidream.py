@@ -2,12 +2,14 @@
 
 from ...loading.layout import Layout, blocks_of
 
-#: Width of the released size, and the sizes of a head there and in narrower files: norms span all heads, so no shape tells.
+#: Width of the released size, and the sizes of a head there and in narrower files: norms span all heads, so
+#: no shape tells.
 RELEASED, HEAD, NARROW = 2560, 128, 32
 
 
 def config(shapes):
-    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two experts are asked."""
+    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two
+    experts are asked."""
     width, double, single = (
         shapes["x_embedder.proj.weight"][0],
         blocks_of(shapes, "double_stream_blocks"),

@@ -54,7 +54,8 @@ NAMES = {
     "double_blocks.{}.img_mod.lin": f"{double}.norm1.linear",
     "double_blocks.{}.txt_mod.lin": f"{double}.norm1_context.linear",
     "double_blocks.{}.img_attn.qkv": f"{double}.attn.to_q {double}.attn.to_k {double}.attn.to_v",
-    "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj {double}.attn.add_v_proj",
+    "double_blocks.{}.txt_attn.qkv": f"{double}.attn.add_q_proj {double}.attn.add_k_proj "
+    f"{double}.attn.add_v_proj",
     "double_blocks.{}.img_attn.norm.query_norm.scale": f"{double}.attn.norm_q.weight",
     "double_blocks.{}.img_attn.norm.key_norm.scale": f"{double}.attn.norm_k.weight",
     "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{double}.attn.norm_added_q.weight",
@@ -110,7 +111,8 @@ LAYOUT = Layout(
         "guidance_in.out_layer": f"{time}.guidance_embedder.linear_2",
         "single_blocks.{}.modulation.lin": f"{single}.norm.linear",
         "single_blocks.{}.linear2": f"{single}.proj_out",
-        "single_blocks.{}.linear1": f"{single}.attn.to_q {single}.attn.to_k {single}.attn.to_v {single}.proj_mlp",
+        "single_blocks.{}.linear1": f"{single}.attn.to_q {single}.attn.to_k {single}.attn.to_v "
+        f"{single}.proj_mlp",
         "single_blocks.{}.norm.query_norm.scale": f"{single}.attn.norm_q.weight",
         "single_blocks.{}.norm.key_norm.scale": f"{single}.attn.norm_k.weight",
     },

@@ -4,7 +4,8 @@ from ...loading.layout import Layout, blocks_of
 
 
 def config(shapes):
-    """Arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video models have 16 + 1 more channels."""
+    """Arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video models
+    have 16 + 1 more channels."""
     width, embedding = shapes["visual_embeddings.in_layer.weight"]
     out, head = (
         shapes["out_layer.out_layer.weight"][0] // 4,

@@ -11,7 +11,8 @@ CONNECTOR_HEADS, SMALL_CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}, 4
 
 
 def config(shapes):
-    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell it in their header."""
+    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell
+    it in their header."""
     (hidden, channels), (audio, heard) = shapes["patchify_proj.weight"], shapes["audio_patchify_proj.weight"]
     block = {
         key.removeprefix("transformer_blocks.0."): shape

@@ -1,4 +1,5 @@
-"""MiniMax-H3 with a table for times in single files: their keys, and the configuration that their shapes tell."""
+"""MiniMax-H3 with a table for times in single files: their keys, and the configuration that their shapes
+tell."""
 
 from dataclasses import replace
 

@@ -33,6 +33,7 @@ LAYOUT = Layout(
     variants={"control_img_in.weight": "Qwen-Image 2.1 Fun Control"},
     config=config,
     names={
-        "transformer_blocks.{}.img_mlp.gate_up": "transformer_blocks.{}.img_mlp.gate_layer transformer_blocks.{}.img_mlp.proj"
+        "transformer_blocks.{}.img_mlp.gate_up": "transformer_blocks.{}.img_mlp.gate_layer "
+        "transformer_blocks.{}.img_mlp.proj"
     },
 )

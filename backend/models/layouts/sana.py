@@ -2,7 +2,8 @@
 
 from ...loading.layout import Layout, blocks_of
 
-#: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape tells).
+#: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape
+#: tells).
 HEAD, CROSS_HEAD, CROSS_HEADS = 32, 112, {1152: 72}
 
 

@@ -52,7 +52,8 @@ LAYOUT = Layout(
         f"{file}.x_block.adaLN_modulation.1": f"{block}.norm1.linear",
         f"{file}.context_block.adaLN_modulation.1": f"{block}.norm1_context.linear",
         f"{file}.x_block.attn.qkv": f"{block}.attn.to_q {block}.attn.to_k {block}.attn.to_v",
-        f"{file}.context_block.attn.qkv": f"{block}.attn.add_q_proj {block}.attn.add_k_proj {block}.attn.add_v_proj",
+        f"{file}.context_block.attn.qkv": f"{block}.attn.add_q_proj {block}.attn.add_k_proj "
+        f"{block}.attn.add_v_proj",
         f"{file}.x_block.attn.ln_q": f"{block}.attn.norm_q",
         f"{file}.x_block.attn.ln_k": f"{block}.attn.norm_k",
         f"{file}.context_block.attn.ln_q": f"{block}.attn.norm_added_q",

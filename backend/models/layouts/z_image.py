@@ -4,7 +4,8 @@ from ...loading.layout import Layout, blocks_of
 
 
 def config(shapes):
-    """Arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The model holds position tables of these lengths."""
+    """Arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The model holds
+    position tables of these lengths."""
     dim, head = shapes["layers.0.attention_norm1.weight"][0], shapes["layers.0.attention.q_norm.weight"][0]
     axis, queries = (
         48 * head // 128 // 2 * 2,

@@ -1,4 +1,5 @@
-"""TEST ONLY: a golden case as graph objects, the distance of a LATENT from its result, and loaders of encoders without weights, as nodes of a real ComfyUI."""
+"""TEST ONLY: a golden case as graph objects, the distance of a LATENT from its result, and loaders of
+encoders without weights, as nodes of a real ComfyUI."""
 
 import json
 import zlib
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 
 from .pictures import NODES
 
-# ComfyUI leaves out a step that comes sooner than this after another (seconds), where there is no preview: here every step counts
+# ComfyUI leaves out a step that comes sooner than this after another (seconds), where there is no preview:
+# here every step counts
 comfy.utils.PROGRESS_THROTTLE_MIN_INTERVAL = 0.0
 
 
@@ -86,7 +88,8 @@ class TestGoldenError:
 
 
 class TestText:
-    """In place of a text encoder's loader: CONDITIONING of a tiny model's widths, another one for each text."""
+    """In place of a text encoder's loader: CONDITIONING of a tiny model's widths, another one for each
+    text."""
 
     RETURN_TYPES = ("CLIP",)
     FUNCTION = "run"
@@ -117,7 +120,8 @@ class TestText:
 
 
 class TestGoldenText(TestText):
-    """As TestText, with what a golden case's prompt holds: masks as they are, the rest drawn anew for each text."""
+    """As TestText, with what a golden case's prompt holds: masks as they are, the rest drawn anew for each
+    text."""
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -150,7 +154,8 @@ class TestGoldenText(TestText):
 
 
 class TestPicturedText(TestGoldenText):
-    """As TestGoldenText with texts of several lengths, and with the places of pictures that Qwen-Image 2.1's encoder tells of a prompt."""
+    """As TestGoldenText with texts of several lengths, and with the places of pictures that Qwen-Image 2.1's
+    encoder tells of a prompt."""
 
     def tokenize(self, text, images=(), keep_vision=False, **options):
         self.slots = [] if keep_vision else [2 * i + 1 for i in range(len(images))]
@@ -180,7 +185,8 @@ class TestCheckpoint:
 
 
 class TestVae:
-    """In place of a VAE's loader: ``channels`` of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to one where the pictures are a video."""
+    """In place of a VAE's loader: ``channels`` of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to
+    one where the pictures are a video."""
 
     RETURN_TYPES = ("VAE",)
     FUNCTION = "run"
@@ -237,7 +243,8 @@ class TestVision:
 
 
 class TestNativeModel:
-    """ComfyUI's own model of a golden family in float32, from its FAMILY.json and a single file: what UNETLoader makes of files of released sizes."""
+    """ComfyUI's own model of a golden family in float32, from its FAMILY.json and a single file: what
+    UNETLoader makes of files of released sizes."""
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "run"

@@ -1,4 +1,5 @@
-"""TEST ONLY: pictures, a VAE and CLIP features without weights, ComfyUI's own model of a tiny checkpoint, and the distance of two LATENTs."""
+"""TEST ONLY: pictures, a VAE and CLIP features without weights, ComfyUI's own model of a tiny checkpoint, and
+the distance of two LATENTs."""
 
 import json
 import sys
@@ -69,7 +70,8 @@ class TestLatent:
 
 
 class Encoder:
-    """Pixels (frames, H, W, 3) -> (1, channels, [frames,] h, w): means of squares of pixels, mixed; the first frame of every group."""
+    """Pixels (frames, H, W, 3) -> (1, channels, [frames,] h, w): means of squares of pixels, mixed; the first
+    frame of every group."""
 
     def __init__(self, channels, spatial, temporal):
         self.latent_channels, self.spatial, self.temporal = channels, spatial, temporal
@@ -104,7 +106,8 @@ class TestVAE:
 
 
 class TestAudioVae:
-    """Sound (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1, ``channels``, moments, frequencies)."""
+    """Sound (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1,
+    ``channels``, moments, frequencies)."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "run", "test"
     audio_sample_rate, output_sample_rate = 16000, 16000
@@ -209,7 +212,8 @@ class TestReferenceModel:
 
 
 class TestLatentDistance:
-    """ui text: JSON with the largest difference of two LATENTs in units of the second's standard deviation."""
+    """ui text: JSON with the largest difference of two LATENTs in units of the second's standard
+    deviation."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
 
@@ -231,7 +235,8 @@ class TestLatentDistance:
 
 
 class TestBackendState:
-    """ui text: JSON with the models on the ranks of every backend, and how many requests of each type were sent since the last time."""
+    """ui text: JSON with the models on the ranks of every backend, and how many requests of each type were
+    sent since the last time."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
     sent = Counter()
