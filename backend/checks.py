@@ -11,8 +11,8 @@ from .errors import UnsupportedError
 from .models.spec import Family
 from .parallel import kernels
 from .prediction import FLOW, PREDICTIONS
-from .protocol import Describe, Sample
 from .prompts import names, side_of
+from .protocol import Describe, Sample
 from .request import request_config
 from .samplers import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS

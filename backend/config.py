@@ -222,7 +222,7 @@ class ParallelConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
         if self.gpus.strip() and self.device == "cpu":
             raise ConfigError(f"gpus is {self.gpus!r} while device is cpu; clear gpus or set device to cuda.")
-        self.gpu_indices
+        _ = self.gpu_indices  # refuses what is not a list of numbers
         return self
 
     def _validate_weights(self):
@@ -247,7 +247,7 @@ class ParallelConfig:
                 "offload_modulation and shard_weights are both on, but sharded weights stay on the device; "
                 "switch one of them off."
             )
-        self.stage_counts
+        _ = self.stage_counts  # refuses what is not a list of numbers
 
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:

@@ -6,8 +6,8 @@ stage returns outputs to it. With one stage the head is also the last.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 import torch.distributed as dist

@@ -263,7 +263,10 @@ class _Workload:
             )  # in a steady step
             sent += self._mixed(len(blocks), part) if mixes else Counter()
             lengths, own = part.lengths("joint"), len(part.local)
-            groups = lambda rows: [sum(rows[i * u : (i + 1) * u]) for i in range(r)]
+
+            def groups(rows):
+                return [sum(rows[i * u : (i + 1) * u]) for i in range(r)]
+
             gathered, travelling = groups(lengths)[place["ring"]], groups(whole.lengths("joint"))
             sent["ulysses"] += (
                 0

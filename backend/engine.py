@@ -18,8 +18,8 @@ from .describe import describe as describe
 from .errors import UnsupportedError
 from .kept import KeptArguments
 from .loading.checkpoint import Checkpoint, open_checkpoint
-from .loading.lora import LoraUse
 from .loading.fused import FusedWeights
+from .loading.lora import LoraUse
 from .loading.report import LoadReport, forget_peak, peak_bytes
 from .memo import remember
 from .mesh import Mesh
@@ -259,9 +259,10 @@ class Engine:
             sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank
         )
         started = time.perf_counter()
-        on_step = lambda step, x0: callbacks.on_step(
-            step, lambda: request.grid.to_latent(x0).to("cpu", copy=True)
-        )
+
+        def on_step(step, x0):
+            return callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
+
         with running(model, request) as runner:
             denoiser = Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
             tokens = self._all_replicas(denoiser.run(), request)

@@ -6,7 +6,8 @@ ranks or in patches, their place is taken by parallel/mixing.py, as that of F.sc
 by parallel/attention.py.
 """
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 

@@ -21,8 +21,8 @@ from .models.spec import Family
 from .parallel.rows import Span
 from .parallel.stage import Forward
 from .prediction import OUTPUT
-from .protocol import ModelCall
 from .prompts import SIDES, Prompt
+from .protocol import ModelCall
 from .request import Request
 from .runner import Runner
 from .samplers import Evaluation
@@ -98,13 +98,16 @@ def build_call(
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
     batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
-    mine = lambda value: (
-        _rows(value, rows)
-        if value.ndim and value.shape[0] == batch
-        else value.expand(len(rows), *value.shape[1:])
-        if value.ndim
-        else value
-    )
+
+    def mine(value):
+        return (
+            _rows(value, rows)
+            if value.ndim and value.shape[0] == batch
+            else value.expand(len(rows), *value.shape[1:])
+            if value.ndim
+            else value
+        )
+
     given, times = (
         mine(latent).to(device, torch.float32).contiguous(),
         mine(call.tensors["time"]).to(device, torch.float32),

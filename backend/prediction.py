@@ -1,8 +1,8 @@
 """What a model's output means: flow (rectified flow), eps, v. The arithmetic is ComfyUI's
 (comfy/model_sampling.py), element by element."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 

@@ -53,7 +53,10 @@ class Prompt:
 def names(sample: Sample) -> list[str]:
     """The prompts of a request, the positive ones first, as ComfyUI lists them."""
     found = {name for name in (key.partition(".")[0] for key in sample.tensors) if _NAME.fullmatch(name)}
-    place = lambda name: (SIDES.index(side_of(name)), int(_NAME.fullmatch(name)[2] or 1))
+
+    def place(name):
+        return (SIDES.index(side_of(name)), int(_NAME.fullmatch(name)[2] or 1))
+
     return sorted(found, key=place)
 
 

@@ -1,7 +1,7 @@
 """One sampling request as tensors on this rank's device, and its random numbers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from .config import ParallelConfig
 from .models.spec import Family
 from .noise import FreshNoise
 from .parallel.rows import Sequence, Span, patches
-from .prompts import SIDES, Prompt, names, side_of
 from .prediction import PREDICTIONS, Prediction
+from .prompts import SIDES, Prompt, names, side_of
 from .protocol import Sample
 from .samplers import Problem
 from .solver_names import PERCENTS
@@ -141,8 +141,13 @@ def build(
     mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
     items = slice(mine.lo, mine.hi)
     grid = family.grid(model_config, shape[1:], sample.latent_shapes)
-    tensor = lambda name: sample.tensors[name].to(device, torch.float32)
-    tokens = lambda name: grid.to_tokens(tensor(name).expand(shape)[items])
+
+    def tensor(name):
+        return sample.tensors[name].to(device, torch.float32)
+
+    def tokens(name):
+        return grid.to_tokens(tensor(name).expand(shape)[items])
+
     mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
     conditioning = {
         name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)

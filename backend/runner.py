@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .loading.fused import FusedWeights
 from .loading.report import LoadReport
 from .memo import Memos, first_block_argument
-from .loading.fused import FusedWeights
 from .models.spec import Family
 from .parallel.kv import KVBuffers
-from .parallel.rows import Span
 from .parallel.stage import Forward, Stage, model_output
 from .request import Request
 
@@ -52,22 +51,27 @@ class Runner:
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of model calls before they begin, where the family has such layers:
         ``sigmas`` are all calls' noise levels."""
-        model, everything = self.model, Span(0, self.request.noise.shape[0])
+        model = self.model
         if (
             not model.family.modulation or model.sharded
         ):  # sharded weights are whole only inside their block's forward
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
-        arguments = lambda branch, sigma: model.family.forward_args(
-            model.config,
-            self.request.grid,
-            latent,
-            self._time(sigma.to(latent.device), slice(None)),
-            self.request.arguments(branch, slice(None)),
-        )
-        embedding = lambda branch, sigma: first_block_argument(
-            model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input
-        )
+
+        def arguments(branch, sigma):
+            return model.family.forward_args(
+                model.config,
+                self.request.grid,
+                latent,
+                self._time(sigma.to(latent.device), slice(None)),
+                self.request.arguments(branch, slice(None)),
+            )
+
+        def embedding(branch, sigma):
+            return first_block_argument(
+                model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input
+            )
+
         model.memos.modulate_ahead(
             {branch: [embedding(branch, sigma) for sigma in sigmas] for branch in branches}
         )

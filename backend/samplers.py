@@ -1,8 +1,8 @@
 """The solvers by name, and the list of model calls that one makes. The solvers themselves are in solvers/."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Generator
 
 import torch
 
@@ -76,7 +76,10 @@ def _dry(
     """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing
     from no number); returns its answer."""
     x, *_ = values = [torch.tensor(number) for number in numbers]
-    brownian = lambda a, b: x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
+
+    def brownian(a, b):
+        return x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
+
     steps = SOLVER_FUNCTIONS[solver](
         x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, brownian, problem.percent_to_sigma)
     )

@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from . import mesh as meshes
 from .checks import refusing
 from .config import ConfigError, ParallelConfig
-from .denoise import Callbacks, Cancelled as Stopped
+from .denoise import Callbacks
+from .denoise import Cancelled as Stopped
 from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError

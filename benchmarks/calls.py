@@ -33,7 +33,10 @@ TRANSFER = "Flux, 1024 px, two rows"
 
 def call(model: str) -> ModelCall:
     generator = torch.Generator().manual_seed(0)
-    randn = lambda *shape: torch.randn(shape, generator=generator)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
     return ModelCall(
         model,
         tensors={

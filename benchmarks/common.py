@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for every rank
 ROOT = Path(__file__).resolve().parents[1]

@@ -118,7 +118,10 @@ def main():
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
     model = os.environ[common.MODEL_VARIABLE]
-    make = lambda config: Engine(config, mesh.build(config, options.device))
+
+    def make(config):
+        return Engine(config, mesh.build(config, options.device))
+
     engines = {
         f"{options.ranks} stages": make(ParallelConfig(pipefusion_degree=options.ranks)),
         f"{options.ranks} tp ranks": make(ParallelConfig(tensor_parallel_degree=options.ranks)),

@@ -25,7 +25,10 @@ PATCHES = 4
 def sampled(backend, message, seconds: float) -> dict:
     """Statistics of a sampling with a preview every ``seconds`` (0: none), and the CPU seconds of rank 0."""
     process = psutil.Process(backend.welcome.pids[0])
-    spent = lambda: sum(process.cpu_times()[:2])
+
+    def spent():
+        return sum(process.cpu_times()[:2])
+
     before = spent()
     return {**backend.sample(replace(message, preview_seconds=seconds)).stats, "cpu": spent() - before}
 
@@ -46,7 +49,10 @@ def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[s
             sampled(backend, message, seconds) for seconds in (0.0, SECONDS, SECONDS, 0.0)
         )
         assert shown["previews"] > 0 and again["previews"] > 0 and not first["previews"]
-        both = lambda name, a, b: a[name] + b[name]
+
+        def both(name, a, b):
+            return a[name] + b[name]
+
         found["made"].append(100 * both("preview_seconds", shown, again) / both("seconds", shown, again))
         for name, clock in (("slower", "seconds"), ("CPU", "cpu")):
             found[name].append(100 * (both(clock, shown, again) / both(clock, first, last) - 1))

@@ -100,7 +100,10 @@ def _pillow_chart(path: Path, title: str, bars: list[Bar]):
     draw = ImageDraw.Draw(image)
     draw.text((10, 8), title, INK)
     most = max(max(bar.high, bar.goal or 0) for bar in bars) or 1.0
-    x = lambda value: LEFT + round(WIDTH * max(value, 0.0) / most)
+
+    def x(value):
+        return LEFT + round(WIDTH * max(value, 0.0) / most)
+
     for row, bar in enumerate(bars):
         top = ROW * (row + 1) + 6
         middle = top + ROW // 2 - 4

@@ -73,14 +73,17 @@ def runs(options, model: str) -> dict[str, Run]:
     """Every scenario; engines of one topology are shared."""
     rank, found, engines = int(os.environ["RANK"]), {}, {}
     steps = 2 if options.quick else options.steps
-    request = lambda config, guided: common.request(
-        model,
-        steps + (3 if config.patches > 1 else 0),
-        guided,
-        options.side,
-        options.text,
-        num_pipeline_patch=config.num_pipeline_patch,
-    )
+
+    def request(config, guided):
+        return common.request(
+            model,
+            steps + (3 if config.patches > 1 else 0),
+            guided,
+            options.side,
+            options.text,
+            num_pipeline_patch=config.num_pipeline_patch,
+        )
+
     for name, config in methods(options.ranks).items():
         if options.only and not name.startswith(options.only):
             continue
@@ -91,7 +94,10 @@ def runs(options, model: str) -> dict[str, Run]:
             engines[config.topology()], request(config, guided), "1 rank, cfg" if guided else "1 rank"
         )
     one = common.alone(options.device, model)
-    idle = lambda engine: engine if rank == 0 else None
+
+    def idle(engine):
+        return engine if rank == 0 else None
+
     found["1 rank"] = Run(idle(one), request(ParallelConfig(), False), "1 rank")
     if any(run.reference == "1 rank, cfg" for run in found.values()):
         found["1 rank, cfg"] = Run(idle(one), request(ParallelConfig(), True), "1 rank, cfg")
@@ -128,7 +134,10 @@ def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
 def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
     """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling,
     goals, verdict."""
-    values = lambda name, key: [result[key] for result in found[name]]
+
+    def values(name, key):
+        return [result[key] for result in found[name]]
+
     ceiling, rows = common.ratios(values("1 rank", "step"), values(CEILING, "step")), []
     for name, run in scenarios.items():
         for key, label in (("step", name), ("whole", f"{name}, {WHOLE} steps"))[
@@ -160,7 +169,9 @@ def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int)
 
 
 def show(rows: list[dict], **facts):
-    number = lambda value: "" if value is None else f"{value:.2f}"
+    def number(value):
+        return "" if value is None else f"{value:.2f}"
+
     report.table(
         ["scenario", "seconds", "x 1 rank", "by CPU", "of ceiling", "goal x", "goal of ceiling", ""],
         [

@@ -120,11 +120,14 @@ def _beside(own: dict, other: dict) -> dict:
     """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the
     shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
-    same = lambda cond, others: (
-        not isinstance(cond, comfy.conds.CONDCrossAttn)
-        or not together
-        or cond.cond.shape == others.cond.shape
-    )
+
+    def same(cond, others):
+        return (
+            not isinstance(cond, comfy.conds.CONDCrossAttn)
+            or not together
+            or cond.cond.shape == others.cond.shape
+        )
+
     return {
         key: cond.cond if same(cond, other.get(key)) else cond.concat([other[key]])[: len(cond.cond)]
         for key, cond in own.items()

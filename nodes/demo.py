@@ -13,10 +13,10 @@ class DemoTextEncoder:
     def tokenize(self, text: str, **options) -> dict:
         return {"l": text, "t5xxl": text}
 
-    def encode_from_tokens_scheduled(self, tokens: dict, add_dict: dict = {}, **options) -> list:
+    def encode_from_tokens_scheduled(self, tokens: dict, add_dict: dict | None = None, **options) -> list:
         """CONDITIONING of one prompt: text (1, T, E) and ``pooled_output`` (1, E)."""
         text_1TE, pooled_1E = shapes.encode_prompt(tokens["t5xxl"])
-        return [[text_1TE, {"pooled_output": pooled_1E, **add_dict}]]
+        return [[text_1TE, {"pooled_output": pooled_1E, **(add_dict or {})}]]
 
 
 class DemoVAE:

@@ -4,9 +4,9 @@ With it ComfyUI's own code computes everything around the transformer: schedules
 arguments from a CONDITIONING and their defaults. A family is one entry of FAMILIES.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Callable
 
 import comfy.model_base
 import comfy.model_management

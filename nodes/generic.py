@@ -61,7 +61,10 @@ def model_config(info: dict):
 def _latent_format(info: dict, vae: dict):
     """Scaling of the VAE's latents: its scale and shift, or its mean and deviation of each channel."""
     shape = (1, info["latent_channels"], *[1] * info["latent_dimensions"])
-    channels = lambda name, neutral: torch.tensor(vae[name]).view(shape) if vae.get(name) else neutral
+
+    def channels(name, neutral):
+        return torch.tensor(vae[name]).view(shape) if vae.get(name) else neutral
+
     scale, shift = vae.get("scaling_factor") or 1.0, vae.get("shift_factor") or 0.0
     mean, deviation = channels("latents_mean", shift), channels("latents_std", 1.0)
     format = comfy.latent_formats.LatentFormat()

@@ -142,15 +142,16 @@ class RemoteTransformer(ElsewhereModule):
         finally:
             self.held = before
 
-    def forward(self, x, timestep, context=None, control=None, transformer_options={}, **arguments):
+    def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of
         the family gives its transformer -> the output of x's form in float32."""
+        transformer_options = transformer_options or {}
         self._check_options(control, transformer_options)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
         executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
         return executor.execute(x, timestep, context, transformer_options=transformer_options, **arguments)
 
-    def _call(self, x, timestep, context=None, transformer_options={}, **arguments):
+    def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)

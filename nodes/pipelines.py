@@ -7,9 +7,9 @@ code; which of its results are which part of a CONDITIONING is data, a row for e
 
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import torch
 
@@ -178,12 +178,15 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
     block = blocks.sub_blocks["text_encoder"]
     specs = {spec.name: spec for spec in block.expected_components}
     _require(folder, list(specs), "prompts are encoded")
-    load = lambda spec: spec.load(
-        pretrained_model_name_or_path=str(folder),
-        subfolder=spec.name,
-        local_files_only=True,
-        **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}),
-    )
+
+    def load(spec):
+        return spec.load(
+            pretrained_model_name_or_path=str(folder),
+            subfolder=spec.name,
+            local_files_only=True,
+            **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}),
+        )
+
     parts = _read(folder, "text encoder", lambda: {key: load(spec) for key, spec in specs.items()})
     pipeline = block.init_pipeline()
     pipeline.update_components(**parts)

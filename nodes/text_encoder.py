@@ -33,11 +33,11 @@ class DiffusersCLIP:
         return {"text": text}
 
     def encode_from_tokens_scheduled(
-        self, tokens: dict, unprojected: bool = False, add_dict: dict = {}, show_pbar: bool = True
+        self, tokens: dict, unprojected: bool = False, add_dict: dict | None = None, show_pbar: bool = True
     ) -> list:
         """CONDITIONING of one prompt."""
         values = self._encode(tokens)
-        return [[values.pop("cond"), {**values, **add_dict}]]
+        return [[values.pop("cond"), {**values, **(add_dict or {})}]]
 
     def encode_from_tokens(self, tokens: dict, return_pooled: bool = False, return_dict: bool = False):
         """Hidden states (1, T, E); with the pooled output or None beside them, or all as a dict, where that
@@ -63,9 +63,12 @@ class DiffusersCLIP:
                 f"the text encoders of {self.pipeline.name} ({self.patcher.model_size() / 2**30:.1f} GiB) "
                 f"do not fit on {device}; choose device cpu in Load CLIP and VAE."
             ) from reason
-        to = lambda value: value.to(
-            management.intermediate_device(), torch.float32 if value.is_floating_point() else value.dtype
-        )
+
+        def to(value):
+            return value.to(
+                management.intermediate_device(), torch.float32 if value.is_floating_point() else value.dtype
+            )
+
         return {key: to(value) for key, value in values.items()}
 
     def __getattr__(self, name: str):

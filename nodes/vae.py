@@ -83,7 +83,10 @@ class DiffusersVAE(comfy.sd.VAE):
         """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls
         back to where memory does not suffice."""
         side = 512 // self.upscale_ratio
-        decode = lambda part: self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
+
+        def decode(part):
+            return self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
+
         return self.process_output(
             comfy.utils.tiled_scale(
                 samples,
@@ -107,9 +110,10 @@ class DiffusersVAE(comfy.sd.VAE):
         is_video = not isinstance(model, PictureAutoencoder) and any(
             isinstance(module, torch.nn.Conv3d) for module in vae.modules()
         )
-        decoded = lambda *frames: (
-            model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
-        )
+
+        def decoded(*frames):
+            return model.decode(torch.empty(1, self.latent_channels, *frames, 2, 2, device="meta")).shape
+
         shape = decoded(*[2] * is_video)
         space = shape[-1] // 2
         self.latent_dim, self.output_channels, self.pad_channel_value = (

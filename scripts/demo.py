@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pack
 import torch
-from PIL import Image
 from parallel_dit.backend.config import ConfigError, ParallelConfig
 from parallel_dit.backend.protocol import BackendError, RefusedError, Sample
 from parallel_dit.demo import shapes
 from parallel_dit.nodes import backends
+from PIL import Image
 
 PROMPT = "a red circle left of a blue square on black"
 MODEL = pack.ROOT / "demo" / "shapes-flux"

@@ -14,12 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch
+from families import CASES, golden, to_vae_units
+from tiny import FLUX_CASES, error_in_std, golden_request, write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
-from families import CASES, golden, to_vae_units
-from tiny import FLUX_CASES, error_in_std, golden_request, write_checkpoint
 
 DISTANCES = ROOT / "tests/golden_distances.json"
 

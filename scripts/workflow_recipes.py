@@ -488,10 +488,13 @@ def graph_of(name: str) -> tuple[str, str, dict]:
             0,
         ]
         picture_ = [add("LTXVPreprocess", image=scaled, img_compression=compression), 0]
-    load = lambda name: [
-        add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"),
-        0,
-    ]
+
+    def load(name):
+        return [
+            add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"),
+            0,
+        ]
+
     dit = load(recipe["model"])
 
     def prompt(text: str, title: str, clip_: list = clip_) -> list:

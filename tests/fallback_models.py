@@ -6,6 +6,7 @@ from pathlib import Path
 
 import diffusers
 import torch
+
 from backend.protocol import Sample
 
 #: Class -> configuration. The first three are recognised and cut; the linear attention of the last runs

@@ -220,14 +220,14 @@ def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]
     return found | further
 
 
-def to_model_space(family: str, latent: torch.Tensor, shapes: list = []) -> torch.Tensor:
+def to_model_space(family: str, latent: torch.Tensor, shapes: list | tuple = ()) -> torch.Tensor:
     """ComfyUI's process_in; an empty latent stays empty. ``shapes``: of the latents, where there are
     several."""
     shift, scale = LATENT_FORMATS[family][0], _scale(family, shapes)
     return (latent - shift) * scale if latent.any() else latent
 
 
-def to_vae_units(family: str, samples: torch.Tensor, shapes: list = []) -> torch.Tensor:
+def to_vae_units(family: str, samples: torch.Tensor, shapes: list | tuple = ()) -> torch.Tensor:
     """ComfyUI's process_out."""
     shift, scale = LATENT_FORMATS[family][0], _scale(family, shapes)
     return samples / scale + shift

@@ -1,20 +1,24 @@
 """What the blocks of a model multiply in a step, as torch counts it."""
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
 from backend import runner
 from backend.engine import LoadedModel
 from backend.parallel.rows import Sequence, Span
 from backend.parallel.stage import Forward
 from backend.request import Request
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 
 def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
     """Multiplications of every block in a step with one prompt, and the rows that it had; what the prompt
     alone decides, or all steps share, is not a step's."""
     forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
-    count = lambda *_: at.append(counter.get_total_flops())
+
+    def count(*_):
+        return at.append(counter.get_total_flops())
+
     blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]
     hooks = [
         hook

@@ -51,9 +51,10 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
         return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale.float()}, settings
     block, packed = {"mxfp8": (32, 1), "nvfp4": (16, 2)}[kind]
     tiles = -(-rows // 128) * 128, -(-columns // block // 4) * 4
-    numbers = lambda *shape, high=256: torch.randint(high, shape, generator=random, dtype=torch.int32).to(
-        torch.uint8
-    )
+
+    def numbers(*shape, high=256):
+        return torch.randint(high, shape, generator=random, dtype=torch.int32).to(torch.uint8)
+
     if kind == "mxfp8":
         values = numbers(rows, columns, high=120).view(torch.float8_e4m3fn)  # below the NaN
         return {

@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend import config, mesh
-from backend.describe import describe
-from backend.dispatch import FIRST
-from backend.engine import Engine
-from backend.errors import UnsupportedError
 from families import model_call
 
 # noqa: F401
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for, with_tensors
+from live_backend import CONFIG, request_for, with_tensors
 from loras import write_mixed
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig
 from parallel_dit.nodes import backends
 from safetensors.torch import save_file
 from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkpoint
+
+from backend import config, mesh
+from backend.describe import describe
+from backend.dispatch import FIRST
+from backend.engine import Engine
+from backend.errors import UnsupportedError
 
 
 def test_golden_latent_through_the_socket(backend, checkpoint):

@@ -6,6 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from families import LATENT_FORMATS, golden
+from tiny import write_checkpoint
+from variants import VARIANTS, request, write
+
 from backend import mesh
 from backend.checks import check_sample
 from backend.config import ParallelConfig
@@ -13,9 +17,6 @@ from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
-from families import LATENT_FORMATS, golden
-from tiny import write_checkpoint
-from variants import VARIANTS, request, write
 
 #: What is wrong -> the tensor with it, None where it cannot be.
 BROKEN = {

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 from fake_backend import TOKEN, WELCOME, FakeBackend, reply
-
 from parallel_dit.backend import frames
 from parallel_dit.backend.config import ConfigError
 from parallel_dit.backend.protocol import (

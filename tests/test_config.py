@@ -1,6 +1,7 @@
 """Every ParallelConfig that cannot run is refused in one sentence with its values and a remedy."""
 
 import pytest
+
 from backend.config import AXES, ConfigError, ParallelConfig
 
 REFUSED = {

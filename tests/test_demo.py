@@ -4,13 +4,14 @@ import runpy
 
 import pytest
 import torch
+from pack import ROOT
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.protocol import Sample
 from demo import shapes
-from pack import ROOT
 
 PROMPTS = shapes.random_prompts(16, seed=5)
 STEPS, CFG = 16, 2.5

@@ -1,13 +1,14 @@
 """describe() against what the ranks counted and against the published formulas."""
 
 import pytest
+from families import golden
+from tiny import write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine, describe
 from backend.memo import AHEAD
-from families import golden
-from tiny import write_checkpoint
 
 #: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one
 #: activation.
@@ -86,12 +87,15 @@ def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
     """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes
     them."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
-    told = lambda calls=28, **workload: [
-        plan.modulation_bytes
-        for plan in describe(
-            ParallelConfig(**workload.pop("config", {})), checkpoint, IMAGE, TEXT, calls=calls, **workload
-        )
-    ]
+
+    def told(calls=28, **workload):
+        return [
+            plan.modulation_bytes
+            for plan in describe(
+                ParallelConfig(**workload.pop("config", {})), checkpoint, IMAGE, TEXT, calls=calls, **workload
+            )
+        ]
+
     assert told() == told(batch=3) == [2 * 28 * row] and told(6, branches=1) == [6 * row]
     assert told(100000) == [AHEAD // row * row]
     assert sum(told(config={"pipefusion_degree": 3})) == 2 * 28 * row and "modulation 2.1 MB" in str(
@@ -124,9 +128,10 @@ def test_keys_and_values_that_are_kept_are_counted(tmp_path):
         ),
     )
     kept = found[-1]
-    told = lambda text=12, **fields: describe(
-        ParallelConfig(**fields), engine.check_load(path, "default"), 80, text
-    )[0]
+
+    def told(text=12, **fields):
+        return describe(ParallelConfig(**fields), engine.check_load(path, "default"), 80, text)[0]
+
     assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
     for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):
         assert told(**{degree: 2}).kv_bytes == kept / 2

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from launch import run_ranks
+
 from backend import slab
 from backend.slab import Slab
-from launch import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

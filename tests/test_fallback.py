@@ -8,6 +8,12 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from diffusers import OvisImagePipeline
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+from fallback_models import CONFIGS, CUT, configuration, request, write
+from flops import counted
+from tiny import relative
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
@@ -18,11 +24,6 @@ from backend.models.fallback import family
 from backend.parallel.cost import block_costs
 from backend.request import build
 from backend.tokens import TokenGrid
-from diffusers import OvisImagePipeline
-from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
-from flops import counted
-from fallback_models import CONFIGS, CUT, configuration, request, write
-from tiny import relative
 
 
 def recognised(name: str, scheduler=None):

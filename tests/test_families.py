@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import variants
+from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
+from flops import counted
+from safetensors.torch import save_file
+from tiny import as_folder, error_in_std, is_known_distance, relative, write_checkpoint
+
 from backend import memo, mesh, request, runner
 from backend.checks import check_sample
 from backend.config import ConfigError, ParallelConfig
@@ -21,10 +26,6 @@ from backend.parallel.rows import Span
 from backend.parallel.stage import Forward
 from backend.parallel.tensor import Shard
 from backend.schedule import DiscreteSchedule
-from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
-from flops import counted
-from safetensors.torch import save_file
-from tiny import as_folder, error_in_std, is_known_distance, relative, write_checkpoint
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,11 +1,12 @@
 """One process against latents of a real ComfyUI: at most 1e-4 of their standard deviation away."""
 
 import pytest
+from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to_vae_units, write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
-from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to_vae_units, write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from backend.kept import MOST_CLIENTS
-from backend.kept import KeptArguments as Ranks
 from parallel_dit.backend.protocol import ModelCall
 from parallel_dit.nodes.kept import LEAST_BYTES, MOST_VALUES, KeptArguments
+
+from backend.kept import MOST_CLIENTS
+from backend.kept import KeptArguments as Ranks
 
 SIZE = LEAST_BYTES // 4
 

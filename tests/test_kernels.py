@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from backend.parallel.kernels import ALIGNMENT, aligned, attend_lse
 
 #: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's

@@ -8,13 +8,14 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
-from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,10 @@ import json
 
 import pytest
 import torch
+from loras import lora, randn
+from safetensors.torch import load_file, save_file
+from tiny import facts, write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -14,9 +18,6 @@ from backend.loading.checkpoint import open_checkpoint
 from backend.loading.lora import lora_stack
 from backend.parallel.rows import Span
 from backend.parallel.tensor import Shard
-from loras import lora, randn
-from safetensors.torch import load_file, save_file
-from tiny import facts, write_checkpoint
 
 STRENGTH = 0.7
 #: Family -> a spelling of the single file's names, a spelling of diffusers' names.

@@ -1,6 +1,7 @@
 """The layout of ranks, without processes."""
 
 import pytest
+
 from backend.config import ParallelConfig
 from backend.mesh import layout
 

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from parallel_dit.nodes.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-
 from parallel_dit.backend.config import ConfigError, ParallelConfig
 from parallel_dit.backend.protocol import BackendError, RefusedError
 from parallel_dit.nodes import backends, client, launcher

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from parallel_dit.nodes.verdict import first_failure
 
 TABLE = """\

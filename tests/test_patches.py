@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import batch_request, golden_request, relative, write_checkpoint
+
 from backend import memo, mesh, request, runner
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
@@ -11,7 +13,6 @@ from backend.engine import Engine
 from backend.parallel.attention import Attention
 from backend.parallel.rows import Sequence, Span, patches
 from backend.parallel.stage import Forward
-from tiny import batch_request, golden_request, relative, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +155,13 @@ def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
     are those without memory.
     """
     sample = batch_request(3)
-    pooled = lambda *factors: (
-        sample.tensors
-        | {
+
+    def pooled(*factors):
+        return sample.tensors | {
             f"{side}.y": sample.tensors[f"{side}.y"][:1] * torch.tensor(factors)[:, None]
             for side in ("positive", "negative")
         }
-    )
+
     requests = [(pooled(1.0, 1.0, 1.0), 2), (pooled(1.0, 0.5, 2.0), 2 * 3), (pooled(1.0, 0.5, 1.0), 2 * 2)]
     computed = []
     for tensors, rows in requests:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import safetensors.torch
 import torch
+
 from backend import frames, protocol, tensors
 from backend.frames import MAGIC, PREFIX
 from backend.protocol import MESSAGES, ProtocolError, Sample

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, write_gguf, write_scaled
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
-from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, write_gguf, write_scaled
-from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint
 
 GGUF_KINDS = (
     "Q8_0",
@@ -136,8 +137,8 @@ def test_smoothed_inputs_scale_the_columns(folder, state):
     )
 
 
-def loaded(path, config=ParallelConfig(), **places) -> dict[str, torch.Tensor]:
-    engine = Engine(config, replace(mesh.single(), **places))
+def loaded(path, config: ParallelConfig | None = None, **places) -> dict[str, torch.Tensor]:
+    engine = Engine(config or ParallelConfig(), replace(mesh.single(), **places))
     engine.load("m", str(path), "default")
     return {
         name.replace(".layer.", "."): p

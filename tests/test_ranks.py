@@ -13,7 +13,6 @@ from quantized import legacy_fp8
 from safetensors.torch import save_file
 from tiny import facts, weights_module, write_checkpoint
 
-
 #: Bytes of the tiny checkpoint's tensors.
 WEIGHTS = 4 * sum(map(math.prod, facts("flux-dev")["shapes"].values()))
 
@@ -93,10 +92,12 @@ def part_of_weights(row) -> float:
     is in no block, and under megatron all modulation of its blocks.
     """
     shapes = facts("flux-dev")["shapes"]
-    part = lambda *words: (
-        sum(math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words))
-        / sum(map(math.prod, shapes.values()))
-    )
+
+    def part(*words):
+        return sum(
+            math.prod(shape) for name, shape in shapes.items() if any(word in name for word in words)
+        ) / sum(map(math.prod, shapes.values()))
+
     degrees = {name: int(degree) for name, degree in re.findall(r"(\w+) (\d+)", row["config"])}
     stages, pieces = degrees.get("pipefusion_degree", 1), degrees.get("tensor_parallel_degree", 1)
     blocks, modulation = part("blocks."), part("mod.", "modulation.")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from backend.parallel.rows import Sequence, everything, patches
 from backend.tokens import NestedGrid, TokenGrid
 

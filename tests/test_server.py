@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+
 from backend import frames, protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
 from backend.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress

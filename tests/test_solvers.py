@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
-from backend.config import ParallelConfig
+from tiny import facts
+from toy import BATCH, GRID, Toy, fresh_noise, problem, solve
+
 from backend.checks import check_sample
+from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.models import FAMILIES
 from backend.noise import KEPT, FreshNoise
@@ -16,8 +19,6 @@ from backend.protocol import Sample
 from backend.samplers import SOLVER_FUNCTIONS, Problem, answer, evaluations
 from backend.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, PERCENTS, SOLVERS
 from backend.tokens import TokenGrid
-from tiny import facts
-from toy import BATCH, GRID, Toy, fresh_noise, problem, solve
 
 PREDICTIONS = {"flow": FLOW, "eps": EPS, "v": V}
 MEAN, STD = 0.5, 0.4
@@ -261,7 +262,9 @@ def test_what_a_solver_lacks_is_named():
     ],
 )
 def test_schedules_that_paint_nothing_are_refused(solver, sigmas, says):
-    given = lambda *sigmas: {"sigmas": torch.tensor(sigmas)}
+    def given(*sigmas):
+        return {"sigmas": torch.tensor(sigmas)}
+
     assert says in refused(sampler=solver, tensors=given(*sigmas))
     assert not refused(sampler=solver, tensors=given(1.0, 0.5, 0.2)) and not refused(
         sampler="euler", tensors=given(1.0, 1.0, 0.5, 0.0)

@@ -3,9 +3,10 @@
 from itertools import combinations
 
 import pytest
+
+from backend.checks import check_model
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
-from backend.checks import check_model
 from backend.loading.checkpoint import Checkpoint
 from backend.models import FAMILIES
 from backend.parallel.split import MOST_WEIGHTS, explicit_blocks, plan, stage_blocks

@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import LATENT_FORMATS
+from tiny import write_checkpoint
+from torch import nn
+
 from backend import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -14,9 +18,6 @@ from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
 from backend.mesh import Axis
 from backend.parallel import tensor
-from families import LATENT_FORMATS
-from tiny import write_checkpoint
-from torch import nn
 
 
 def place(ranks: int, rank: int = 0):

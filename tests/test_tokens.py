@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from backend.tokens import TokenGrid
 
 SHAPES = {

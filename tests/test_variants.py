@@ -6,6 +6,13 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
+from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
+from families import golden, to_vae_units
+from safetensors.torch import save_file
+from tiny import as_folder, error_in_std, facts, relative, weights_module, write_checkpoint
+from variants import METHOD, VARIANTS, request, write
+
 from backend import memo, mesh
 from backend.checks import check_sample
 from backend.config import ParallelConfig
@@ -20,12 +27,6 @@ from backend.parallel.stage import model_output
 from backend.protocol import Sample
 from backend.request import build
 from backend.tokens import TokenGrid
-from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
-from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
-from families import golden, to_vae_units
-from safetensors.torch import save_file
-from tiny import as_folder, error_in_std, facts, relative, weights_module, write_checkpoint
-from variants import METHOD, VARIANTS, request, write
 
 
 @pytest.mark.parametrize(
@@ -228,14 +229,17 @@ def test_prompts_that_cogvideox_2b_has_no_positions_for_are_refused(shape, says,
             "sigmas": torch.tensor([1.0, 0.5, 0.0]),
         },
     )
-    check = lambda: check_sample(
-        Sample("m", "euler", 1.0, 0, tensors=tensors | {"positive.c_crossattn": torch.zeros(shape)}),
-        ParallelConfig(),
-        checkpoint.family,
-        checkpoint.config,
-        torch.float32,
-        "cpu",
-    )
+
+    def check():
+        return check_sample(
+            Sample("m", "euler", 1.0, 0, tensors=tensors | {"positive.c_crossattn": torch.zeros(shape)}),
+            ParallelConfig(),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
     if says is None:
         return check()
     with pytest.raises(UnsupportedError, match=says):
@@ -435,7 +439,10 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     )
 
     pack, pictures = lambda latent: latent.flatten(2).transpose(1, 2), references.references(cond)
-    ids = lambda latent, number: _prepare_image_ids(*latent.shape[-2:], 0.5, l_coord=number)
+
+    def ids(latent, number):
+        return _prepare_image_ids(*latent.shape[-2:], 0.5, l_coord=number)
+
     rows = torch.cartesian_prod(
         torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(text.shape[1])
     )
@@ -483,7 +490,10 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
     for at, picture in reversed(list(zip(cond["image_slots"][0].tolist(), pictures))):
         count = picture.shape[-2] * picture.shape[-1] // 4
         rows[at:at], slots[at:at] = [torch.full((text.shape[2],), 5.0)] * count, [True] * count
-    pack = lambda latent: latent.flatten(2).transpose(1, 2)
+
+    def pack(latent):
+        return latent.flatten(2).transpose(1, 2)
+
     want = plain(
         torch.cat([pack(picture) for picture in (*pictures, latent)], dim=1),
         torch.stack(rows)[None],

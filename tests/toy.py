@@ -1,15 +1,16 @@
 """Solvers on a model that is a formula, with the noise of a request: no transformer, no ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
+from torch import Tensor
+
 from backend.noise import FreshNoise
 from backend.parallel.rows import Span
 from backend.prediction import Prediction
 from backend.samplers import SOLVER_FUNCTIONS, Problem, answer
 from backend.tokens import TokenGrid
-from torch import Tensor
 
 GRID = TokenGrid((4, 8, 6), (1, 2, 2))
 BATCH = 2

@@ -255,9 +255,7 @@ VARIANTS = {
         arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])},
         mask=AV_MASK,
     ),
-    "minimax-h3-guides": Variant(
-        "minimax-h3", arguments=GIVEN_ROWS, negative={name: None for name in GIVEN_ROWS}
-    ),
+    "minimax-h3-guides": Variant("minimax-h3", arguments=GIVEN_ROWS, negative=dict.fromkeys(GIVEN_ROWS)),
     "cogvideox-i2v": Variant(
         "cogvideox",
         {"patch_embed.proj.weight": (256, 32, 2, 2)},

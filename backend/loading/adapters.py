@@ -7,8 +7,8 @@ The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Iterable, Mapping
 
 import torch
 from torch import Tensor

@@ -102,9 +102,10 @@ class Checkpoint:
     def stages(self, config: ParallelConfig) -> Stages:
         """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work
         and weights."""
-        size = lambda name: sum(
-            parameter.numel() for parameter in self.empty.get_submodule(name).parameters()
-        )
+
+        def size(name):
+            return sum(parameter.numel() for parameter in self.empty.get_submodule(name).parameters())
+
         layers = [
             {name: size(name) for name in self.modulation(block)} if config.pipefusion_degree > 1 else {}
             for block in self.block_names
@@ -244,7 +245,7 @@ def open_checkpoint(path: str) -> Checkpoint:
                 f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of "
                 f"{checkpoint.family.name} that is not supported; use another model of this family."
             )
-    checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
+    _ = checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
     return checkpoint
 
 

@@ -1,8 +1,9 @@
 """safetensors files, mapped and read by slices; bytes are counted."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open

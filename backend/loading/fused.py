@@ -2,9 +2,9 @@
 taken out is gone to the last bit."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Mapping
 
 import torch
 from torch import Tensor
@@ -78,7 +78,10 @@ class FusedWeights:
             if name in self.places
         }
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
-        together = lambda name: self.targets.together[name].name
+
+        def together(name):
+            return self.targets.together[name].name
+
         if changed:
             sharding.reshard(self.checkpoint.empty)
         for _, names in groupby(sorted(changed, key=together), key=together):

@@ -2,8 +2,8 @@
 of the family."""
 
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable, Mapping
 
 from ..parallel.rows import Span
 

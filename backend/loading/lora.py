@@ -9,9 +9,9 @@ family needs code here.
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Mapping
 
 from ..errors import UnsupportedError
 from .adapters import KINDS, Adapter, Matrix, matrix

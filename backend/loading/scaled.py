@@ -8,8 +8,8 @@ can, which needs input_scale; here activations stay as they are.
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -235,7 +235,7 @@ class ScaledFiles:
 def _layers(files: TensorFiles) -> list[Layer]:
     """The quantized layers of ``files``, checked."""
     found = dict(_described_in_header(files))
-    for key, shape in files.shapes.items():
+    for key in files.shapes:
         name, _, leaf = key.rpartition(".")
         if leaf == "comfy_quant":
             found[name] = _settings(files, key, bytes(files.read(key).tolist()))

@@ -173,7 +173,10 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
         scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep,
         inverted=bool(scheduler and scheduler.get("invert_sigmas")),
     )
-    tokens = lambda output, grid: output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
+
+    def tokens(output, grid):
+        return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
+
     whole = Family(
         name=cls.__name__,
         transformer=cls.__name__,

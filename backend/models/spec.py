@@ -1,8 +1,9 @@
 """What a model family is: data. The engine reads it and never names a family."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 

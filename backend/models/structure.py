@@ -190,7 +190,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     full forward. Raises Whole."""
     from .. import mesh  # here, since they know families
     from ..parallel.kv import KVBuffers
-    from ..parallel.rows import Sequence, Span, patches as patch_rows
+    from ..parallel.rows import Sequence, Span
+    from ..parallel.rows import patches as patch_rows
     from ..parallel.stage import Forward, Stage, model_output
 
     lists = {name: list(getattr(transformer, name)) for name in cut.block_lists}

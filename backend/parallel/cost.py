@@ -59,9 +59,12 @@ def _linear(block, blocks, family, config, image, text) -> int:
         for name, module in block.named_modules()
         if getattr(module, "weight", None) is not None and module.weight.ndim > 1
     }
-    share = lambda name: next(
-        (part(config) for pattern, part in family.shares.items() if fnmatchcase(name, pattern)), 1
-    )
+
+    def share(name):
+        return next(
+            (part(config) for pattern, part in family.shares.items() if fnmatchcase(name, pattern)), 1
+        )
+
     return sum(
         round(weight.numel() * share(name)) * rows_through(name, block, blocks, family, image, text)
         for name, weight in layers.items()

@@ -6,9 +6,9 @@ since image and text have their own. Modulation is computed once a request, for 
 of Flux) may be held, and computed, by another stage than their block's.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Mapping, Sequence
 
 #: Most weights of a stage, as a multiple of the mean over the stages; a split by work alone that has more is
 #: given up where another has less.

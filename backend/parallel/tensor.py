@@ -14,11 +14,11 @@ Schemes (ParallelConfig.split_scheme):
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
-from typing import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from ..errors import UnsupportedError
 from ..mesh import Axis, Mesh
 from . import comm
 from .rows import Span
-
 
 #: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
 QUERIES, HEAD_COUNTS, ALL_HEADS = (

@@ -74,7 +74,7 @@ def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, parts: tu
     start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
     lambdas = [*(torch.lerp(start, end, part) for part in parts), end]
     sigmas = [*map(problem.sigma_at, lambdas[:-1]), sigma_next]
-    return end - start, sigmas, [s * l.exp() for s, l in zip(sigmas, lambdas)]
+    return end - start, sigmas, [s * log_alpha.exp() for s, log_alpha in zip(sigmas, lambdas)]
 
 
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
@@ -102,6 +102,11 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
+def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
+    return sigma_next / sigma * (-h).exp() * x
+
+
 def seeds_3(x: Tensor, problem: Problem) -> Steps:
     """SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267), with stages at a third and two thirds of the step."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
@@ -113,18 +118,18 @@ def seeds_3(x: Tensor, problem: Problem) -> Steps:
             continue
         h, sigmas, alphas = _seeds_points(problem, sigma, sigma_next, (r_1, r_2))
         noise = _SeedsNoise(h, fresh)
-        kept = lambda k, part: sigmas[k] / sigma * (-part * h).exp() * x
-        x_1 = kept(0, r_1) - alphas[0] * torch.expm1(-2 * r_1 * h) * denoised + noise.up_to(r_1) * sigmas[0]
+        x_1 = _scaled(x, sigma, sigmas[0], r_1 * h) - alphas[0] * torch.expm1(-2 * r_1 * h) * denoised
+        x_1 = x_1 + noise.up_to(r_1) * sigmas[0]
         denoised_1 = yield x_1, sigmas[0], i
         newer = r_2 / r_1 * _phi_2(-2 * r_2 * h)
         older = torch.expm1(-2 * r_2 * h) - newer
-        x_2 = (
-            kept(1, r_2) - alphas[1] * (older * denoised + newer * denoised_1) + noise.up_to(r_2) * sigmas[1]
-        )
+        x_2 = _scaled(x, sigma, sigmas[1], r_2 * h) - alphas[1] * (older * denoised + newer * denoised_1)
+        x_2 = x_2 + noise.up_to(r_2) * sigmas[1]
         denoised_2 = yield x_2, sigmas[1], i
         newer = _phi_2(-2 * h) / r_2
         older = torch.expm1(-2 * h) - newer
-        x = kept(2, 1.0) - alphas[2] * (older * denoised + newer * denoised_2) + noise.up_to(1.0) * sigma_next
+        x = _scaled(x, sigma, sigmas[2], h) - alphas[2] * (older * denoised + newer * denoised_2)
+        x = x + noise.up_to(1.0) * sigma_next
     return x
 
 

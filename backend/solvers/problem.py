@@ -1,8 +1,8 @@
 """What a solver integrates, and the changes of variable that several solvers share."""
 
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Callable, Generator, Iterator
 
 import torch
 

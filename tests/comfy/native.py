@@ -6,15 +6,16 @@ import json
 import sys
 
 import torch
+from comfy_modules import ROOT, comfy_modules
+from parallel_dit.backend import protocol as client_protocol
+from tiny import facts, weights_module, write_checkpoint
+from versions import skip_without_class
+
 from backend import mesh, protocol
 from backend.config import ConfigError, ParallelConfig
 from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from comfy_modules import ROOT, comfy_modules
-from parallel_dit.backend import protocol as client_protocol
-from tiny import facts, weights_module, write_checkpoint
-from versions import skip_without_class
 
 with comfy_modules():
     if "nodes" not in sys.modules:  # ComfyUI's, whatever else on the path has that name

@@ -326,7 +326,7 @@ def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy):
         max(steps),
         1980 * sum(steps) / len(steps),
     )  # seconds of one, and of those that the interrupt leaves out
-    stopped, after = [told for told in comfy.get("/history").values()], history_of(comfy, behind[0])
+    stopped, after = list(comfy.get("/history").values()), history_of(comfy, behind[0])
     interrupted = max(
         message["timestamp"] / 1000
         for told in stopped

@@ -5,9 +5,10 @@ import re
 from dataclasses import asdict
 
 import pytest
-from backend.config import ParallelConfig
 from comfy_server import PACK
 from versions import skip_without_nodes
+
+from backend.config import ParallelConfig
 
 NODES = [
     "ParallelConfig",

@@ -141,10 +141,9 @@ def stand_ins(family: str, scale: int) -> dict:
         "scale": scale,
         "channels": CHANNELS.get(family, 16),
     }
-    return {
-        loader: ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden)
-        for loader in LOADERS
-    } | {
+    return dict.fromkeys(
+        LOADERS, ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden)
+    ) | {
         "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture),
         "VAELoader": ("TestVae", picture),
         "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {})),

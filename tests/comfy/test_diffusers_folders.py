@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 with comfy_modules():
-    from parallel_dit.backend.protocol import RefusedError
     import comfy.latent_formats
+    from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes import pipelines, sampler
     from parallel_dit.nodes.sana import SanaLatent
     from parallel_dit.nodes.text_encoder import diffusers_clips

@@ -6,8 +6,8 @@ import json
 import pytest
 from comfy_modules import comfy_modules
 from diffusers.loaders.single_file_utils import convert_auraflow_transformer_checkpoint_to_diffusers
-from safetensors.torch import save_file
 from graphs import SAMPLER, Graph
+from safetensors.torch import save_file
 from tiny import GOLDEN, weights_module
 
 with comfy_modules():

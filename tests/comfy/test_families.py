@@ -5,15 +5,16 @@ import json
 
 import pytest
 import torch
+from comfy_modules import comfy_modules
+from families import LATENT_FORMATS, golden, load, to_vae_units
+from tiny import facts, write_checkpoint
+from versions import skip_without_class
+
 from backend.checks import check_workload
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Describe, Loaded
-from comfy_modules import comfy_modules
-from families import LATENT_FORMATS, golden, load, to_vae_units
-from tiny import facts, write_checkpoint
-from versions import skip_without_class
 
 with comfy_modules():
     import comfy.samplers
@@ -194,7 +195,10 @@ def test_what_minimaxs_encoder_tells_of_a_prompt():
     """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds
     beside what is known is refused."""
     translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)
-    sent = lambda **payload: translate({"c_crossattn": prompt, "minimax_payload": payload})
+
+    def sent(**payload):
+        return translate({"c_crossattn": prompt, "minimax_payload": payload})
+
     assert sent(text_token_tags=torch.ones(3, dtype=torch.long), seed=1).keys() == {"c_crossattn"}
     assert sent(text_token_tags=torch.tensor([1, 0, 1]))["text_tags"].tolist() == [[1, 0, 1]]
     with pytest.raises(RefusedError, match="the prompt carries more, which the ranks do not know"):

@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
-from backend.loading.checkpoint import open_checkpoint
-from backend.protocol import Loaded
 from comfy_modules import comfy_modules
 from fallback_models import CUT, write
+
+from backend.loading.checkpoint import open_checkpoint
+from backend.protocol import Loaded
 
 with comfy_modules():
     import comfy.samplers
@@ -73,7 +74,10 @@ def test_mean_and_deviation_of_a_video_vae(tmp_path):
     mean, deviation = [0.1, -0.2, 0.3, 0.4], [1.0, 2.0, 0.5, 4.0]
     info = loaded(tmp_path, CUT[2], {"latents_mean": mean, "latents_std": deviation})
     model, latent = weightless_patcher(info).model, torch.randn(1, 4, 3, 8, 8)
-    column = lambda values: torch.tensor(values).view(1, 4, 1, 1, 1)
+
+    def column(values):
+        return torch.tensor(values).view(1, 4, 1, 1, 1)
+
     torch.testing.assert_close(model.process_latent_in(latent), (latent - column(mean)) / column(deviation))
     assert model.latent_format.latent_dimensions == 3 and model.latent_format.latent_channels == 4
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from backend.loading.checkpoint import open_checkpoint
 from comfy_modules import comfy_modules
 from quantized import KINDS, matrices, write_scaled
 from safetensors.torch import load_file
 from tiny import facts, write_checkpoint
+
+from backend.loading.checkpoint import open_checkpoint
 
 with comfy_modules():
     import comfy.model_detection

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from families import golden
 from native import native_model, parallel_dit
 from safetensors.torch import load_file
 from tiny import GOLDEN
@@ -14,12 +13,13 @@ from versions import skip_without
 
 with comfy_modules():
     import comfy.samplers
-    import nodes
     from comfy_extras import nodes_custom_sampler as custom
     from comfy_extras import nodes_model_advanced as advanced
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes import sampler as ours
     from parallel_dit.nodes.shift import apply_shift
+
+    import nodes
 
 SEED, STEPS = 11, 4
 

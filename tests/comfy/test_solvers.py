@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy_modules import comfy_modules
+from toy import BATCH, GRID, Toy, fresh_noise, solve
+
 from backend.prediction import EPS, FLOW, V
 from backend.request import Inpaint
 from backend.samplers import Problem, is_finite
 from backend.solver_names import BROWNIAN, SOLVERS
-from comfy_modules import comfy_modules
-from toy import BATCH, GRID, Toy, fresh_noise, solve
 
 with comfy_modules():
     import comfy.model_sampling as model_sampling
@@ -64,7 +65,7 @@ class Guided:
     def scale_latent_inpaint(self, sigma, noise, latent_image, **kwargs):
         return self.model_sampling.noise_scaling(sigma.reshape(-1, 1, 1, 1), noise, latent_image)
 
-    def __call__(self, x, sigma, model_options={}, seed=None):
+    def __call__(self, x, sigma, model_options=None, seed=None):
         outputs = (
             model(self.model_sampling.calculate_input(sigma, x), sigma[0])
             for model in (self.toy.positive, self.toy.negative)

@@ -88,7 +88,7 @@ def plain(*shape):
     return lambda g, positive, negative: (positive, negative, g.latent(*shape, empty=True))
 
 
-def first_frame(node, features=True, vae={}, batch=1, **size):
+def first_frame(node, features=True, vae=None, batch=1, **size):
     def build(g, positive, negative):
         size_of = {"width": 144, "height": 112, "length": 9} | size
         seen = {"clip_vision_output": g.features(width=features)} if features else {}
@@ -96,7 +96,7 @@ def first_frame(node, features=True, vae={}, batch=1, **size):
             node,
             positive=positive,
             negative=negative,
-            vae=g.vae(**vae),
+            vae=g.vae(**(vae or {})),
             start_image=g.image(frames=1),
             batch_size=batch,
             **size_of,

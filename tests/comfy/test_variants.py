@@ -3,11 +3,12 @@ the same random single file."""
 
 import pytest
 import torch
+from comfy_modules import comfy_modules
+from safetensors.torch import save_file
+
 from backend.loading.checkpoint import open_checkpoint
 from backend.parallel.stage import model_output
 from backend.tokens import TokenGrid
-from comfy_modules import comfy_modules
-from safetensors.torch import save_file
 
 with comfy_modules():
     import comfy.ops

@@ -25,9 +25,10 @@ def skip_without(missing):
 def skip_without_nodes(prompt: dict, known: dict):
     """The same for the nodes of an API graph and their inputs, beside ``known``, ComfyUI's /object_info."""
     used = [(node["class_type"], name) for node in prompt.values() for name in node["inputs"]]
-    has = lambda kind, name: any(
-        name in known[kind]["input"].get(part, {}) for part in ("required", "optional")
-    )
+
+    def has(kind, name):
+        return any(name in known[kind]["input"].get(part, {}) for part in ("required", "optional"))
+
     skip_without(
         {kind for kind, _ in used if kind not in known}
         | {f"input {name} of {kind}" for kind, name in used if kind in known and not has(kind, name)}

@@ -8,9 +8,9 @@ the CPU in float32
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
 
 sys.path[:0] = [
     os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")),
@@ -28,7 +28,6 @@ import comfy.model_patcher
 import comfy.nested_tensor
 import comfy.supported_models
 import comfyui_version
-import nodes
 import pack  # noqa: F401
 from diffusers import Flux3Transformer2DModel, QwenImage21Transformer2DModel, SanaTransformer2DModel
 from diffusers.loaders.single_file_utils import (
@@ -36,6 +35,8 @@ from diffusers.loaders.single_file_utils import (
     convert_qwen_image21_transformer_checkpoint_to_diffusers,
 )
 from parallel_dit.nodes.families import OURS
+
+import nodes
 
 HERE = Path(__file__).parent
 SETTINGS = {
@@ -505,9 +506,14 @@ def make(name: str):
         {},
         SETTINGS | case.settings,
     )
-    keep = lambda name, value: stored.update(
-        {f"{name}.{i}": part for i, part in enumerate(value.unbind())} if value.is_nested else {name: value}
-    )
+
+    def keep(name, value):
+        return stored.update(
+            {f"{name}.{i}": part for i, part in enumerate(value.unbind())}
+            if value.is_nested
+            else {name: value}
+        )
+
     sampling = patcher.get_model_object("model_sampling")
     stored |= {
         f"{branch}.{key}": value for branch, values in prompts.items() for key, value in values.items()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from backend import slab
 from backend.dispatch import Dispatcher
 from backend.protocol import Ping, Result

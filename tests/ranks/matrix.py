@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from families import golden, model_call
+from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
+from torch.distributed.tensor import DTensor
+
 from backend import memo, mesh
 from backend.config import ParallelConfig
 from backend.denoise import Callbacks
@@ -22,9 +27,6 @@ from backend.engine import Engine, describe
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora import lora_stack
 from backend.parallel import sharding
-from families import golden, model_call
-from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
-from torch.distributed.tensor import DTensor
 
 gc.freeze()  # what is imported stays: no collection looks through it again
 AXES = (
@@ -271,9 +273,14 @@ def has_lora_case(world: int, config: ParallelConfig) -> bool:
 def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
     """The latent with LoRAs, and whether this rank's weights are what they were once they are gone."""
     model = engine.models["tiny"].transformer
-    held = lambda: [
-        (p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters() if not p.is_meta
-    ]
+
+    def held():
+        return [
+            (p.to_local() if isinstance(p, DTensor) else p).clone()
+            for p in model.parameters()
+            if not p.is_meta
+        ]
+
     sharding.reshard(model)
     before = held()
     (samples, _), _ = run(

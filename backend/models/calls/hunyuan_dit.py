@@ -47,9 +47,10 @@ def rotary(config, grid, device):
 def forward_args(config, grid, latent, timestep, cond):
     """Two prompts, of CLIP and of mT5, whose padding the model replaces."""
     batch, device = latent.shape[0], latent.device
-    mask = lambda name, length: (
-        cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
-    )
+
+    def mask(name, length):
+        return cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
+
     return dict(
         hidden_states=grid.pad(latent),
         timestep=timestep.expand(batch),

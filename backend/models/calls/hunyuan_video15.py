@@ -42,7 +42,10 @@ def forward_args(config, grid, latent, sigma, cond):
         if "c_concat" in cond
         else latent.new_zeros(batch, config["in_channels"] - latent.shape[1], *latent.shape[2:])
     )
-    ones = lambda x: torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+
+    def ones(x):
+        return torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+
     glyphs = cond.get("txt_byt5", text.new_zeros(batch, 0, config["text_embed_2_dim"]))
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),

@@ -46,7 +46,10 @@ def positions(grid, text, given, origin):
     heard = torch.arange(length, dtype=torch.float64) + origin
     words = torch.arange(text, dtype=torch.float64)
     nought = torch.zeros(1, dtype=torch.float64)
-    box = lambda *axes: torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+
+    def box(*axes):
+        return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+
     audio = [box(heard, nought, side[None]) for side in (x[0], x[-1])]
     return torch.cat([box(words, nought, nought), given.double().cpu(), *audio, box(clock, y, x)]).float()
 
@@ -66,7 +69,10 @@ def forward_args(config, grid, latent, sigma, cond):
         if "given_tags" in cond
         else torch.empty(0, dtype=torch.long, device=device),
     )
-    full = lambda value, count: torch.full((count,), value, device=device)
+
+    def full(value, count):
+        return torch.full((count,), value, device=device)
+
     kinds = torch.cat(
         [full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)]
     )
@@ -83,9 +89,10 @@ def forward_args(config, grid, latent, sigma, cond):
     if len(given):
         clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
         times += [torch.maximum(now, least) for now, least in zip(times, clean)]
-    behind = lambda name, tokens: (
-        torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
-    )
+
+    def behind(name, tokens):
+        return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
+
     places = positions(
         grid,
         rows,

@@ -49,10 +49,14 @@ class BlockCausal:
     and patches as those of other models."""
 
     def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
-        heads = lambda layer: layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
-        turned = lambda norm, layer: theirs.apply_rotary_emb_qwen(
-            norm(heads(layer)), rotary_emb, use_real=False
-        ).transpose(1, 2)
+        def heads(layer):
+            return layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
+
+        def turned(norm, layer):
+            return theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(
+                1, 2
+            )
+
         query, key, value = (
             turned(attn.norm_q, attn.to_q),
             turned(attn.norm_k, attn.to_k),
@@ -63,9 +67,10 @@ class BlockCausal:
         if rows:
             seen = before(tuple(segments), query.device)
             seen = seen if visible is None else seen & visible[..., :whole]
-        attend = lambda query, *keys, mask: F.scaled_dot_product_attention(
-            query, *(t.to(query.dtype) for t in keys), attn_mask=mask
-        )
+
+        def attend(query, *keys, mask):
+            return F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
+
         out = torch.cat(
             [
                 attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen),

@@ -19,7 +19,10 @@ class ImageFirst(WanAttnProcessor):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows :]
-        apart = lambda x: x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+
+        def apart(x):
+            return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+
         query = apart(attn.norm_q(attn.to_q(hidden_states)))
         pairs = [
             (attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)),

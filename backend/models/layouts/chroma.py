@@ -35,15 +35,10 @@ LAYOUT = Layout(
         "final_layer.linear.weight",
     ),
     absent=(),
-    variants={
-        key: "Chroma Radiance, which works on pixels"
-        for key in (
-            "img_in_patch.weight",
-            "nerf_final_layer.norm.scale",
-            "nerf_final_layer_conv.norm.scale",
-            "__x0__",
-        )
-    },
+    variants=dict.fromkeys(
+        ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),
+        "Chroma Radiance, which works on pixels",
+    ),
     config=config,
     names=flux.LAYOUT.names
     | {

@@ -6,7 +6,10 @@ from ...loading.layout import Layout
 def config(shapes):
     """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the
     head size."""
-    count = lambda prefix: len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
+
+    def count(prefix):
+        return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
+
     hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     image_axis = 56 * head // 128 // 2 * 2
     return dict(

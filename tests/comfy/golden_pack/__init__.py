@@ -113,9 +113,9 @@ class TestText:
         return text
 
     def encode_from_tokens_scheduled(self, text, **options):
-        draw = lambda *shape: torch.randn(
-            *shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        )
+        def draw(*shape):
+            return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode())))
+
         return [[draw(1, self.rows, self.width), {"pooled_output": draw(1, self.pooled)}]]
 
 
@@ -139,11 +139,14 @@ class TestGoldenText(TestText):
 
     def encode_from_tokens_scheduled(self, text, **options):
         draws = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        drawn = lambda value: (
-            torch.randn(value.shape, generator=draws)
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-        )
+
+        def drawn(value):
+            return (
+                torch.randn(value.shape, generator=draws)
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                else value
+            )
+
         ((prompt, kept),) = self.stored
         return [
             [
