@@ -72,12 +72,11 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: 
 
 @cache
 def fork_server():
-    """Start the process that ranks are forked from. It has no threads yet, and none of this one's state."""
+    """Start the process that ranks are forked from. It has no threads yet, and none of this one's state but
+    the environment: kernels and threads are those that the tests are run with."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(
-        os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""
-    ):
+    with mock.patch.dict(os.environ, PYTHONPATH=path, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
 
 

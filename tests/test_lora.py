@@ -9,6 +9,7 @@ import torch
 from loras import lora, randn
 from safetensors.torch import load_file, save_file
 from tiny import facts, write_checkpoint
+from tolerance import assert_ulps
 
 from backend import mesh
 from backend.config import ParallelConfig
@@ -57,11 +58,15 @@ def fuse(engine, *loras):
 
 
 def equal(a, b) -> bool:
+    """The same bits: what is read from the file again."""
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-def close(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a)
+def assert_close(found, wanted):
+    """The same sums, whose product of two factors may be of a part of the rows or columns."""
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert_ulps(found[name], want, 1)
 
 
 def modules(shapes: dict) -> dict[str, tuple[int, ...]]:
@@ -99,14 +104,14 @@ def test_both_names_of_every_matrix(family, folder, tmp_path):
     )
     fuse(engine, (str(tmp_path / "theirs.safetensors"), STRENGTH))
     assert not engine.check_loras("m", engine.models["m"].weights.stack)[0]
-    assert close(parameters(engine), loaded(tmp_path / "changed.safetensors"))
+    assert_close(parameters(engine), loaded(tmp_path / "changed.safetensors"))
 
     # diffusers' names, in place of the first: every parameter by itself
     file, added = lora(modules({name: value.shape for name, value in plain.items()}), ours, seed=5)
     save_file(file, tmp_path / "ours.safetensors")
     fuse(engine, (str(tmp_path / "ours.safetensors"), STRENGTH))
     assert not engine.check_loras("m", engine.models["m"].weights.stack)[0]
-    assert close(
+    assert_close(
         parameters(engine),
         {
             name: value + STRENGTH * added.get(name.removesuffix(".weight"), 0)
@@ -409,8 +414,8 @@ def test_what_fits_in_part_is_used_with_a_warning(flux, tmp_path):
 
 
 def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
-    """The sum is rounded once, from the file's values; a diffusers folder takes the single file's names too.
-    Both go back to the last bit.
+    """The sum is rounded once, from the file's values: in bf16 hardly a number is another one, whatever adds
+    the product. A diffusers folder takes the single file's names too. Both go back to the last bit.
     """
     file, added = lora({ATTENTION: (768, 256)}, "kohya")
     path, state = write(tmp_path / "lora.safetensors", file), load_file(folder / "flux-dev.safetensors")
@@ -438,10 +443,7 @@ def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
         plain = parameters(engine)
         fuse(engine, (path, STRENGTH))
         got = torch.cat([parameters(engine)[f"transformer_blocks.0.attn.to_{part}.weight"] for part in "qkv"])
-        assert (
-            got.dtype == want.dtype
-            and (got != want).float().mean() < 1e-3
-            and torch.allclose(got, want, rtol=1e-2, atol=1e-6)
-        )
+        assert_ulps(got, want, 1)
+        assert want.dtype == torch.float32 or (got != want).float().mean() < 1e-3
         fuse(engine)
         assert equal(parameters(engine), plain)

@@ -11,6 +11,7 @@ import torch
 from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, write_gguf, write_scaled
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
+from tolerance import assert_same_bits, assert_ulps
 
 from backend import mesh
 from backend.config import ParallelConfig
@@ -79,6 +80,15 @@ def rotation(size: int) -> torch.Tensor:
     return (-1.0) ** same.double() / size**0.5
 
 
+def assert_same_part(found: torch.Tensor, wanted: torch.Tensor, kind: str):
+    """Weights of 8 bits may be rotated, which is a product of as many rows as are read; the other formats
+    multiply number by number."""
+    if kind == "int8_tensorwise":
+        assert_ulps(found, wanted, 1)
+    else:
+        assert_same_bits(found, wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_values_times_scales(folder, state, kind):
     tensors = load_file(write_scaled(folder / f"{kind}.safetensors", state, kind))
@@ -91,7 +101,7 @@ def test_weights_are_values_times_scales(folder, state, kind):
         )
         assert torch.allclose(found.double(), want, rtol=1e-6, atol=1e-6 * want.abs().max()), key
         rows, columns = slice(5, want.shape[0] - 3), slice(7, want.shape[1] - 9)
-        assert files.read(key, rows, columns, torch.float32).equal(found[rows, columns])
+        assert_same_part(files.read(key, rows, columns, torch.float32), found[rows, columns], kind)
 
 
 @pytest.mark.parametrize("kind", ["legacy", "header"])
@@ -168,7 +178,7 @@ def test_shards_of_quantized_layers(folder, state, kind):
         ("single_transformer_blocks.1.attn.to_v.weight", 0),
         ("transformer_blocks.0.ff.net.2.weight", 1),
     ):
-        assert torch.cat([piece[name] for piece in pieces], dim).equal(whole[name])
+        assert_same_part(torch.cat([piece[name] for piece in pieces], dim), whole[name], kind)
 
 
 @pytest.mark.parametrize("kinds", [GGUF_KINDS[i::3] for i in range(3)], ids=" ".join)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from itertools import count
 
 import pytest
 import tiny
@@ -14,12 +15,14 @@ from safetensors.torch import load_file
 TWO_RANKS = {"ulysses_degree": 2, "device": "cpu"}
 #: Seconds, also where other processes want the machine; what waits for ranks that are dead waits for minutes.
 SOON = 60
+#: Tells graphs apart that are otherwise equal, so that no test finds its latent in ComfyUI's cache.
+RUNS = count(1)
 
 
 def graph(
     case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-flux.safetensors", **sampler
 ) -> dict:
-    """An API graph that samples a golden case and compares."""
+    """An API graph that samples a golden case and compares; no two are equal."""
     file = str(tiny.GOLDEN / f"flux-dev__{case}.safetensors")
     inputs = {
         "seed": 42,
@@ -31,7 +34,10 @@ def graph(
         **sampler,
     }
     return {
-        "1": {"class_type": "TestGoldenInputs", "inputs": {"file": file, "change": change}},
+        "1": {
+            "class_type": "TestGoldenInputs",
+            "inputs": {"file": file, "change": change, "run": next(RUNS)},
+        },
         "2": {"class_type": "ParallelConfig", "inputs": config},
         "3": {"class_type": "LoadParallelDiT", "inputs": {"config": ["2", 0], "model_name": model}},
         "4": {
@@ -111,6 +117,13 @@ def ranks_of(server) -> dict[int, str]:
         for pid, line in server.descendants("backend.worker").items()
         if "torch.distributed.run" not in line
     }
+
+
+@pytest.fixture
+def ranks(comfy) -> dict[int, str]:
+    """The ranks of TWO_RANKS with the tiny Flux, running whatever an earlier test left."""
+    error_of(comfy.run(graph()))
+    return ranks_of(comfy)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +209,13 @@ def test_same_latent_from_comfyuis_ksampler(comfy, case, sampler):
     assert run.previews > 0
 
 
-def test_same_latent_from_sampler_custom_advanced(comfy):
-    before = ranks_of(comfy)
+def test_same_latent_from_sampler_custom_advanced(comfy, ranks):
     assert error_of(comfy.run(custom_graph("dpmpp_2m", "beta", 3.5, "dpmpp_2m_beta"))) < 1e-4
-    assert ranks_of(comfy) == before
+    assert ranks_of(comfy) == ranks
 
 
-def test_interrupt_of_comfyuis_ksampler_keeps_the_ranks(comfy):
-    before, pressed = ranks_of(comfy), []
+def test_interrupt_of_comfyuis_ksampler_keeps_the_ranks(comfy, ranks):
+    pressed = []
 
     def press(step):
         if step >= 5 and not pressed:
@@ -214,7 +226,7 @@ def test_interrupt_of_comfyuis_ksampler_keeps_the_ranks(comfy):
     assert run.status == "interrupted" and run.steps[-1][0] < 100
     comfy.post("/free", {"unload_models": True})
     assert error_of(comfy.run(model_graph("size20x12"))) < 1e-4
-    assert ranks_of(comfy) == before
+    assert ranks_of(comfy) == ranks
 
 
 def test_denoise_zero_returns_the_latent(comfy):
@@ -222,20 +234,18 @@ def test_denoise_zero_returns_the_latent(comfy):
     assert run.status == "success" and not run.steps
 
 
-def test_backend_is_reused(comfy):
-    before = ranks_of(comfy)
-    error_of(comfy.run(graph(seed=1)))
+def test_backend_is_reused(comfy, ranks):
     changed = {**TWO_RANKS, "attention": "sdpa", "warmup_steps": 2}  # these travel with each request
     again = comfy.run(graph(config=changed, seed=2))
     assert again.status == "success" and not again.loaded
-    assert len(before) == 2 and ranks_of(comfy) == before
+    assert len(ranks) == 2 and ranks_of(comfy) == ranks
 
 
-def test_other_degrees_load_again_and_say_why(comfy):
-    error_of(comfy.run(graph(seed=1)))
+def test_other_degrees_load_again_and_say_why(comfy, ranks):
+    before = len(comfy.log.read_text(errors="replace"))
     run = comfy.run(graph(config={"pipefusion_degree": 2, "num_pipeline_patch": 1, "device": "cpu"}))
     assert error_of(run) < 1e-4 and run.loaded[-1][0] == run.loaded[-1][1] > 0
-    log = comfy.log.read_text(errors="replace")
+    log = comfy.log.read_text(errors="replace")[before:]
     assert "the ranks for" in log and "rank 1: stage 1" in log
     piped = {"pipefusion_degree": 2, "num_pipeline_patch": 5, "device": "cpu"}
     again = comfy.run(graph(config=piped, cfg=1.0))
@@ -252,7 +262,6 @@ def test_other_degrees_load_again_and_say_why(comfy):
         and "one prompt" in told[1]
         and "5 patches" in told[1].splitlines()[-1]
     )
-    comfy.run(graph(seed=4))
 
 
 def test_gguf_files_are_listed(comfy):
@@ -264,8 +273,7 @@ def test_gguf_files_are_listed(comfy):
     assert run.status == "error" and "model-Q4_K.gguf" in run.message and "\n" not in run.message.strip()
 
 
-def test_interrupt_half_way_and_again(comfy):
-    before = ranks_of(comfy)
+def test_interrupt_half_way_and_again(comfy, ranks):
     pressed = []
 
     def press(step):
@@ -276,10 +284,10 @@ def test_interrupt_half_way_and_again(comfy):
     run = comfy.run(graph(steps=500, seed=3), press)
     assert run.status == "interrupted" and run.steps[-1][0] < 100
     assert error_of(comfy.run(graph("size20x12"))) < 1e-4
-    assert ranks_of(comfy) == before
+    assert ranks_of(comfy) == ranks
 
 
-def test_what_one_sees(comfy):
+def test_what_one_sees(comfy, ranks):
     """The terminal's bar, and a line under the node with the steps and the time that is left."""
     before = len(comfy.log.read_text(errors="replace"))
     run = comfy.run(graph(steps=60, seed=5))
@@ -292,7 +300,9 @@ def test_what_one_sees(comfy):
 
 
 def test_unchanged_inputs_do_not_run_again_and_a_changed_seed_does(comfy):
-    first, same, other = comfy.run(graph(seed=101)), comfy.run(graph(seed=101)), comfy.run(graph(seed=102))
+    nodes = graph(seed=101)
+    sampler = {**nodes["4"], "inputs": {**nodes["4"]["inputs"], "seed": 102}}
+    first, same, other = (comfy.run(each) for each in (nodes, nodes, {**nodes, "4": sampler}))
     assert first.steps and not same.steps and other.steps == first.steps
     assert {"3", "4"} <= set(same.cached) and "3" in other.cached and "4" not in other.cached
     assert error_of(first) == error_of(same) != error_of(other)
@@ -307,8 +317,7 @@ def history_of(comfy, prompt_id: str) -> dict[str, float]:
     return {name: told["timestamp"] / 1000 for name, told in history[prompt_id]["status"]["messages"]}
 
 
-def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy):
-    error_of(comfy.run(graph(seed=6)))
+def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy, ranks):
     behind, pressed, moments = [], [], []
 
     def press(step):
@@ -365,12 +374,10 @@ def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arg
     assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
 
 
-def test_cfg_degree_without_guidance_is_refused_before_anything_is_launched(comfy):
-    error_of(comfy.run(graph("euler_simple")))
-    before = ranks_of(comfy)
+def test_cfg_degree_without_guidance_is_refused_before_anything_is_launched(comfy, ranks):
     run = comfy.run(graph(cfg=1.0, config={"cfg_degree": 2, "ulysses_degree": 2, "device": "cpu"}))
     assert run.status == "error" and "skips the negative prompt" in run.message
-    assert ranks_of(comfy) == before  # the four ranks would have taken their place
+    assert ranks_of(comfy) == ranks  # the four ranks would have taken their place
 
 
 @pytest.mark.parametrize(
@@ -409,13 +416,12 @@ def test_unload_models_button(comfy):
     assert error_of(comfy.run(graph("batch2"))) < 1e-4
 
 
-def test_killed_rank_is_named_and_the_next_queue_works(comfy):
-    error_of(comfy.run(graph("euler_simple")))
+def test_killed_rank_is_named_and_the_next_queue_works(comfy, ranks):
     killed = {}
 
     def kill_rank_1(step):
         if step >= 3 and not killed:
-            rank_1 = max(ranks_of(comfy))
+            rank_1 = max(ranks)
             rank = [
                 part
                 for part in open(f"/proc/{rank_1}/environ").read().split("\0")

@@ -150,7 +150,6 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
 
 
 def main(folder: str, families: str, out: str):
-    torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     single, cases = Engine(ParallelConfig(), mesh.single()), families.split()
     references = {family: reference(single, family, folder) for family in cases[rank::world]}

@@ -462,7 +462,6 @@ def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> 
 
 
 def main(checkpoint: str, out: str):
-    torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
     rows, engine = [], None

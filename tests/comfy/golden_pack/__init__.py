@@ -29,10 +29,11 @@ class TestGoldenInputs:
             "required": {
                 "file": ("STRING", {"default": ""}),
                 "change": (["nothing", "nan", "channels", "area", "control"],),
-            }
+            },
+            "optional": {"run": ("INT", {"default": 0})},  # another number: nothing of it is in the cache
         }
 
-    def run(self, file, change):
+    def run(self, file, change, run=0):
         stored = load_file(file)
         positive, negative = (self._conditioning(stored, name) for name in ("positive", "negative"))
         latent = {"samples": self._latent(stored, "latent")}
