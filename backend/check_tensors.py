@@ -22,7 +22,7 @@ def check_numbers(tensors: dict[str, Tensor]):
     one pass over the tensor, and overflows itself at worst."""
     for name, value in tensors.items():
         if value.dtype not in TYPES:
-            raise UnsupportedError(f"{name} is of {value.dtype}; send float32, float16 or bfloat16.")
+            raise UnsupportedError(f"{name:.100} is of {value.dtype}; send float32, float16 or bfloat16.")
         if (
             value.is_floating_point()
             and not math.isfinite(value.sum(dtype=torch.float32).item())
@@ -55,12 +55,12 @@ def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_con
     ):
         parts = " and ".join(f"{name} of {channels} channels" for name, channels in zip(nested.names, wanted))
         raise UnsupportedError(
-            f"the latents have shapes {shapes} but {family.name} wants {parts}; "
+            f"the latents have shapes {shapes!r:.200} but {family.name} wants {parts}; "
             f"make them with the model's own empty-latent node."
         )
     if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
         raise UnsupportedError(
-            f"noise has shape {shape}, which does not hold latents of shapes {shapes}; pack them as "
+            f"noise has shape {shape}, which does not hold latents of shapes {shapes!r:.200}; pack them as "
             f"(batch, 1, elements of all)."
         )
 
@@ -78,7 +78,7 @@ def check_arguments(
     for name in given:
         if name.partition(".")[0] not in family.conditioning:
             raise UnsupportedError(
-                f"{whose} carries {name!r}, which {family.name} does not support here; it accepts "
+                f"{whose} carries {name!r:.100}, which {family.name} does not support here; it accepts "
                 f"{', '.join(family.conditioning)}."
             )
     for name in family.required:

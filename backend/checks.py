@@ -20,6 +20,12 @@ from .tokens import NestedGrid, TokenGrid
 
 #: Numbers that float32 holds with room to spare.
 LARGEST = 1e30
+#: Guidance beyond this multiplies rounding errors alone (the nodes stop at 100).
+MOST_CFG = 1e6
+#: Steps, as many as ComfyUI's own nodes allow.
+MOST_STEPS = 10_000
+#: Sides of a latent and rows of a prompt that are described: numbers without a tensor behind them.
+MOST_SIDE = 1 << 16
 
 
 @contextmanager
@@ -64,10 +70,13 @@ def _grid(sample, family, model_config):
 def _check_settings(sample, config, dtype, device):
     if sample.sampler not in SOLVER_FUNCTIONS:
         raise UnsupportedError(
-            f"the sampler {sample.sampler!r} is not supported; choose one of {', '.join(SOLVER_FUNCTIONS)}."
+            f"the sampler {sample.sampler!r:.100} is not supported; choose one of "
+            f"{', '.join(SOLVER_FUNCTIONS)}."
         )
     if not 0 <= sample.seed < 1 << 64:
         raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
+    if not abs(sample.cfg) <= MOST_CFG:
+        raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
     request_config(sample, config).validate()
     check_kernel(sample.attention, device, dtype)
     if config.cfg_degree == 2 and not _has_negative(sample):
@@ -115,6 +124,8 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(
             f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step."
         )
+    if len(sigmas) > MOST_STEPS + 1:
+        raise UnsupportedError(f"the schedule has {len(sigmas) - 1} steps; use at most {MOST_STEPS}.")
 
 
 def _check_solver(sample, family):
@@ -181,7 +192,8 @@ def _check_prompts(sample):
     for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:
         if name not in known:
             raise UnsupportedError(
-                f"the request tells how to mix {name!r}, but has no such prompt; it has {', '.join(known)}."
+                f"the request tells how to mix {name!r:.100}, but has no such prompt; it has "
+                f"{', '.join(known):.200}."
             )
     for name, told in sample.prompts.items():
         numbers = isinstance(told, dict) and all(
@@ -268,17 +280,22 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     )
     if (
         len(latent) not in (3, 4)
-        or any(type(side) is not int or side < 1 for side in latent)
+        or any(type(side) is not int or not 1 <= side <= MOST_SIDE for side in latent)
         or latent[0] != channels
     ):
         raise UnsupportedError(
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
-            f"channels, [frames,] height, width)."
+            f"channels, [frames,] height, width), sides of at most {MOST_SIDE}."
         )
-    if message.prompts not in (1, 2) or message.prompts < config.cfg_degree or message.text_rows < 0:
+    if (
+        message.prompts not in (1, 2)
+        or message.prompts < config.cfg_degree
+        or not 0 <= message.text_rows <= MOST_SIDE
+    ):
         raise UnsupportedError(
             f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
-            f"{config.cfg_degree}; tell one or two, and as many as ranks share them."
+            f"{config.cfg_degree}; tell one or two of at most {MOST_SIDE} rows, and as many as ranks share "
+            f"them."
         )
     grid = TokenGrid(tuple(latent), family.patch(model_config))
     check_rows(config, grid)

@@ -27,6 +27,10 @@ OTHER_SCHEMES = {
 }
 #: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
 MAX_CPU_RANKS = 16
+#: More ranks than anybody has: lists of them stay small.
+MAX_RANKS = 4096
+#: Field -> its largest value, far beyond what is of use.
+LARGEST = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096, "warmup_steps": 10_000}
 
 
 class ConfigError(ValueError):
@@ -103,12 +107,12 @@ class ParallelConfig:
             counts = [int(part) for part in text.split(",")]
         except ValueError:
             raise ConfigError(
-                f"attn_layer_num_for_pp is {text!r}, which is not a list of block counts. Write it like "
+                f"attn_layer_num_for_pp is {text!r:.200}, which is not a list of block counts. Write it like "
                 f'"12,15,15,15" or leave it empty.'
             ) from None
         if len(counts) != self.pipefusion_degree or min(counts) < 1:
             raise ConfigError(
-                f"attn_layer_num_for_pp is {text!r} but pipefusion_degree is {self.pipefusion_degree}: "
+                f"attn_layer_num_for_pp is {text!r:.200} but pipefusion_degree is {self.pipefusion_degree}: "
                 f"name that many stages, each with at least one block."
             )
         return counts
@@ -123,12 +127,12 @@ class ParallelConfig:
             indices = [int(part) for part in self.gpus.split(",")]
         except ValueError:
             raise ConfigError(
-                f'gpus is {self.gpus!r}, which is not a list of device numbers. Write it like "0,2,3" or '
-                f"leave it empty."
+                f"gpus is {self.gpus!r:.200}, which is not a list of device numbers. Write it like "
+                f'"0,2,3" or leave it empty.'
             ) from None
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigError(
-                f"gpus is {self.gpus!r}: every device must be named once, with a number from 0. Name "
+                f"gpus is {self.gpus!r:.200}: every device must be named once, with a number from 0. Name "
                 f"{self.world_size} different devices."
             )
         if len(indices) != self.world_size:
@@ -198,18 +202,9 @@ class ParallelConfig:
             value = getattr(self, field.name)
             if type(value) is not type(field.default):
                 raise ConfigError(
-                    f"{field.name} is {value!r}, which is not of type {type(field.default).__name__}."
+                    f"{field.name} is {value!r:.100}, which is not of type {type(field.default).__name__}."
                 )
-        for name in AXES.values():
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; a degree is at least 1 (1 switches the method off)."
-                )
-        if self.cfg_degree > 2:
-            raise ConfigError(
-                f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); "
-                f"set it to 1 or 2."
-            )
+        self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()
         for name, allowed in (
@@ -219,11 +214,33 @@ class ParallelConfig:
             ("split_scheme", SPLIT_SCHEMES),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r:.100}; choose one of {', '.join(allowed)}."
+                )
         if self.gpus.strip() and self.device == "cpu":
-            raise ConfigError(f"gpus is {self.gpus!r} while device is cpu; clear gpus or set device to cuda.")
+            raise ConfigError(
+                f"gpus is {self.gpus!r:.200} while device is cpu; clear gpus or set device to cuda."
+            )
         _ = self.gpu_indices  # refuses what is not a list of numbers
         return self
+
+    def _validate_sizes(self):
+        for name, most in LARGEST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {_short(getattr(self, name))}; use at most {most}.")
+        for name in AXES.values():
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} is {_short(getattr(self, name))}; a degree is at least 1 (1 switches the "
+                    f"method off)."
+                )
+        if self.world_size > MAX_RANKS:
+            raise ConfigError(f"{self.product}, more than {MAX_RANKS}; lower a degree.")
+        if self.cfg_degree > 2:
+            raise ConfigError(
+                f"cfg_degree is {self.cfg_degree}, but guidance has two branches (positive and negative); "
+                f"set it to 1 or 2."
+            )
 
     def _validate_weights(self):
         if self.split_scheme in OTHER_SCHEMES:
@@ -252,8 +269,8 @@ class ParallelConfig:
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
             raise ConfigError(
-                f"num_pipeline_patch is {self.num_pipeline_patch}; use 0 for as many patches as stages, or "
-                f"a positive number."
+                f"num_pipeline_patch is {_short(self.num_pipeline_patch)}; use 0 for as many patches as "
+                f"stages, or a positive number."
             )
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
             raise ConfigError(
@@ -264,6 +281,11 @@ class ParallelConfig:
             self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1
         ):
             raise ConfigError(
-                f"warmup_steps is {self.warmup_steps}; PipeFusion with {self.patches} patches needs at "
-                f"least one synchronous step to fill its key/value buffers."
+                f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
+                f"at least one synchronous step to fill its key/value buffers."
             )
+
+
+def _short(number: int) -> str:
+    """A number for a message; Python writes none of thousands of digits."""
+    return str(number) if abs(number) < 10**21 else "a number of more than 21 digits"

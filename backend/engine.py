@@ -52,7 +52,7 @@ class Engine:
         """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(
-                f"weight_dtype is {weight_dtype!r}; choose default, {', '.join(WEIGHT_DTYPES)}."
+                f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
             )
         checkpoint = open_checkpoint(path)
         self._check_degrees(checkpoint)
@@ -180,9 +180,9 @@ class Engine:
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
-        """Refuse LoRAs that do not fit the loaded model ``key``, reading headers only; for each a warning,
-        empty where it fits in full. Raises UnsupportedError."""
-        return [lora.warning for lora in self.models[key].weights.open(stack)]
+        """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
+        warning, empty where it fits in full. Raises UnsupportedError."""
+        return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
         """A name for the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
@@ -317,7 +317,7 @@ class Engine:
         """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
         if name not in self.models:
             raise UnsupportedError(
-                f"the model {name!r} is not loaded in this backend; run LoadParallelDiT again."
+                f"the model {name!r:.100} is not loaded in this backend; run LoadParallelDiT again."
             )
         if self.stacks.get(name, ()) != self.models[name].weights.stack:
             self.check_loras(name, self.stacks.get(name, ()))

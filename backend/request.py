@@ -159,7 +159,7 @@ def build(
     return Request(
         solver=sample.sampler,
         prediction=PREDICTIONS[family.prediction],
-        cfg=sample.cfg,
+        cfg=float(sample.cfg),
         seed=sample.seed,
         sigmas=tensor("sigmas"),
         noise=tokens("noise"),

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from .denoise import Cancelled as Stopped
 from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
-from .loading.lora import lora_stack
+from .loading.lora import LoraUse, lora_stack
 from .protocol import (
     LORAS,
     Arrange,
@@ -54,6 +56,7 @@ from .server import Job, Previews, Server, progress
 HEARTBEAT_SECONDS = 60.0
 #: Least time between two messages about a load's progress.
 LOAD_SECONDS = 0.1
+Act = Callable[[], None]  # what all ranks do once a message was looked at
 
 
 class Worker:
@@ -131,14 +134,6 @@ class Leader(Worker):
             welcome,
             models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()),
         )
-        self.handlers = {
-            Arrange: self.on_arrange,
-            Load: self.on_load,
-            Describe: self.on_describe,
-            Unload: self.on_unload,
-            Sample: self.on_sample,
-            ModelCall: self.on_call,
-        }
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -154,72 +149,109 @@ class Leader(Worker):
             self.server.finish(job)
 
     def run(self, job: Job):
-        """One request, answered in any case."""
-        handler = self.handlers.get(type(job.message))
-        if handler is None:
-            job.reply(Failure(f"a client does not send {type(job.message).__name__}."))
+        """One request, answered in any case.
+
+        Its handler looks at it while no other rank knows of it, so whatever it raises is a refusal. It
+        returns what all ranks then do: an error of that ends this rank, since its peers wait in a collective.
+        """
+        kind = type(job.message)
+        if kind not in HANDLERS:
+            job.reply(Failure(f"a client does not send {kind.__name__}."))
             return
+        handler, what = HANDLERS[kind]
         try:
-            handler(job, job.message)
+            with refusing(what):
+                act = handler(self, job, job.message)
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
+            return
+        if job.cancelled.is_set() and kind in (Sample, ModelCall):
+            job.reply(Cancelled(0))
+            return
+        act()
 
-    def on_arrange(self, job: Job, message: Arrange):
+    def on_arrange(self, job: Job, message: Arrange) -> Act:
+        """Refuse what is no configuration of these ranks. Raises ConfigError."""
         try:
             config = ParallelConfig(**message.config).validate()
         except TypeError as error:
-            raise ConfigError(f"the configuration is not one of this version: {error}.") from None
+            raise ConfigError(f"the configuration is not one of this version: {error!s:.300}.") from None
         if config.world_size != self.mesh.world_size:
             raise ConfigError(
                 f"{config.product}, but this backend has {self.mesh.world_size}; start another."
             )
-        self.dispatcher.tell(message)
-        self.arrange(config)
-        self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
-        job.reply(self.server.welcome)
 
-    def on_load(self, job: Job, message: Load):
-        key, stack = model_key(message), lora_stack(message.loras)
-        if key not in self.engine.models:
-            self.engine.check_load(message.path, message.weight_dtype)
+        def act():
+            self.dispatcher.tell(message)
+            self.arrange(config)
+            self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
+            job.reply(self.server.welcome)
+
+        return act
+
+    def on_load(self, job: Job, message: Load) -> Act:
+        """Refuse a model, or LoRAs of one that is loaded. Raises UnsupportedError."""
+        key = model_key(message)
+        with refusing("a LoRA"):
+            stack = lora_stack(message.loras)
+        if key in self.engine.models:
+            return self.on_loaded(job, message, key, stack)
+        self.engine.check_load(message.path, message.weight_dtype)
+
+        def act():
             self.dispatcher.tell(message)
             reasons = self.load(message, _reporter(job))
-            if reasons:
-                raise UnsupportedError(f"the model could not be loaded ({'; '.join(reasons)}).")
+            if reasons:  # no rank keeps it
+                job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
+                return
             self.paths[key] = message.path
+            self.run(job)  # now that it is loaded: the LoRAs
+
+        return act
+
+    def on_loaded(self, job: Job, message: Load, key: str, stack: tuple[LoraUse, ...]) -> Act:
+        """Refuse LoRAs that do not fit the loaded model ``key``. Raises UnsupportedError."""
         warnings = self.engine.check_loras(key, stack)
-        if stack:
-            self.dispatcher.tell(message)
-        name = self.engine.name(key, stack)
-        job.reply(
-            Loaded(
-                name,
-                self.engine.models[key].family.name,
-                {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]},
+
+        def act():
+            if stack:
+                self.dispatcher.tell(message)
+            name = self.engine.name(key, stack)
+            job.reply(
+                Loaded(
+                    name,
+                    self.engine.models[key].family.name,
+                    {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]},
+                )
             )
-        )
 
-    def on_describe(self, job: Job, message: Describe):
-        job.reply(
-            Described(*self.engine.describe(message, self.paths.get(message.model.partition(LORAS)[0], "")))
-        )
+        return act
 
-    def on_unload(self, job: Job, message: Unload):
-        self.dispatcher.tell(message)
-        self.engine.unload(message.model)
-        job.reply(Result())
+    def on_describe(self, job: Job, message: Describe) -> Act:
+        """Nothing runs. Raises UnsupportedError or ConfigError."""
+        path = self.paths.get(message.model.partition(LORAS)[0], "")
+        return partial(job.reply, Described(*self.engine.describe(message, path)))
 
-    def on_sample(self, job: Job, message: Sample):
+    def on_unload(self, job: Job, message: Unload) -> Act:
+        """A model that is not loaded is no error."""
+
+        def act():
+            self.dispatcher.tell(message)
+            self.engine.unload(message.model)
+            job.reply(Result())
+
+        return act
+
+    def on_sample(self, job: Job, message: Sample) -> Act:
+        """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
         self.engine.check_sample(message)
-        if job.cancelled.is_set():
-            job.reply(Cancelled(0))
-            return
+        return partial(self.sample, job, message)
+
+    def sample(self, job: Job, message: Sample):
+        """Denoise on all ranks."""
         self.dispatcher.tell(message)
-        total, previews = (
-            len(message.tensors["sigmas"]) - 1,
-            Previews(message.preview_seconds, time.monotonic),
-        )
-        tensors = {}
+        previews = Previews(message.preview_seconds, time.monotonic)
+        total, tensors = len(message.tensors["sigmas"]) - 1, {}
         callbacks = Callbacks(
             lambda step, make_x0: progress(job, step, total, previews, make_x0),
             job.cancelled.is_set,
@@ -232,20 +264,31 @@ class Leader(Worker):
             return
         job.reply(Result(stats | previews.stats, {"samples": samples, **tensors}))
 
-    def on_call(self, job: Job, message: ModelCall):
-        with refusing("the call"):
-            self.engine.kept.check(message)
-            missing = self.engine.kept.missing(message)
+    def on_call(self, job: Job, message: ModelCall) -> Act:
+        """Refuse a call that cannot run. Raises UnsupportedError."""
+        self.engine.kept.check(message)
+        missing = self.engine.kept.missing(message)
         if missing:
-            job.reply(Result({"missing": missing}))
-            return
+            return partial(job.reply, Result({"missing": missing}))
         self.engine.check_forward(message)
-        if job.cancelled.is_set():
-            job.reply(Cancelled(0))
-            return
+        return partial(self.call, job, message)
+
+    def call(self, job: Job, message: ModelCall):
+        """Call the model on all ranks."""
         self.dispatcher.tell(message)
         output, stats = self.engine.forward(message)
         job.reply(Result(stats, {"output": output}))
+
+
+#: Message of a client -> its handler, and what a refusal calls it.
+HANDLERS = {
+    Arrange: (Leader.on_arrange, "the configuration"),
+    Load: (Leader.on_load, "the model"),
+    Describe: (Leader.on_describe, "what is to be described"),
+    Unload: (Leader.on_unload, "what is to be freed"),
+    Sample: (Leader.on_sample, "the request"),
+    ModelCall: (Leader.on_call, "the call"),
+}
 
 
 def _reporter(job: Job):

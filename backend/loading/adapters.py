@@ -18,6 +18,8 @@ from .files import TensorFiles
 
 Spans = Iterable[Span]
 Matrix = tuple[int, int]
+#: Roles that say how much of an adapter is added.
+SCALES = {"alpha", "dora_scale"}
 
 
 def matrix(shape: tuple[int, ...]) -> Matrix:
@@ -37,6 +39,8 @@ class Adapter(ABC):
 
     #: Sets of roles, one of which a file must have in full.
     ROLES = ()
+    #: Pairs of roles whose matrices are multiplied, where a file has both.
+    PRODUCTS = ()
 
     @property
     @abstractmethod
@@ -51,6 +55,25 @@ class Adapter(ABC):
     @abstractmethod
     def difference(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
         """These rows and columns of the difference, in float32; of the file only what they need is read."""
+
+    @property
+    def products(self) -> list[tuple[str, str]]:
+        """Roles of the matrices that are multiplied, left and right."""
+        return [pair for pair in self.PRODUCTS if self.keys.keys() >= set(pair)]
+
+    @property
+    def outer(self) -> set[Matrix]:
+        """Sizes that must be one: of matrices that are multiplied entry by entry."""
+        return {self.size}
+
+    @property
+    def weights(self) -> list[str]:
+        """Roles of the tensors that make the difference."""
+        return [role for role in self.keys if role not in SCALES]
+
+    def shape_of(self, role: str) -> Matrix:
+        """The file's tensor of that role, seen as a matrix."""
+        return matrix(self.files.shapes[self.keys[role]])
 
     @property
     def scale(self) -> float:
@@ -83,9 +106,6 @@ class Adapter(ABC):
         ) + torch.finfo(torch.float32).eps
         return weight + strength * (turned * (magnitude / norm) - weight)
 
-    def _shape(self, role: str) -> Matrix:
-        return matrix(self.files.shapes[self.keys[role]])
-
     def _read(
         self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None
     ) -> Tensor:
@@ -103,14 +123,15 @@ class LoRA(Adapter):
     """up @ down."""
 
     ROLES = ({"up", "down"},)
+    PRODUCTS = (("up", "down"),)
 
     @property
     def size(self):
-        return self._shape("up")[0], self._shape("down")[1]
+        return self.shape_of("up")[0], self.shape_of("down")[1]
 
     @property
     def rank(self):
-        return self._shape("down")[0]
+        return self.shape_of("down")[0]
 
     def difference(self, rows, columns, device):
         return self._read("up", device, rows=rows) @ self._read("down", device, columns=columns)
@@ -120,14 +141,19 @@ class LoHa(Adapter):
     """(w1_a @ w1_b) * (w2_a @ w2_b)."""
 
     ROLES = ({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},)
+    PRODUCTS = (("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b"))
 
     @property
     def size(self):
-        return self._shape("hada_w1_a")[0], self._shape("hada_w1_b")[1]
+        return self.shape_of("hada_w1_a")[0], self.shape_of("hada_w1_b")[1]
+
+    @property
+    def outer(self):
+        return {(self.shape_of(left)[0], self.shape_of(right)[1]) for left, right in self.products}
 
     @property
     def rank(self):
-        return self._shape("hada_w1_b")[0]
+        return self.shape_of("hada_w1_b")[0]
 
     def difference(self, rows, columns, device):
         one, two = (
@@ -146,6 +172,7 @@ class LoKr(Adapter):
         {"lokr_w1_a", "lokr_w1_b", "lokr_w2"},
         {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"},
     )
+    PRODUCTS = (("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b"))
 
     @property
     def size(self):
@@ -154,7 +181,9 @@ class LoKr(Adapter):
 
     @property
     def rank(self):
-        return next((self._shape(role)[0] for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys), None)
+        return next(
+            (self.shape_of(role)[0] for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys), None
+        )
 
     def difference(self, rows, columns, device):
         one, two = self._factor("lokr_w1", device), self._factor("lokr_w2", device)
@@ -172,9 +201,9 @@ class LoKr(Adapter):
 
     def _factor_shape(self, name):
         return (
-            self._shape(name)
+            self.shape_of(name)
             if name in self.keys
-            else (self._shape(f"{name}_a")[0], self._shape(f"{name}_b")[1])
+            else (self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1])
         )
 
     def _factor(self, name, device):

@@ -15,6 +15,7 @@ from ..parallel.tensor import Shard
 from .adapters import Adapter, matrix
 from .checkpoint import Checkpoint
 from .lora import Lora, LoraUse, Target, Targets, open_lora
+from .lora_checks import check_values
 
 #: LoRAs in the order in which they are added.
 Stack = tuple[LoraUse, ...]
@@ -60,6 +61,14 @@ class FusedWeights:
     def open(self, stack: Stack) -> list[Lora]:
         """The LoRAs of a stack, from their headers. Raises UnsupportedError."""
         return [open_lora(use.path, self.targets, self.checkpoint.name) for use in stack]
+
+    def check(self, stack: Stack) -> list[Lora]:
+        """As ``open``, and every value that would be added is looked at, once for each file. Raises
+        UnsupportedError."""
+        loras = self.open(stack)
+        for use, lora in zip(stack, loras):
+            check_values(lora.path, use.strength, lora.adapters)
+        return loras
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them
     def fuse(self, stack: Stack):

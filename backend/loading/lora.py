@@ -6,7 +6,6 @@ with _ for .) or of the diffusers class; the family's Layout says which paramete
 family needs code here.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnsupportedError
-from .adapters import KINDS, Adapter, Matrix, matrix
+from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
 from .files import TensorFiles
 from .layout import Layout, Shapes, Source, sources
+from .lora_checks import check_form
 
 #: Role -> how the ends of keys spell it.
 ROLES = {
@@ -46,8 +46,6 @@ ROLES = {
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
     r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
-#: Roles that say how much of an adapter is added.
-SCALES = {"alpha", "dora_scale"}
 #: End of a key -> what it is, where this program does not have it.
 REFUSED = {
     "lora_mid": "Tucker decomposition of convolutions",
@@ -76,6 +74,8 @@ ALIASES = (
 )
 #: Keys that a message names.
 NAMED = 5
+#: Far beyond the node's 100, and far below what float32 holds.
+MOST_STRENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and what it changes of one transformer, from its header alone; ``unmatched`` are keys that
-    name nothing there."""
+    """A LoRA file and what it changes of one transformer, from its header and its alphas alone; ``unmatched``
+    are keys that name nothing there."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
@@ -176,10 +176,11 @@ def lora_stack(loras: list) -> tuple[LoraUse, ...]:
             or not isinstance(lora[0], str)
             or isinstance(lora[1], bool)
             or not isinstance(lora[1], (int, float))
-            or not math.isfinite(lora[1])
+            or not abs(lora[1]) <= MOST_STRENGTH
         ):
             raise UnsupportedError(
-                f"loras holds {lora!r}, which is not a pair of a path and a strength (a finite number)."
+                f"loras holds {lora!r:.200}, which is not a pair of a path and a strength (a finite number, "
+                f"at most {MOST_STRENGTH:,})."
             )
     return tuple(LoraUse(path, float(strength), _stamp(Path(path))) for path, strength in loras)
 
@@ -197,7 +198,9 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     """
     where = Path(path)
     if not where.is_file():
-        raise UnsupportedError(f"there is no LoRA at {path}; refresh the page and choose lora_name again.")
+        raise UnsupportedError(
+            f"there is no LoRA at {path:.300}; refresh the page and choose lora_name again."
+        )
     files = TensorFiles([where])
     modules, unmatched = defaultdict(dict), []
     for key in files.shapes:
@@ -242,6 +245,7 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"download it again."
         )
     adapter = kind(files, keys, target.shape)
+    check_form(name, adapter)
     if adapter.size != target.shape:
         raise UnsupportedError(
             f"the LoRA {name} was made for another model: its change of {target.name} is "
