@@ -79,14 +79,28 @@ def layout(config: ParallelConfig) -> torch.Tensor:
     return torch.arange(config.world_size).reshape(tuple(config.degrees.values()))
 
 
-def build(config: ParallelConfig, device: str) -> Mesh:
-    """Join the default group (torchrun's environment) and build every group of ``config`` on ``device``
-    ("cuda" or "cpu")."""
+def file_store(path: str) -> dist.FileStore:
+    """The file ``path`` as the place where the ranks meet: no port is opened for it. Its folder must be one
+    that only this user can enter; it is new for each start."""
+    store = dist.FileStore(path, int(os.environ["WORLD_SIZE"]))
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def build(config: ParallelConfig, device: str, store: dist.Store | None = None) -> Mesh:
+    """Join the default group at ``store`` (without one: at torchrun's MASTER_ADDR and MASTER_PORT) and build
+    every group of ``config`` on ``device`` ("cuda" or "cpu")."""
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            timeout=TIMEOUT,
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
     mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
     axes = {name: _axis(mesh, name) for name in config.degrees}
     weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None

@@ -4,7 +4,7 @@ over."""
 from dataclasses import dataclass, field
 
 #: Clients and backends of one version understand each other.
-VERSION = 1
+VERSION = 2
 #: Stands in the names of models with LoRAs, behind the name of the model without.
 LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
@@ -26,15 +26,30 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of a client: proves that it knows the session's token."""
+    """First message of a client: asks the backend to prove that it knows the token (handshake.py)."""
 
-    token: str
+    nonce: str
     version: int = VERSION
 
 
 @dataclass(frozen=True)
+class Challenge:
+    """Answer to Hello: the backend's proof, and its nonce, for which it asks the same of the client."""
+
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Answer to Challenge; only then the client knows the token."""
+
+    proof: str
+
+
+@dataclass(frozen=True)
 class Welcome:
-    """Answer to Hello: what runs behind this socket."""
+    """Answer to Proof: what runs behind this socket."""
 
     world_size: int
     device: str
@@ -228,6 +243,8 @@ MESSAGES = {
     cls.__name__: cls
     for cls in (
         Hello,
+        Challenge,
+        Proof,
         Welcome,
         Arrange,
         Load,

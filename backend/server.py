@@ -1,19 +1,35 @@
 """Rank 0's socket: authenticated clients, one queue of requests, replies that never hold up the ranks."""
 
-import hmac
 import os
 import queue
 import socket
 import stat
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 
+from . import handshake
 from .frames import MAX_HELLO, receive, send
-from .protocol import VERSION, Cancel, Failure, Hello, Ping, Pong, Progress, ProtocolError, Welcome
+from .protocol import (
+    VERSION,
+    Cancel,
+    Challenge,
+    Failure,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Proof,
+    ProtocolError,
+    Welcome,
+)
 
-#: Seconds in which a new connection must show its token.
+#: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
+#: A client that does not come through the handshake is written to the log this often at most (seconds): it
+#: must not fill the disk.
+STRANGER_LOG_SECONDS = 10.0
 #: Connections at a time, and requests of one that may wait; a graph uses one of each.
 MAX_CLIENTS = 16
 MAX_WAITING = 16
@@ -78,20 +94,38 @@ class Client:
         deadline = threading.Timer(HELLO_SECONDS, self.hang_up)
         deadline.start()
         try:
-            hello = receive(self.connection, limit=MAX_HELLO)
+            self._let_in()
         finally:
             deadline.cancel()
             self.server.strangers.pop(self, None)
-        if not isinstance(hello, Hello) or not hmac.compare_digest(
-            hello.token.encode(errors="replace"), self.server.token.encode()
-        ):
-            raise ProtocolError("the token is not this backend's; connections without it are closed.")
+        send(self.connection, self.server.welcome)
+
+    def _let_in(self):
+        """Prove to the peer that we know the token, and have it prove the same; ProtocolError where it does
+        not."""
+        hello = receive(self.connection, limit=MAX_HELLO)
+        if not isinstance(hello, Hello) or not handshake.is_nonce(hello.nonce):
+            raise ProtocolError(
+                "a connection begins with Hello and 64 hexadecimal digits; this one is closed."
+            )
         if hello.version != VERSION:
             raise ProtocolError(
                 f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from "
                 f"the same version of the pack."
             )
-        send(self.connection, self.server.welcome)
+        nonce, token = handshake.new_nonce(), self.server.token
+        ours = handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)
+        send(self.connection, Challenge(nonce, ours))
+        try:
+            answer = receive(self.connection, limit=MAX_HELLO)
+        except OSError:
+            self.server.tell_of_stranger("did not answer this backend's proof; its token may be another")
+            raise
+        if not isinstance(answer, Proof) or not handshake.is_proof(
+            answer.proof, token, handshake.CLIENT, hello.nonce, nonce
+        ):
+            self.server.tell_of_stranger("does not know this backend's token")
+            raise ProtocolError("the token is not this backend's; connections without it are closed.")
 
     def _handle(self, message):
         self.jobs = [job for job in self.jobs if job.message is not None]
@@ -131,8 +165,9 @@ class Server:
         self.token, self.welcome, self.models = token, welcome, models
         self.jobs: queue.Queue[Job] = queue.Queue()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
-        #: Those of them that have not shown their token yet, in the order in which they came.
+        #: Those of them that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Client, None] = {}
+        self._next_log = 0.0
         self.listener = _listen(address)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -153,14 +188,20 @@ class Server:
             threading.Thread(target=client.serve, daemon=True).start()
 
     def _has_place(self) -> bool:
-        """Take a place for one more peer; where there is none, that of the one which has kept its token back
-        the longest."""
+        """Take a place for one more peer; where there is none, that of the one which has proved
+        nothing for the longest time."""
         if self.clients.acquire(blocking=False):
             return True
         for client in list(self.strangers)[:1]:
             client.hang_up()
             return self.clients.acquire(timeout=HELLO_SECONDS)
         return False
+
+    def tell_of_stranger(self, what: str):
+        """Write to the log that a client ``what`` and was not let in, unless the last such line is new."""
+        if (now := time.monotonic()) >= self._next_log:
+            self._next_log = now + STRANGER_LOG_SECONDS
+            print(f"A client was not let in: it {what}.", file=sys.stderr)
 
     def next_job(self, timeout: float) -> Job | None:
         """The oldest waiting job, or None after ``timeout`` seconds without one."""
@@ -175,6 +216,7 @@ class Server:
 
 
 def _listen(address: str) -> socket.socket:
+    """Listen at "unix:PATH" or "tcp:HOST:PORT", where no HOST is this machine's own 127.0.0.1."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         folder = os.path.dirname(where)
@@ -186,7 +228,8 @@ def _listen(address: str) -> socket.socket:
         listener.bind(where)
     else:
         host, _, port = where.rpartition(":")
-        listener = socket.create_server((host, int(port)))
+        # an empty host would be every interface of this machine; who wants that writes 0.0.0.0
+        listener = socket.create_server((host or "127.0.0.1", int(port)))
     listener.listen()
     return listener
 

@@ -1,18 +1,16 @@
-"""Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH
---config JSON
+"""Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH ...
+(docs/security.md has the whole command for a start by hand; start.py reads the rest of it).
 
 Rank 0 serves the socket and tells the others what to do; a failure inside a collective ends the rank,
 torchrun ends its peers, and the client starts a fresh backend (crash-only). What can be refused is refused on
 rank 0 before the others hear of it.
 """
 
-import argparse
 import gc
 import hashlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import mesh as meshes
+from . import start
 from .checks import refusing
 from .config import ConfigError, ParallelConfig
 from .denoise import Callbacks
@@ -62,9 +60,9 @@ Act = Callable[[], None]  # what all ranks do once a message was looked at
 class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
 
-    def __init__(self, config: ParallelConfig, device: str):
+    def __init__(self, config: ParallelConfig, device: str, store=None):
         self.device = device
-        self.mesh = meshes.build(config, device)
+        self.mesh = meshes.build(config, device, store)
         self.engine = Engine(config, self.mesh)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
@@ -125,8 +123,8 @@ class Worker:
 class Leader(Worker):
     """Rank 0: a queue of clients' requests, each refused here or run by all."""
 
-    def __init__(self, config: ParallelConfig, device: str, address: str, token: str):
-        super().__init__(config, device)
+    def __init__(self, config: ParallelConfig, device: str, address: str, token: str, store=None):
+        super().__init__(config, device, store)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(
             address,
@@ -305,37 +303,15 @@ def model_key(message: Load) -> str:
     return hashlib.sha256(json.dumps([str(path), message.weight_dtype, stamp]).encode()).hexdigest()[:16]
 
 
-def exit_with_parent():
-    """End this rank when standard input, a pipe that the launcher holds open, reaches its end: the launcher's
-    death by any signal closes it."""
-
-    def watch():
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 @record
 def main():
     """Join the others and serve. Raises what ends this rank, which torchrun then reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
-    parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON")
-    parser.add_argument("--exit-with-parent", action="store_true", help="end at the end of standard input")
-    options = parser.parse_args()
-    if options.exit_with_parent:
-        exit_with_parent()
-    token = os.environ.pop("PARALLEL_DIT_TOKEN")
-    config = ParallelConfig(**json.loads(options.config)).validate()
-    config = replace(config, gpus="")  # the launcher made exactly those visible, numbered from 0
-    device = config.resolve_device(torch.cuda.device_count())
+    begun = start.begin()
     gc.freeze()  # what is imported stays: no collection looks through it again
-    if int(os.environ["RANK"]) == 0:
-        Leader(config, device, options.address, token).lead()
+    if begun.token:
+        Leader(begun.config, begun.device, begun.address, begun.token, begun.store).lead()
     else:
-        Worker(config, device).follow()
+        Worker(begun.config, begun.device, begun.store).follow()
 
 
 if __name__ == "__main__":

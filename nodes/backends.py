@@ -27,6 +27,9 @@ from ..backend.protocol import (
 from .client import BackendClient
 from .launcher import BackendProcess
 
+#: Environment variable with the addresses that a graph may name.
+ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
+
 _lock = threading.Lock()
 #: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
 _backends: dict[tuple, "Backend"] = {}
@@ -229,7 +232,20 @@ def _launch(config: ParallelConfig, check) -> Backend:
         raise
 
 
+def _check_address(address: str):
+    """ConfigError for an address that whoever started this process has not listed: graphs come from
+    strangers, and one that names any host could have this machine speak to it."""
+    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
+    if address not in allowed:
+        raise ConfigError(
+            f"address is {address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may name only "
+            f"backends that whoever starts ComfyUI allows there (exact addresses, with commas), or clear "
+            f"address to launch one here."
+        )
+
+
 def _connect(config: ParallelConfig) -> Backend:
+    _check_address(config.address)
     token = os.environ.get("PARALLEL_DIT_TOKEN", "")
     if not token:
         raise ConfigError(

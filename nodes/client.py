@@ -6,9 +6,10 @@ Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 
 import selectors
 import socket
+import threading
 import time
 
-from ..backend import frames, protocol
+from ..backend import frames, handshake, protocol
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError, Failure, RefusedError
 
@@ -19,6 +20,8 @@ POLL_SECONDS = 0.1
 START_SECONDS = 0.01
 #: A peer that stops in the middle of a frame for this long is gone.
 FRAME_SECONDS = 60.0
+#: A backend lets a client in within this long, also while its ranks work; another program is not waited for.
+GREET_SECONDS = 30.0
 #: Longest wait for the end of the step that runs when Cancel is sent.
 CANCEL_SECONDS = 120.0
 
@@ -50,9 +53,9 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
 
 
 class BackendClient:
-    """A connection that has shown its token; ``welcome`` says what runs behind it, ``check`` is as in
-    ``request``.
+    """A connection whose two ends have proved to each other that they know the token.
 
+    ``welcome`` says what runs behind it, ``check`` is as in ``request``.
     Not thread-safe: one caller at a time. Raises OSError where nobody listens at ``address``, BackendError
     where the peer hangs up or does not let us in.
     """
@@ -66,18 +69,24 @@ class BackendClient:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self.welcome = self._greet(token, check)
 
-    def request(self, message, check=lambda: None, on_progress=lambda progress: None):
+    def request(
+        self,
+        message,
+        check=lambda: None,
+        on_progress=lambda progress: None,
+        limit: int = frames.MAX_BODY,
+    ):
         """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this
         thread.
 
         ``check()`` is called about ten times a second during the wait. What it raises closes the connection,
         because the reply that is still to come could be taken for the next one's; so does what
         ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
-        BackendError: it ended.
+        BackendError: it ended. A reply of more than ``limit`` bytes is not read.
         """
         self._send(message)
         try:
-            while (reply := self._next()) is None or isinstance(reply, protocol.Progress):
+            while (reply := self._next(limit)) is None or isinstance(reply, protocol.Progress):
                 if reply is not None:
                     on_progress(reply)
                 check()
@@ -129,21 +138,45 @@ class BackendClient:
             self._socket.close()
 
     def _greet(self, token: str, check) -> protocol.Welcome:
+        """The handshake (handshake.py); the backend proves itself before anything that depends on the token
+        is sent."""
+        # one deadline for all of it: a listener that sends a byte now and then must not keep us
+        deadline = threading.Timer(GREET_SECONDS, self._hang_up)
+        deadline.start()
         try:
-            reply = self.request(protocol.Hello(token), check)
+            ours = handshake.new_nonce()
+            challenge = self._asked(protocol.Hello(ours), protocol.Challenge, check)
+            if not handshake.is_nonce(challenge.nonce) or not handshake.is_proof(
+                challenge.proof, token, handshake.BACKEND, ours, challenge.nonce
+            ):
+                raise BackendError("it does not know our token, so nothing of ours was sent to it")
+            mine = handshake.proof(token, handshake.CLIENT, ours, challenge.nonce)
+            return self._asked(protocol.Proof(mine), protocol.Welcome, check)
         except (BackendError, RefusedError) as error:
             self.close()
             raise BackendError(
                 f"The backend at {self.address} did not let this client in ({error}); check that "
                 f"PARALLEL_DIT_TOKEN is the token that it was started with."
             ) from error
-        if not isinstance(reply, protocol.Welcome):
-            self.close()
+        finally:
+            deadline.cancel()
+
+    def _asked(self, message, kind: type, check):
+        """The answer of the class ``kind`` to a message of the handshake; a short one, whoever it is from."""
+        reply = self.request(message, check, limit=frames.MAX_HELLO)
+        if not isinstance(reply, kind):
             raise BackendError(
-                f"The backend at {self.address} answered {type(reply).__name__} where Welcome belongs; it "
-                f"is another program or another version."
+                f"it answered {type(reply).__name__} where {kind.__name__} belongs; it is another program or "
+                f"another version"
             )
         return reply
+
+    def _hang_up(self):
+        """End both directions, from another thread; the one that reads sees it and closes."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster
 
     def _cancel(self):
         self._send(protocol.Cancel())
@@ -157,13 +190,13 @@ class BackendClient:
         self.close()
         raise BackendError(f"The backend did not stop within {CANCEL_SECONDS:.0f} s of Cancel")
 
-    def _next(self):
+    def _next(self, limit: int = frames.MAX_BODY):
         """The next message, or None where none begins within POLL_SECONDS; a frame that began is read to its
         end."""
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
         try:
-            return frames.receive(self._socket) if self._selector.select(POLL_SECONDS) else None
+            return frames.receive(self._socket, limit) if self._selector.select(POLL_SECONDS) else None
         except OSError as error:
             self.close()
             raise BackendError(

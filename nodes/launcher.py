@@ -44,11 +44,31 @@ _DROPPED = {
     "NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_BLOCKING_WAIT",
+    # of this process as a client of other backends, not for those that it starts
+    "PARALLEL_DIT_TOKEN",
+    "PARALLEL_DIT_ADDRESSES",
 }
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
-def sanitized_environment(parent: dict, config: ParallelConfig, device: str, token: str) -> dict:
+def closed_doors(parent: dict) -> dict:
+    """Settings of an agent and ranks of one machine under which none of them listens on a network.
+
+    The agent opens no TCPStore of its own for its ranks: they meet in a file, see rendezvous_flags. gloo
+    always listens on loopback. NCCL finds its peers through a socket too, and takes the first network
+    interface for it unless told. What it carries then still goes over NVLink, PCIe or shared memory: it
+    chooses those by where the GPUs are, not by this. Its status service (RAS) would answer anybody on this
+    machine: off. Whoever has set these two of NCCL's keeps his values.
+    """
+    doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if sys.platform == "linux":
+        doors["GLOO_SOCKET_IFNAME"] = "lo"
+        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", "lo")
+    doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
+    return doors
+
+
+def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
     """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with
     ours."""
     env = {
@@ -63,11 +83,9 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str, tok
     env["CUDA_VISIBLE_DEVICES"] = (
         _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), config) if device == "cuda" else ""
     )
-    if sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
+    env |= closed_doors(parent)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"
-    env["PARALLEL_DIT_TOKEN"] = token
     return env
 
 
@@ -77,14 +95,31 @@ def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
     return ",".join(names[index].strip() if names else str(index) for index in config.gpu_indices)
 
 
+def rendezvous_flags(folder: Path) -> list[str]:
+    """torchrun's flags for an agent that keeps its state in a file of the private ``folder``.
+
+    Its usual store is a TCP server on all interfaces that asks nobody who he is, and the agent unpickles what
+    lies in it: whoever reaches the port could run code. One agent has nobody to show that it lives, so it
+    writes its heartbeat rarely: the file only grows.
+    """
+    return [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        str(folder / "rdzv"),
+        "--rdzv-conf",
+        "store_type=file,keep_alive_interval=3600",
+    ]
+
+
 def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[str]:
     """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
-    own."""
+    own. Everybody on this machine can read it: token and configuration go through the pipe."""
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
+        *rendezvous_flags(folder),
         "--local-addr",
         "127.0.0.1",
         "--nproc-per-node",
@@ -101,9 +136,9 @@ def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[s
         "backend.worker",
         "--address",
         address,
-        "--config",
-        json.dumps(asdict(config)),
-        "--exit-with-parent",
+        "--store",
+        str(folder / "ranks-store"),
+        "--parent-pipe",
     ]
 
 
@@ -114,7 +149,8 @@ class _NotReady(Exception):
 class BackendProcess:
     """A backend that this process started and owns.
 
-    Every rank inherits the read end of a pipe that only we hold open: it ends with us, however we end.
+    Every rank inherits the read end of a pipe that only we hold open: token and configuration come through
+    it, and it ends with us, however we end.
     """
 
     def __init__(self, config: ParallelConfig, device: str):
@@ -130,14 +166,18 @@ class BackendProcess:
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
             self._agent = subprocess.Popen(
-                launch_command(seen, self.address, self.folder),
+                launch_command(config, self.address, self.folder),
                 cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=sanitized_environment(dict(os.environ), config, device, self._token),
+                env=sanitized_environment(dict(os.environ), config, device),
                 start_new_session=True,
             )
+        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py)
+        line = json.dumps({"token": self._token, "config": asdict(seen)})
+        self._agent.stdin.write(line.encode() + b"\n")
+        self._agent.stdin.flush()
         atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:

@@ -15,6 +15,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,8 @@ METHODS = [
 #: Largest relative difference of exact methods (float32), and what stale keys and values may do to random
 #: weights in a few steps.
 EXACT, STALE = 1e-5, 0.25
+#: Tells the ranks of the file in which they meet.
+STORE_VARIABLE = "PARALLEL_DIT_CHECK_STORE"
 #: Facts of a family that say how blocks are taken apart.
 FACTS = ("block_lists", "joined", "image", "text", "returns", "text_position", "attention", "per_token")
 
@@ -172,28 +175,26 @@ def check(chosen) -> list[dict]:
     return rows
 
 
+def start_ranks() -> int:
+    """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
+    do; the exit status."""
+    import pack  # noqa: F401
+    from parallel_dit.nodes.launcher import closed_doors, rendezvous_flags
+
+    with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
+        environment = os.environ | closed_doors(os.environ)
+        environment |= {"CUDA_VISIBLE_DEVICES": "", STORE_VARIABLE: f"{folder}/ranks-store"}
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(Path(folder))]
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__, *sys.argv[1:]]
+        return subprocess.run(command, env=environment).returncode
+
+
 def main():
     chosen = options()
     if "RANK" not in os.environ:
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-            "--nproc-per-node",
-            "2",
-            __file__,
-            *sys.argv[1:],
-        ]
-        sys.exit(subprocess.run(command, env=environment).returncode)
-    dist.init_process_group("gloo")
+        sys.exit(start_ranks())
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", store=mesh.file_store(os.environ[STORE_VARIABLE]), **ranks)
     rows = check(chosen)
     leader = dist.get_rank() == 0
     if leader and chosen.json:

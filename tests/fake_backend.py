@@ -1,11 +1,11 @@
-"""A backend's socket in a thread, for tests of the client: it asks for the token and runs a handler in place
+"""A backend's socket in a thread, for tests of the client: it shakes hands and runs a handler in place
 of ranks."""
 
 import socket
 import threading
 
-from parallel_dit.backend import frames
-from parallel_dit.backend.protocol import Failure, Hello, ProtocolError, Welcome
+from parallel_dit.backend import frames, handshake
+from parallel_dit.backend.protocol import Challenge, Failure, Proof, ProtocolError, Welcome
 
 TOKEN = "secret"
 WELCOME = Welcome(world_size=1, device="cpu", degrees={}, pids=[])
@@ -16,7 +16,7 @@ def reply(connection, message):
 
 
 class FakeBackend:
-    """``start(handler)`` -> address; ``handler(connection)`` runs once a client has shown the token."""
+    """``start(handler)`` -> address; ``handler(connection)`` runs once a client has proved itself."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -43,12 +43,21 @@ class FakeBackend:
     def _serve(server, handler):
         connection, _ = server.accept()
         with connection:
-            try:
-                hello = frames.receive(connection, frames.MAX_HELLO)
-            except ProtocolError:
-                return
-            if hello != Hello(TOKEN):
-                reply(connection, Failure("the token is wrong"))
-                return
-            reply(connection, WELCOME)
-            handler(connection)
+            if let_in(connection):
+                reply(connection, WELCOME)
+                handler(connection)
+
+
+def let_in(connection, token: str = TOKEN) -> bool:
+    """The backend's side of the handshake; False where the client is not let in."""
+    try:
+        hello = frames.receive(connection, frames.MAX_HELLO)
+        nonce = handshake.new_nonce()
+        reply(connection, Challenge(nonce, handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)))
+        answer = frames.receive(connection, frames.MAX_HELLO)
+    except (ProtocolError, ConnectionError):
+        return False
+    if answer != Proof(handshake.proof(token, handshake.CLIENT, hello.nonce, nonce)):
+        reply(connection, Failure("the token is wrong"))
+        return False
+    return True

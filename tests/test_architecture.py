@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BACKEND = sorted((ROOT / "backend").rglob("*.py"))
 NODES = sorted((ROOT / "nodes").rglob("*.py"))
-STDLIB_ONLY = ["config.py", "errors.py", "solver_names.py"]
+STDLIB_ONLY = ["config.py", "errors.py", "handshake.py", "protocol.py", "solver_names.py"]
 #: Imported by ComfyUI's process: these packages must not come with them.
 HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")
 #: Opens a folder with diffusers' own pipeline, which it imports then.
@@ -48,6 +48,7 @@ def test_nodes_reach_the_backend_through_its_shared_files_only(path):
         "..backend",
         "..backend.config",
         "..backend.frames",
+        "..backend.handshake",
         "..backend.protocol",
         "..backend.solver_names",
         "..backend.errors",

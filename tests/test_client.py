@@ -87,15 +87,9 @@ def test_giving_up_in_progress_hangs_up(serve):
 
 def test_wrong_token(serve):
     with pytest.raises(
-        BackendError, match="did not let this client in.*the token is wrong.*PARALLEL_DIT_TOKEN"
+        BackendError, match="did not let this client in.*not know our token.*PARALLEL_DIT_TOKEN"
     ):
         BackendClient(serve(lambda connection: None), "guess")
-
-
-def test_hung_up_handshake(serve):
-    address = serve(lambda connection: None)
-    with pytest.raises(BackendError, match="did not let this client in"):
-        BackendClient(address, "x" * (frames.MAX_HELLO + 1))
 
 
 @pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])

@@ -43,8 +43,11 @@ def test_environment_drops_other_launchers_settings():
         "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
         "NCCL_P2P_DISABLE": "1",
         "PYTHONPATH": "/other",
+        "PARALLEL_DIT_TOKEN": "of a backend elsewhere",
+        "PARALLEL_DIT_ADDRESSES": "tcp:elsewhere:1",
+        "GLOO_SOCKET_IFNAME": "eth0",
     }
-    env = sanitized_environment(parent, TWO_RANKS, "cpu", "token")
+    env = sanitized_environment(parent, TWO_RANKS, "cpu")
     assert not {
         "RANK",
         "WORLD_SIZE",
@@ -52,10 +55,18 @@ def test_environment_drops_other_launchers_settings():
         "TORCHELASTIC_RUN_ID",
         "ROLE_RANK",
         "PYTORCH_CUDA_ALLOC_CONF",
+        "PARALLEL_DIT_TOKEN",
+        "PARALLEL_DIT_ADDRESSES",
     } & set(env)
-    assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1" and env["PARALLEL_DIT_TOKEN"] == "token"
+    assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
     assert env["PYTHONPATH"] == f"{launcher.PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
+
+
+def test_values_of_nccl_that_somebody_set_are_kept():
+    theirs = {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_RAS_ENABLE": "1"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +82,7 @@ def test_environment_drops_other_launchers_settings():
 def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
     parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = ParallelConfig(ulysses_degree=2, gpus=gpus)
-    assert sanitized_environment(parent, config, "cuda", "")["CUDA_VISIBLE_DEVICES"] == expected
+    assert sanitized_environment(parent, config, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_every_flag_is_one_that_torchrun_knows():
@@ -79,7 +90,8 @@ def test_every_flag_is_one_that_torchrun_knows():
 
     command = launch_command(TWO_RANKS, "unix:/x/backend.sock", Path("/x"))
     args = get_args_parser().parse_args(command[3:])
-    assert args.training_script == "backend.worker" and args.nproc_per_node == "2" and args.standalone
+    assert args.training_script == "backend.worker" and args.nproc_per_node == "2"
+    assert args.rdzv_endpoint == "/x/rdzv" and "store_type=file" in args.rdzv_conf and not args.standalone
     assert args.training_script_args[:2] == ["--address", "unix:/x/backend.sock"]
 
 
@@ -90,6 +102,7 @@ def test_config_that_cannot_run_launches_nothing():
 
 
 def test_address_without_token(monkeypatch):
+    monkeypatch.setenv("PARALLEL_DIT_ADDRESSES", "unix:/run/b, tcp:127.0.0.1:1")
     monkeypatch.delenv("PARALLEL_DIT_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="has no PARALLEL_DIT_TOKEN"):
         backends.backend_for(ParallelConfig(address="tcp:127.0.0.1:1"))

@@ -15,7 +15,9 @@ from backend.frames import MAGIC, PREFIX
 from backend.protocol import MESSAGES, ProtocolError, Sample
 
 EXAMPLES = {
-    "Hello": protocol.Hello("t"),
+    "Hello": protocol.Hello("c"),
+    "Challenge": protocol.Challenge("s", "p"),
+    "Proof": protocol.Proof("p"),
     "Welcome": protocol.Welcome(2, "cpu", {"pp": 2}, [1, 2]),
     "Arrange": protocol.Arrange({"cfg_degree": 2}),
     "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]),

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from backend import frames, protocol
-from backend.protocol import Failure, Hello, Load, Ping, Pong, Welcome
+from backend import frames, handshake, protocol
+from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome
 from backend.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Previews, Server, _listen, progress
 
 TOKEN = "correct horse"
@@ -31,10 +31,19 @@ def connect(server) -> socket.socket:
     return client
 
 
+def answer(client, token=TOKEN, role=handshake.CLIENT):
+    """The server's answer to a proof made with ``token`` for ``role``."""
+    nonce = handshake.new_nonce()
+    frames.send(client, Hello(nonce))
+    challenge = frames.receive(client)
+    assert handshake.is_proof(challenge.proof, TOKEN, handshake.BACKEND, nonce, challenge.nonce)
+    frames.send(client, Proof(handshake.proof(token, role, nonce, challenge.nonce)))
+    return frames.receive(client)
+
+
 def greeted(server) -> socket.socket:
     client = connect(server)
-    frames.send(client, Hello(TOKEN))
-    assert isinstance(frames.receive(client), Welcome)
+    assert isinstance(answer(client), Welcome)
     return client
 
 
@@ -45,11 +54,49 @@ def closed(client) -> bool:
         return True
 
 
-def test_wrong_token_is_told_and_closed(server):
+def test_wrong_token_is_told_and_closed(server, capfd):
     client = connect(server)
-    frames.send(client, Hello("wrong"))
-    assert "token" in frames.receive(client).message
+    assert "token is not this backend's" in answer(client, "wrong").message
     assert closed(client)
+    assert capfd.readouterr().err == "A client was not let in: it does not know this backend's token.\n"
+    assert "token is not this backend's" in answer(connect(server), "wrong").message
+    assert not capfd.readouterr().err  # nobody fills the disk with that line
+    greeted(server)
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(server):
+    """Neither the backend's own proof for this client, nor one with the token for the backend's role."""
+    client, nonce = connect(server), handshake.new_nonce()
+    frames.send(client, Hello(nonce))
+    frames.send(client, Proof(frames.receive(client).proof))
+    assert "token" in frames.receive(client).message and closed(client)
+    assert "token" in answer(connect(server), role=handshake.BACKEND).message
+
+
+def test_a_recorded_handshake_is_of_no_use_later(server):
+    client, nonce = connect(server), handshake.new_nonce()
+    frames.send(client, Hello(nonce))
+    recorded = Proof(handshake.proof(TOKEN, handshake.CLIENT, nonce, frames.receive(client).nonce))
+    frames.send(client, recorded)
+    assert isinstance(frames.receive(client), Welcome)
+    again = connect(server)
+    frames.send(again, Hello(nonce))
+    frames.receive(again)
+    frames.send(again, recorded)
+    assert "token" in frames.receive(again).message and closed(again)
+
+
+@pytest.mark.parametrize("first", [Hello(""), Hello("0" * 63), Hello("Z" * 64), Hello("\u0660" * 64)])
+def test_a_nonce_has_one_form(server, first):
+    client = connect(server)
+    frames.send(client, first)
+    assert "64 hexadecimal digits" in frames.receive(client).message and closed(client)
+
+
+def test_another_version_is_told(server):
+    client = connect(server)
+    frames.send(client, Hello(handshake.new_nonce(), protocol.VERSION + 1))
+    assert "restart both" in frames.receive(client).message and closed(client)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +161,7 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     while time.monotonic() < deadline:
         client = connect(server)
         try:
-            frames.send(client, Hello(TOKEN))
-            assert isinstance(frames.receive(client), Welcome)
+            assert isinstance(answer(client), Welcome)
             return
         except ConnectionError:
             time.sleep(0.05)
@@ -145,15 +191,17 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
     assert not job.client_keeps_up
 
 
-def test_a_token_that_is_no_text(server):
+def test_a_proof_that_is_no_text(server):
     client = connect(server)
-    header = b'{"type": "Hello", "token": "\\ud800"}'
+    frames.send(client, Hello(handshake.new_nonce()))
+    frames.receive(client)
+    header = b'{"type": "Proof", "proof": "\\ud800"}'
     client.sendall(frames.PREFIX.pack(frames.MAGIC, len(header), 0) + header)
     assert "token" in frames.receive(client).message
 
 
 @pytest.mark.parametrize(
-    "header", [b"[" * 4000, b'{"type": "Hello", "token": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
+    "header", [b"[" * 4000, b'{"type": "Hello", "nonce": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
 )
 def test_a_header_that_breaks_parsers(server, header):
     client = connect(server)
@@ -176,7 +224,7 @@ def test_a_slow_greeting_loses_its_place(server, monkeypatch):
     monkeypatch.setattr("backend.server.HELLO_SECONDS", 0.3)
     client, began = connect(server), time.monotonic()
     with pytest.raises(OSError):
-        for byte in b"".join(frames.encode(Hello(TOKEN))) * 100:
+        for byte in b"".join(frames.encode(Hello("0" * 64))) * 100:
             client.sendall(bytes([byte]))
             time.sleep(0.05)
     assert time.monotonic() - began < 20

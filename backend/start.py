@@ -1,0 +1,125 @@
+"""How a rank begins: its command line, its configuration, rank 0's token, and where the ranks meet.
+
+The launcher (nodes/launcher.py) holds the write end of a pipe that is standard input of every rank. Its first
+line, which rank 0 reads, is {"token": ..., "config": ...}: neither is ever on a command line or in an
+environment, which other programs can read, nor in a file. Who starts a backend by hand gives the
+configuration on the command line and the token in a private file or in the environment (docs/security.md).
+"""
+
+import argparse
+import json
+import os
+import select
+import stat
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import mesh
+from .config import ConfigError, ParallelConfig
+from .handshake import MIN_TOKEN
+
+TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
+#: Key of the ranks' store under which rank 0 leaves the configuration that it has read.
+_CONFIG_KEY = "parallel-dit/config"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank begins with. ``token`` is empty on every rank but 0; ``store`` is the ranks' meeting place,
+    None for torchrun's own."""
+
+    address: str
+    config: ParallelConfig
+    device: str
+    token: str = ""
+    store: object = None
+
+
+def begin() -> Start:
+    """Read the command line and what it points to; ConfigError for what cannot run here."""
+    options = _parser().parse_args()
+    leads = int(os.environ["RANK"]) == 0
+    store = mesh.file_store(options.store) if options.store else None
+    if options.parent_pipe:
+        _end_with_parent()
+        text, token = _from_parent(store, leads)
+    else:
+        text, token = options.config, own_token(options.token_file) if leads else ""
+    os.environ.pop(TOKEN_VARIABLE, None)
+    # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
+    config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
+    return Start(options.address, config, _device(config), token, store)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
+    parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON, for a start by hand")
+    parser.add_argument("--token-file", help=f"a file of this user alone with the token; or {TOKEN_VARIABLE}")
+    parser.add_argument("--store", help="a file, in a private folder of one machine, where the ranks meet")
+    parser.add_argument(
+        "--parent-pipe",
+        action="store_true",
+        help="standard input is the launcher's pipe: token and configuration come through it, and every rank "
+        "ends at its end; needs --store",
+    )
+    return parser
+
+
+def own_token(path: str | None) -> str:
+    """The token of a backend that is started by hand, from the file ``path`` or the environment; ConfigError
+    where others can read the file or the token could be guessed."""
+    if path:
+        with open(path) as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise ConfigError(f"the token's file {path} can be read by other users; chmod 600 it.")
+            token = file.read().strip()
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"the token ({path or TOKEN_VARIABLE}) has {len(token)} characters, which could be guessed; give "
+            f"at least {MIN_TOKEN} random ones, as `openssl rand -hex 32` prints."
+        )
+    return token
+
+
+def _from_parent(store, leads: bool) -> tuple[str, str]:
+    """The configuration as JSON, and the token on rank 0: all ranks share one pipe, so rank 0 alone reads its
+    line and passes the configuration on."""
+    if not leads:
+        return store.get(_CONFIG_KEY).decode(), ""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (more := os.read(0, 1 << 16)):
+            raise ConnectionError("the launcher ended before it had said what to run")
+        line += more
+    sent = json.loads(line)
+    text = json.dumps(sent["config"])
+    store.set(_CONFIG_KEY, text)
+    return text, sent["token"]
+
+
+def _end_with_parent():
+    """End this rank when the last process that could write to standard input is gone: the launcher's death by
+    any signal closes it."""
+
+    def watch():
+        pipe = select.poll()
+        pipe.register(0, 0)  # no read: the bytes in it are rank 0's
+        pipe.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _device(config: ParallelConfig) -> str:
+    """ "cuda" or "cpu"; ConfigError where torchrun started another number of ranks, or more of them on this
+    machine than it has GPUs."""
+    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if config.world_size != ranks:
+        raise ConfigError(f"{config.product}, but torchrun started {ranks}; give it --nproc-per-node to fit.")
+    mine = config if here == ranks else ParallelConfig(device=config.device, data_parallel_degree=here)
+    return mine.resolve_device(torch.cuda.device_count())
