@@ -129,11 +129,12 @@ FURTHER = {
     "ltx23": lambda a: {"frame_rate": torch.tensor(25)},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
-#: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4. Krea 2's is
-#: 1.2e-4: its norms multiply by 1 + weight, which makes the
-#: attention of random weights sharp and float32 rounding large. After the first step ComfyUI's latent is
-#: 4.9e-5 from one computed in float64, ours 2.7e-5.
-TOLERANCES = {"krea2": 2e-4}
+#: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4: attention of
+#: random weights is sharp there, which makes float32 rounding large. ComfyUI's latents come from a CPU with
+#: AVX-512; with the kernels of AVX2 (MKL_CBWR) Flux is up to 1.1e-4 away, HunyuanVideo 1.0e-4 and Krea 2,
+#: whose norms multiply by 1 + weight, 2.4e-4. After the first step ComfyUI's latent of Krea 2 is 4.9e-5 from
+#: one computed in float64, ours 2.7e-5.
+TOLERANCES = {"flux-dev": 2e-4, "hunyuan-video": 2e-4, "krea2": 4e-4}
 CASES = sorted(
     path.stem
     for path in GOLDEN.glob("*__*.safetensors")

@@ -1,5 +1,5 @@
 """Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation
-away; and from a diffusers folder."""
+away (families.TOLERANCES has the exceptions); and from a diffusers folder."""
 
 import json
 import runpy
