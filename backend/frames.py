@@ -19,7 +19,7 @@ MAGIC = b"PDT1"
 PREFIX = struct.Struct("!4sIQ")
 MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 34
-#: Before a peer has shown the token it may not make us allocate more than this.
+#: Before a peer has proved that it knows the token it may not make us allocate more than this.
 MAX_HELLO = 4096
 #: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has
 #: arrived.

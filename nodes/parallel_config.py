@@ -101,8 +101,9 @@ class ParallelConfigNode(io.ComfyNode):
                     "address",
                     default="",
                     optional=True,
-                    tooltip="A backend that already runs: tcp:HOST:PORT or unix:/path/to/socket, with its "
-                    "token in PARALLEL_DIT_TOKEN. Empty = launch one on this machine.",
+                    tooltip="A backend that already runs: tcp:HOST:PORT or unix:/path/to/socket, listed in "
+                    "ComfyUI's environment variable PARALLEL_DIT_ADDRESSES, with its token in "
+                    "PARALLEL_DIT_TOKEN. Empty = launch one on this machine.",
                 ),
                 io.Combo.Input(
                     "stale_kv",

@@ -117,6 +117,15 @@ def test_no_process_listens_on_a_network(started):
     assert stat.S_IMODE(folder.st_mode) == 0o700 and folder.st_uid == os.getuid()
 
 
+def test_token_and_configuration_are_in_no_place_that_others_read(started):
+    for pid in started.processes:
+        for name in ("environ", "cmdline"):
+            text = Path(f"/proc/{pid}/{name}").read_bytes()
+            assert text and started.token.encode() not in text and b'"ulysses_degree"' not in text
+    for path in Path(started.folder).rglob("*"):
+        assert not path.is_file() or started.token.encode() not in path.read_bytes()
+
+
 #: A foreign process that takes every port for a rendezvous store and puts a pickle there that makes a file.
 #: It prints the ports at which a store answered; it does not wait long for the others.
 STRANGER = """
@@ -158,15 +167,6 @@ def test_a_stranger_at_every_port_runs_nothing(started, tmp_path):
         with socket.create_connection(place, 2) as noise:
             noise.sendall(os.urandom(4096))
     assert started.ranks(cfg_degree=2) == started.ranks(ulysses_degree=2) == before
-
-
-def test_token_and_configuration_are_in_no_place_that_others_read(started):
-    for pid in started.processes:
-        for name in ("environ", "cmdline"):
-            text = Path(f"/proc/{pid}/{name}").read_bytes()
-            assert text and started.token.encode() not in text and b'"ulysses_degree"' not in text
-    for path in Path(started.folder).rglob("*"):
-        assert not path.is_file() or started.token.encode() not in path.read_bytes()
 
 
 def test_a_host_that_is_left_out_is_this_machine():
@@ -295,3 +295,19 @@ def test_a_token_that_is_given_by_hand(tmp_path, monkeypatch):
             start.own_token(None)
     monkeypatch.setenv("PARALLEL_DIT_TOKEN", token)
     assert start.own_token(None) == token
+
+
+def test_ranks_of_several_machines_need_the_gpus_of_their_own(monkeypatch):
+    def device(ranks, here, **config):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        return start._device(ParallelConfig(**config))
+
+    monkeypatch.setattr(start.torch.cuda, "device_count", int)
+    assert device(32, 16, ulysses_degree=32, device="cpu") == "cpu"
+    with pytest.raises(ConfigError, match="ulysses_degree 2 = 2 ranks, but torchrun started 4"):
+        device(4, 4, ulysses_degree=2)
+    monkeypatch.setattr(start.torch.cuda, "device_count", lambda: 8)
+    assert device(16, 8, ulysses_degree=16) == "cuda"
+    with pytest.raises(ConfigError, match="this machine has 8"):
+        device(18, 9, ulysses_degree=18)
