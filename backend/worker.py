@@ -29,6 +29,7 @@ from .denoise import Cancelled as Stopped
 from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
+from .folders import Folders
 from .loading.lora import lora_stack
 from .protocol import (
     LORAS,
@@ -59,10 +60,10 @@ LOAD_SECONDS = 0.1
 class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
 
-    def __init__(self, config: ParallelConfig, device: str):
+    def __init__(self, config: ParallelConfig, device: str, folders: Folders):
         self.device = device
         self.mesh = meshes.build(config, device)
-        self.engine = Engine(config, self.mesh)
+        self.engine = Engine(config, self.mesh, folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
         self.reports: dict[str, list[dict]] = {}
@@ -122,8 +123,8 @@ class Worker:
 class Leader(Worker):
     """Rank 0: a queue of clients' requests, each refused here or run by all."""
 
-    def __init__(self, config: ParallelConfig, device: str, address: str, token: str):
-        super().__init__(config, device)
+    def __init__(self, config: ParallelConfig, device: str, folders: Folders, address: str, token: str):
+        super().__init__(config, device, folders)
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(
             address,
@@ -179,7 +180,9 @@ class Leader(Worker):
         job.reply(self.server.welcome)
 
     def on_load(self, job: Job, message: Load):
-        key, stack = model_key(message), lora_stack(message.loras)
+        folders = self.engine.folders
+        folders.check(message.path)  # before anything there is looked at
+        key, stack = model_key(message), lora_stack(message.loras, folders)
         if key not in self.engine.models:
             self.engine.check_load(message.path, message.weight_dtype)
             self.dispatcher.tell(message)
@@ -281,6 +284,12 @@ def main():
     parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
     parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON")
     parser.add_argument("--exit-with-parent", action="store_true", help="end at the end of standard input")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        action="extend",
+        help="folders below which clients may have files loaded; without this option, any file",
+    )
     options = parser.parse_args()
     if options.exit_with_parent:
         exit_with_parent()
@@ -288,11 +297,12 @@ def main():
     config = ParallelConfig(**json.loads(options.config)).validate()
     config = replace(config, gpus="")  # the launcher made exactly those visible, numbered from 0
     device = config.resolve_device(torch.cuda.device_count())
+    folders = Folders.of(options.models)
     gc.freeze()  # what is imported stays: no collection looks through it again
     if int(os.environ["RANK"]) == 0:
-        Leader(config, device, options.address, token).lead()
+        Leader(config, device, folders, options.address, token).lead()
     else:
-        Worker(config, device).follow()
+        Worker(config, device, folders).follow()
 
 
 if __name__ == "__main__":
