@@ -25,7 +25,7 @@ def some(names, most: int = 5) -> str:
     return ", ".join(map(quoted, names[:most])) + (", ..." if len(names) > most else "")
 
 
-def reason(error: BaseException, limit: int = 300) -> str:
+def reason(error: BaseException | str, limit: int = 300) -> str:
     """What a library says of a file, on one line, cut and without control characters: it may cite the
     file."""
     text = " ".join(str(error).split())[:limit]

@@ -277,9 +277,8 @@ def exit_with_parent():
     threading.Thread(target=watch, daemon=True).start()
 
 
-@record
-def main():
-    """Join the others and serve. Raises what ends this rank, which torchrun then reports."""
+def arguments() -> argparse.ArgumentParser:
+    """What a rank is told on its command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
     parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON")
@@ -290,7 +289,13 @@ def main():
         action="extend",
         help="folders below which clients may have files loaded; without this option, any file",
     )
-    options = parser.parse_args()
+    return parser
+
+
+@record
+def main():
+    """Join the others and serve. Raises what ends this rank, which torchrun then reports."""
+    options = arguments().parse_args()
     if options.exit_with_parent:
         exit_with_parent()
     token = os.environ.pop("PARALLEL_DIT_TOKEN")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -77,9 +78,11 @@ def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
     return ",".join(names[index].strip() if names else str(index) for index in config.gpu_indices)
 
 
-def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[str]:
+def launch_command(
+    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = ()
+) -> list[str]:
     """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
-    own."""
+    own. Files are loaded from below ``models`` alone."""
     return [
         sys.executable,
         "-m",
@@ -104,6 +107,8 @@ def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[s
         "--config",
         json.dumps(asdict(config)),
         "--exit-with-parent",
+        "--models",
+        *models,
     ]
 
 
@@ -117,9 +122,10 @@ class BackendProcess:
     Every rank inherits the read end of a pipe that only we hold open: it ends with us, however we end.
     """
 
-    def __init__(self, config: ParallelConfig, device: str):
+    def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
         """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see
-        ParallelConfig.resolve_device)."""
+        ParallelConfig.resolve_device). ``models``: folders below which they may load files."""
+        self.models = frozenset(models)
         self.folder = _private_folder()
         self.log = self.folder / "backend.log"
         self.address = _free_address(self.folder)
@@ -130,7 +136,7 @@ class BackendProcess:
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
             self._agent = subprocess.Popen(
-                launch_command(seen, self.address, self.folder),
+                launch_command(seen, self.address, self.folder, sorted(self.models)),
                 cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -3,6 +3,7 @@ refused at once and in little memory, and the backend runs on."""
 
 import json
 import os
+import resource
 import socket
 import struct
 import time
@@ -75,7 +76,7 @@ def many_tensors(folder, plain):
 
 def high_number(folder, plain, name=f"double_blocks.{HUGE}.img_attn.proj.weight"):
     state = load_file(plain)
-    return save(folder, {**state, name: state["double_blocks.0.img_attn.proj.weight"]})
+    return save(folder, {**state, name: torch.zeros(1)})
 
 
 def high_number_of_diffusers(folder, plain):
@@ -146,10 +147,10 @@ def config(**entries):
 
 
 def described(folder, plain):
-    """A quantized layer whose description has a TB."""
+    """A quantized layer whose description has a GB."""
     state = load_file(plain)
-    entry = {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}
-    entries, at = {"img_in.comfy_quant": entry}, 1 << 40
+    entry = {"dtype": "U8", "shape": [1 << 30], "data_offsets": [0, 1 << 30]}
+    entries, at = {"img_in.comfy_quant": entry}, 1 << 30
     for key, value in state.items():
         end = at + value.nbytes
         entries[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, end]}
@@ -186,7 +187,7 @@ ODD = {
         of_bytes("odd.safetensors", struct.pack("<Q", 1 << 20) + b"[" * (1 << 20)),
         "truncated or no safetensors",
     ),
-    "described in a TB": (described, "describes a layer in 4,096 bytes at most"),
+    "described in a GB": (described, "describes a layer in 4,096 bytes at most"),
     "gguf array of 2**40": (
         lambda folder, plain: gguf(folder / "odd.gguf", array(4, 1 << 40)),
         "1,099,511,627,776 entries in arrays",
@@ -253,11 +254,14 @@ def engine():
 def test_odd_files_are_refused_at_once(tmp_path, plain, engine, monkeypatch, make, says):
     monkeypatch.chdir(tmp_path)
     path = make(tmp_path, plain)
-    tracemalloc.start()
     started = time.perf_counter()
     with pytest.raises(UnsupportedError, match=says) as error:
         engine.check_load(str(path), "default")
-    seconds, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
+    seconds = time.perf_counter() - started
+    tracemalloc.start()  # which makes everything slower
+    with pytest.raises(UnsupportedError, match=says):
+        engine.check_load(str(path), "default")
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     print(f"{seconds:.3f} s, {peak / 2**20:.1f} MiB")
     assert seconds < SECONDS and peak < BYTES
@@ -272,9 +276,13 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path, plain, engine):
         at += value.nbytes
     entries["other"] = {"dtype": "F32", "shape": [1 << 38], "data_offsets": [at, at + (1 << 40)]}
     path = header(tmp_path / "sparse.safetensors", entries, at + (1 << 40))
-    started = time.perf_counter()
-    assert engine.check_load(str(path), "default").block_count
+    started, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        assert engine.check_load(str(path), "default").block_count
+    except UnsupportedError as error:  # a system may map no more than its memory
+        assert "unable to mmap" in str(error) and "could not be checked" not in str(error)
     assert time.perf_counter() - started < SECONDS
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024 < BYTES
 
 
 NASTY = "a\n\x1b[31mred\u202egnol\x00" + "x" * 10**6

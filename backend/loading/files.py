@@ -121,7 +121,7 @@ def _check_kind(path: Path):
 def _open(path: Path):
     try:
         return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last of torch, which maps the file
         raise UnsupportedError(
             f"{path.name} cannot be read as safetensors ({reason(error)}); it is truncated or no safetensors "
             f"file: download it again."

@@ -42,6 +42,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def check_regular(folder: Path):
+    """Refuse a folder with anything but files in it: a library that is given the folder opens what it finds.
+    Raises UnsupportedError, OSError."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):
+                raise UnsupportedError(f"{quoted(name)} is a pipe, socket or device; delete it.")
+
+
 def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
     """The object in a JSON file of ``most`` bytes. Raises UnsupportedError."""
     with open_regular(path) as file:
