@@ -181,6 +181,17 @@ ODD = {
         "of block '99999999999999999999'... \\(5,000 characters\\)",
     ),
     "1.2 M tensors": (many_tensors, "a header of .* bytes; all of a model's headers have 16,777,216"),
+    "40,000 tensors": (
+        lambda folder, plain: header(
+            folder / "odd.safetensors",
+            {f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(40_000)},
+        ),
+        "has 40,000 tensors, and a transformer 32,768 at most",
+    ),
+    "name of 33 parts": (
+        lambda folder, plain: high_number(folder, plain, ".".join("1" * 33)),
+        "of more than 32 parts",
+    ),
     "header of a zip": (of_bytes("odd.safetensors", ZIP), "truncated or no safetensors"),
     "header of nothing": (of_bytes("odd.safetensors", b""), "truncated or no safetensors"),
     "nested header": (

@@ -355,11 +355,13 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
         prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         for prefix in PREFIXES
     }
+    shapes_of = {
+        prefix: {name: files.shapes[key] for name, key in keys.items()} for prefix, keys in bare.items()
+    }
     blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = bare[prefix]
-        own = {name: files.shapes[key] for name, key in keys.items()}
-        shapes = from_diffusers(family.layout, own, blocks[prefix])
+        shapes = from_diffusers(family.layout, shapes_of[prefix], blocks[prefix])
         if any(key not in shapes for key in family.layout.signature) or any(
             key in shapes for key in (*family.layout.absent, *family.layout.variants)
         ):

@@ -14,9 +14,9 @@ from ..folders import ANYWHERE, Folders
 #: Bytes of the header of a safetensors or GGUF file, or of all files of a folder: the largest that are
 #: published have about one MB, LoRAs with a log of their training a few.
 MOST_HEADER = 16 << 20
-#: Tensors of a checkpoint: the largest that are published have about ten thousand, quantized ones four times
-#: as many.
-MOST_TENSORS = 65_536
+#: Tensors of a checkpoint: the largest that are published have some thousands, quantized ones with their
+#: scales about fifteen thousand.
+MOST_TENSORS = 32_768
 #: Files of a folder.
 MOST_SHARDS = 1_024
 #: Bytes of a configuration (a few thousand as published), and of an index of shards, which names every
@@ -24,6 +24,8 @@ MOST_SHARDS = 1_024
 MOST_CONFIG, MOST_INDEX = 1 << 20, 16 << 20
 #: Blocks are numbered in the names of their tensors; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
+#: Parts of a name, between dots; published ones have up to about ten.
+MOST_PARTS = 32
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -74,10 +76,12 @@ def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
 def check_headers(paths: Iterable[Path]):
     """Refuse safetensors files that are none, or whose headers are together larger than any model's.
     Raises UnsupportedError."""
-    total = 0
+    total = tensors = 0
     for path in paths:
         with open_regular(path) as file:
             size, header = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            # sooner than by parsing; who writes it in another way is found by check_names
+            tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
         if size < 8 or header > size - 8:
             raise UnsupportedError(
                 f"{quoted(path.name)} cannot be read as safetensors (its header would have {header:,} bytes "
@@ -89,23 +93,33 @@ def check_headers(paths: Iterable[Path]):
                 f"{quoted(path.name)} has a header of {header:,} bytes; all of a model's headers have "
                 f"{MOST_HEADER:,} at most, so this is no diffusion transformer: use another file."
             )
+        if tensors > MOST_TENSORS:
+            raise _many(path.name, tensors)
 
 
 def check_names(name: str, keys: Mapping[str, object]):
-    """Refuse more tensors, or higher block numbers, than a transformer has: both become loops. ``name``: the
-    file's. Raises UnsupportedError."""
+    """Refuse more tensors, longer names or higher block numbers than a transformer has: they become loops.
+    ``name``: the file's. Raises UnsupportedError."""
     if len(keys) > MOST_TENSORS:
-        raise UnsupportedError(
-            f"{quoted(name)} has {len(keys):,} tensors, and a transformer {MOST_TENSORS:,} at most; use "
-            f"another file."
-        )
+        raise _many(name, len(keys))
     for key in keys:
+        if key.count(".") >= MOST_PARTS:
+            raise UnsupportedError(
+                f"{quoted(name)} has a tensor {quoted(key)} of more than {MOST_PARTS} parts; the file was "
+                f"made badly: use another one."
+            )
         number = next((part for part in key.split(".") if _is_high(part)), None)
         if number is not None:
             raise UnsupportedError(
                 f"{quoted(name)} has a tensor {quoted(key)} of block {quoted(number, 20)}, and blocks are "
                 f"numbered up to {HIGHEST_BLOCK:,} at most; the file was made badly: use another one."
             )
+
+
+def _many(name: str, count: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{quoted(name)} has {count:,} tensors, and a transformer {MOST_TENSORS:,} at most; use another file."
+    )
 
 
 def _is_high(part: str) -> bool:

@@ -3,7 +3,7 @@ of the family."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..parallel.rows import Span
@@ -40,10 +40,12 @@ class Layout:
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     variants: Mapping[str, str] = field(default_factory=dict)
 
-    def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
+    def keys(self, keys: Collection[str]) -> dict[str, str] | None:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
         is of another layout."""
         for prefix in PREFIXES:
+            if not self.spellings and any(prefix + key not in keys for key in self.signature):
+                continue  # without a look at each key, of which there may be many
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
             if all(key in found for key in self.signature) and not any(
                 key in found for key in (*self.absent, *self.variants)
@@ -51,8 +53,11 @@ class Layout:
                 return found
         return None
 
-    def unsupported(self, keys: Iterable[str]) -> str | None:
+    def unsupported(self, keys: Collection[str]) -> str | None:
         """The name of a variant that is not supported and that ``keys`` are of."""
+        if not self.spellings:
+            known = ((prefix + key, name) for prefix in PREFIXES for key, name in self.variants.items())
+            return next((name for key, name in known if key in keys), None)
         bare = {
             self.spell(key.removeprefix(prefix))
             for prefix in PREFIXES
