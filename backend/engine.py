@@ -16,6 +16,7 @@ from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser
 from .describe import describe as describe
 from .errors import UnsupportedError
+from .folders import ANYWHERE, Folders
 from .kept import KeptArguments
 from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.fused import FusedWeights
@@ -38,8 +39,9 @@ WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 class Engine:
     """The models of this rank, and how they run on ``mesh``."""
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh):
-        self.config, self.mesh = config, mesh
+    def __init__(self, config: ParallelConfig, mesh: Mesh, folders: Folders = ANYWHERE):
+        """``folders``: below which a client's paths must lie."""
+        self.config, self.mesh, self.folders = config, mesh, folders
         self.models: dict[str, LoadedModel] = {}
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
@@ -54,7 +56,8 @@ class Engine:
             raise UnsupportedError(
                 f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
             )
-        checkpoint = open_checkpoint(path)
+        self.folders.check(path)
+        checkpoint = open_checkpoint(path, self.folders)
         self._check_degrees(checkpoint)
         if self.mesh.tp.size > 1:
             tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
@@ -182,6 +185,8 @@ class Engine:
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
         warning, empty where it fits in full. Raises UnsupportedError."""
+        for use in stack:
+            self.folders.check(use.path)
         return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
@@ -228,7 +233,7 @@ class Engine:
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
         """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises
         UnsupportedError or ConfigError."""
-        dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path)
+        dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path, self.folders)
         config = replace(
             self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv
         )

@@ -18,6 +18,7 @@ import torch
 
 from . import mesh
 from .config import ConfigError, ParallelConfig
+from .folders import ANYWHERE, Folders
 from .handshake import MIN_TOKEN
 
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
@@ -28,18 +29,19 @@ _CONFIG_KEY = "parallel-dit/config"
 @dataclass(frozen=True)
 class Start:
     """What a rank begins with. ``token`` is empty on every rank but 0; ``store`` is the ranks' meeting place,
-    None for torchrun's own."""
+    None for torchrun's own; ``folders``: from which files are loaded."""
 
     address: str
     config: ParallelConfig
     device: str
     token: str = ""
     store: object = None
+    folders: Folders = ANYWHERE
 
 
 def begin() -> Start:
     """Read the command line and what it points to; ConfigError for what cannot run here."""
-    options = _parser().parse_args()
+    options = arguments().parse_args()
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
     if options.parent_pipe:
@@ -50,10 +52,11 @@ def begin() -> Start:
     os.environ.pop(TOKEN_VARIABLE, None)
     # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
-    return Start(options.address, config, _device(config), token, store)
+    return Start(options.address, config, _device(config), token, store, Folders.of(options.models))
 
 
-def _parser() -> argparse.ArgumentParser:
+def arguments() -> argparse.ArgumentParser:
+    """What a rank is told on its command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
     parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON, for a start by hand")
@@ -64,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="standard input is the launcher's pipe: token and configuration come through it, and every rank "
         "ends at its end; needs --store",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        action="extend",
+        help="folders below which clients may have files loaded; without this option, any file",
     )
     return parser
 

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +59,10 @@ Act = Callable[[], None]  # what all ranks do once a message was looked at
 class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
 
-    def __init__(self, config: ParallelConfig, device: str, store=None):
-        self.device = device
-        self.mesh = meshes.build(config, device, store)
-        self.engine = Engine(config, self.mesh)
+    def __init__(self, begun: start.Start):
+        self.device = begun.device
+        self.mesh = meshes.build(begun.config, begun.device, begun.store)
+        self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.answers(os.getpid())
         self.reports: dict[str, list[dict]] = {}
@@ -123,12 +122,13 @@ class Worker:
 class Leader(Worker):
     """Rank 0: a queue of clients' requests, each refused here or run by all."""
 
-    def __init__(self, config: ParallelConfig, device: str, address: str, token: str, store=None):
-        super().__init__(config, device, store)
+    def __init__(self, begun: start.Start):
+        super().__init__(begun)
+        config, device = begun.config, begun.device
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
         self.server = Server(
-            address,
-            token,
+            begun.address,
+            begun.token,
             welcome,
             models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()),
         )
@@ -179,19 +179,13 @@ class Leader(Worker):
                 f"{config.product}, but this backend has {self.mesh.world_size}; start another."
             )
 
-        def act():
-            self.dispatcher.tell(message)
-            self.arrange(config)
-            self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
-            job.reply(self.server.welcome)
-
-        return act
-
     def on_load(self, job: Job, message: Load) -> Act:
         """Refuse a model, or LoRAs of one that is loaded. Raises UnsupportedError."""
+        folders = self.engine.folders
+        folders.check(message.path)  # before anything there is looked at
         key = model_key(message)
         with refusing("a LoRA"):
-            stack = lora_stack(message.loras)
+            stack = lora_stack(message.loras, folders)
         if key in self.engine.models:
             return self.on_loaded(job, message, key, stack)
         self.engine.check_load(message.path, message.weight_dtype)
@@ -309,9 +303,9 @@ def main():
     begun = start.begin()
     gc.freeze()  # what is imported stays: no collection looks through it again
     if begun.token:
-        Leader(begun.config, begun.device, begun.address, begun.token, begun.store).lead()
+        Leader(begun).lead()
     else:
-        Worker(begun.config, begun.device, begun.store).follow()
+        Worker(begun).follow()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def call(model: str) -> ModelCall:
 @torch.inference_mode()
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
     """Milliseconds of each call."""
+    backends.allow(model)
     backend, kept, forward = (
         backends.backend_for(config),
         KeptArguments(),

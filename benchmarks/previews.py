@@ -35,6 +35,7 @@ def sampled(backend, message, seconds: float) -> dict:
 
 def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Percent of sampling, of each round."""
+    backends.allow(model)
     backend, found = backends.backend_for(config), {"made": [], "slower": [], "CPU": []}
     message = common.request(
         model,

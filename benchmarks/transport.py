@@ -96,6 +96,7 @@ def measure_latents(count: int) -> dict[str, list[float]]:
 def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
     """Milliseconds around each one-step request of a Flux latent of 1024 px that the engine does not count as
     its own."""
+    backends.allow(model)
     backend, found = backends.backend_for(config), []
     backend.load(model)
     for _ in range(count + 2):

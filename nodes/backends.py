@@ -33,6 +33,8 @@ ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 _lock = threading.Lock()
 #: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
 _backends: dict[tuple, "Backend"] = {}
+#: Folders below which backends that we launch may load files.
+_folders: set[str] = set()
 
 
 class Backend:
@@ -103,7 +105,13 @@ class Backend:
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Whether our ranks can run ``config`` without starting again."""
-        return self.process is not None and self.config.same_ranks(config)
+        return self.process is not None and self.may_load and self.config.same_ranks(config)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether it may load from all folders that are allowed by now; of one that we did not launch, its
+        owner has said from which."""
+        return self.process is None or _folders <= self.process.models
 
     def become(self, config: ParallelConfig, check=lambda: None):
         """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no
@@ -147,6 +155,13 @@ class Backend:
                 self.close()
 
 
+def allow(*folders: str | os.PathLike):
+    """Let backends that are launched from now on load files below ``folders``. One that was launched before
+    ends when it is next needed. Without a call nothing can be loaded: what a client may read is for this
+    process to say, not for who reaches the backend's socket."""
+    _folders.update(os.path.abspath(folder) for folder in folders)
+
+
 def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
     """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new
     launch.
@@ -157,7 +172,7 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
     key = config.validate().topology()
     with _lock:
         backend = _backends.get(key)
-        if backend is not None and backend.alive(check):
+        if backend is not None and backend.may_load and backend.alive(check):
             return backend
         _drop(key)
         _backends[key] = (
@@ -223,7 +238,7 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
 
 def _launch(config: ParallelConfig, check) -> Backend:
     device = config.resolve_device(torch.cuda.device_count())
-    process = BackendProcess(config, device)
+    process = BackendProcess(config, device, _folders)
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
     try:
         return Backend(config, process.wait_ready(check=check), process)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -112,9 +113,12 @@ def rendezvous_flags(folder: Path) -> list[str]:
     ]
 
 
-def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[str]:
+def launch_command(
+    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = ()
+) -> list[str]:
     """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
-    own. Everybody on this machine can read it: token and configuration go through the pipe."""
+    own. Everybody on this machine can read it: token and configuration go through the pipe. Files are loaded
+    from below ``models`` alone."""
     return [
         sys.executable,
         "-m",
@@ -139,6 +143,8 @@ def launch_command(config: ParallelConfig, address: str, folder: Path) -> list[s
         "--store",
         str(folder / "ranks-store"),
         "--parent-pipe",
+        "--models",
+        *models,
     ]
 
 
@@ -153,9 +159,10 @@ class BackendProcess:
     it, and it ends with us, however we end.
     """
 
-    def __init__(self, config: ParallelConfig, device: str):
+    def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
         """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see
-        ParallelConfig.resolve_device)."""
+        ParallelConfig.resolve_device). ``models``: folders below which they may load files."""
+        self.models = frozenset(models)
         self.folder = _private_folder()
         self.log = self.folder / "backend.log"
         self.address = _free_address(self.folder)
@@ -166,7 +173,7 @@ class BackendProcess:
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
             self._agent = subprocess.Popen(
-                launch_command(config, self.address, self.folder),
+                launch_command(config, self.address, self.folder, sorted(self.models)),
                 cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.protocol import RefusedError
 from ..backend.solver_names import NEEDS_NEGATIVE
-from . import handle
+from . import backends, handle
 from .dependencies import require_dependencies
 from .parallel_config import ParallelConfigType
 from .pipelines import INDEXES
@@ -35,6 +35,12 @@ def model_paths() -> dict[str, str]:
             for name in folder_paths.filter_files_extensions(names, [".gguf"]):
                 paths.setdefault(name, os.path.join(root, name))
     return paths | {name: folder for name, folder in diffusers_folders().items() if name not in paths}
+
+
+def model_folders() -> list[str]:
+    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name."""
+    kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, "diffusers", "loras"}
+    return [root for kind in kinds for root in folder_paths.get_folder_paths(kind)]
 
 
 def diffusers_folders() -> dict[str, str]:
@@ -112,6 +118,7 @@ class LoadParallelDiT(io.ComfyNode):
             )
         if not config.address:
             require_dependencies()
+        backends.allow(*model_folders())
         dit = handle.load(config, os.path.abspath(path), weight_dtype)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), *plan(dit, prompts)]))

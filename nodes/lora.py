@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 
 import folder_paths
 from comfy_api.latest import io
@@ -62,7 +63,7 @@ class ParallelLoRA(io.ComfyNode):
                 f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
                 f"the page."
             )
-        found = with_lora(dit, path, strength)
+        found = with_lora(dit, os.path.abspath(path), strength)
         warning = found.loaded.info["warnings"][-1]
         if warning:
             logging.warning("parallel-dit: %s", warning)

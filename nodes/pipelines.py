@@ -6,13 +6,14 @@ code; which of its results are which part of a CONDITIONING is data, a row for e
 """
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..backend.errors import quoted, reason
+from ..backend.loading.guarded import check_regular, read_json
 from ..backend.protocol import RefusedError
 from .dependencies import pip
 
@@ -77,8 +78,8 @@ def pipeline_class(folder: Path) -> str:
     name = index.get("_class_name")
     if name not in (*RETURNS, *OF_BLOCKS):
         raise RefusedError(
-            f"the folder {folder.name} is of {name}, and nothing here tells how that encodes prompts; "
-            f"known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
+            f"the folder {folder.name} is of {quoted(name)}, and nothing here tells how that encodes "
+            f"prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
             f"VAELoader) where it has that model's encoders."
         )
     return name
@@ -118,8 +119,8 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
         raise RefusedError(
-            f"the folder {folder.name} brings code of its own for its {foreign}, which is not run; use a "
-            f"folder whose text encoders are classes of transformers."
+            f"the folder {folder.name} brings code of its own for its {quoted(foreign)}, which is not run; "
+            f"use a folder whose text encoders are classes of transformers."
         )
     if not any(part.startswith("text_encoder") for part in used):
         raise RefusedError(
@@ -211,7 +212,7 @@ def _modules(parts: dict) -> torch.nn.ModuleDict:
 def _index(folder: Path) -> dict | None:
     """What a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
     found = next((name for name in INDEXES if (folder / name).is_file()), None)
-    return found and _read(folder, found, lambda: json.loads((folder / found).read_text()))
+    return found and _read(folder, found, lambda: read_json(folder / found))
 
 
 def _require(folder: Path, parts: list[str], purpose: str):
@@ -221,17 +222,18 @@ def _require(folder: Path, parts: list[str], purpose: str):
             f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download "
             f"the whole folder that is published for diffusers."
         )
+    for part in parts:
+        _read(folder, part, lambda part=part: check_regular(folder / part))
 
 
 def _read(folder: Path, what: str, action: Callable):
     """What ``action`` reads; RefusedError with the library's reason where it cannot."""
     try:
         return action()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as reason:
-        first = next(
-            (line.strip() for line in str(reason).splitlines() if line.strip()), type(reason).__name__
-        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        lines = (line for line in str(error).splitlines() if line.strip())
+        first = reason(next(lines, type(error).__name__))
         raise RefusedError(
             f"the {what} of the folder {folder.name} cannot be read ({first}); download its files "
             f"(.safetensors, configurations and tokenizer) again."
-        ) from reason
+        ) from error

@@ -60,6 +60,7 @@ def paint(config: ParallelConfig, options) -> tuple[torch.Tensor, float]:
         f"{config.product} on the {config.resolve_device(torch.cuda.device_count())}: starting ...",
         file=sys.stderr,
     )
+    backends.allow(MODEL)
     backend = backends.backend_for(config)
     message = request(
         backend.load(str(MODEL)).model, options.prompt, options.steps, options.cfg, options.seed

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import launch  # noqa: E402
-import pack  # noqa: E402, F401
+import pack  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -37,6 +37,14 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def allowed_folders(tmp_path_factory):
+    """Backends may load what the tests write, and the demo model."""
+    from parallel_dit.nodes import backends
+
+    backends.allow(tmp_path_factory.getbasetemp(), pack.ROOT / "demo")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,6 +49,7 @@ def test_nodes_reach_the_backend_through_its_shared_files_only(path):
         "..backend.config",
         "..backend.frames",
         "..backend.handshake",
+        "..backend.loading.guarded",
         "..backend.protocol",
         "..backend.solver_names",
         "..backend.errors",

@@ -9,7 +9,14 @@ import torch
 from families import model_call
 
 # noqa: F401
-from live_backend import CONFIG, request_for, with_tensors
+from live_backend import (  # noqa: F401 (fixtures)
+    CONFIG,
+    backend,
+    checkpoint,
+    close_at_the_end,
+    request_for,
+    with_tensors,
+)
 from loras import write_mixed
 from parallel_dit.backend import protocol
 from parallel_dit.backend.config import ParallelConfig

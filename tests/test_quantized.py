@@ -243,7 +243,7 @@ FIRST = "double_blocks.0.img_mod.lin"
 REFUSED = {
     "unknown format": (
         lambda s: with_settings(s, {"format": "convrot_w4a4"}),
-        "quantized as convrot_w4a4, which is not supported; supported are float8_e4m3fn",
+        "quantized as 'convrot_w4a4', which is not supported; supported are float8_e4m3fn",
     ),
     "no format": (lambda s: with_settings(s, b"nonsense"), "is no JSON"),
     "other storage": (

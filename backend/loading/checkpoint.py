@@ -1,7 +1,6 @@
 """A transformer on disk: which family, which configuration, and how a rank reads its part."""
 
 import inspect
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +16,8 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from ..config import ParallelConfig
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, reason, some
+from ..folders import ANYWHERE, Folders
 from ..models import FAMILIES, fallback, family_of_class
 from ..models.spec import Family
 from ..parallel import cost, split
@@ -25,7 +25,9 @@ from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
-from .layout import PREFIXES, Source, from_diffusers, sources
+from .guarded import read_json
+from .layout import PREFIXES, Source, from_diffusers, numbered, sources
+from .plausible import build, check_config
 from .scaled import ScaledFiles
 
 
@@ -64,13 +66,15 @@ class Checkpoint:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The transformer without weights (buffers are real)."""
-        cls = getattr(diffusers, self.family.transformer)
-        accepted = inspect.signature(cls.__init__).parameters
+        """The transformer without weights (buffers are real). Raises UnsupportedError where the
+        configuration makes none, or none that the files could fill."""
+        cls, adjust = getattr(diffusers, self.family.transformer), self.family.adjust
+        check_config(self.name, cls.__name__, self.config, self.files.shapes)
+        parts = self.family.layout.most_parts if self.single_file else 1
         with init_empty_weights(include_buffers=False):
-            transformer = cls(**{key: value for key, value in self.config.items() if key in accepted})
-            if self.family.adjust:
-                self.family.adjust(transformer, self.config)
+            transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
+            if adjust:
+                adjust(transformer, self.config)
         return transformer.eval().requires_grad_(False)
 
     @property
@@ -134,7 +138,7 @@ class Checkpoint:
         if missing:
             raise UnsupportedError(
                 f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, "
-                f"first {', '.join(missing[:5])}; the file is incomplete or of another variant."
+                f"first {some(missing)}; the file is incomplete or of another variant."
             )
         for name, source in found.items():
             self._check_shape(name, source, shapes[name])
@@ -150,8 +154,8 @@ class Checkpoint:
         rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
         if (rows, *have[1:]) != want:
             raise UnsupportedError(
-                f"{self.name}: {name} has shape {(rows, *have[1:])} in the file but {self.family.name} "
-                f"with this configuration needs {want}; the file is of another variant."
+                f"{self.name}: {quoted(name)} has shape {(rows, *have[1:])} in the file but "
+                f"{self.family.name} with this configuration needs {want}; the file is of another variant."
             )
 
     @property
@@ -232,24 +236,25 @@ def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # one alone stays where it is mapped
 
 
-def open_checkpoint(path: str) -> Checkpoint:
-    """Recognise the file or folder at ``path``, reading headers only. Raises UnsupportedError."""
+def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
+    """Recognise the file or folder at ``path``, reading headers only; what a folder's index names may be
+    links to what is ``allowed``. Raises UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
-    checkpoint = _open_folder(where) if where.is_dir() else _open_single_file(where)
+    checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
     for name, (value, what) in checkpoint.family.only.items():
         told = checkpoint.config.get(name, value)
         if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
             raise UnsupportedError(
-                f"{checkpoint.name} is {what} (its {name} is {told!r}), a variant of "
+                f"{checkpoint.name} is {what} (its {name} is {quoted(told)}), a variant of "
                 f"{checkpoint.family.name} that is not supported; use another model of this family."
             )
     _ = checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
     return checkpoint
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
     inner = folder / "transformer" if is_pipeline else folder
     if not (inner / "config.json").is_file():
@@ -257,7 +262,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer "
             f"folder."
         )
-    config = json.loads((inner / "config.json").read_text())
+    config = read_json(inner / "config.json")
     cls = _transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
     parameters = inspect.signature(cls.__init__).parameters.values()
@@ -266,19 +271,20 @@ def _open_folder(folder: Path) -> Checkpoint:
     }  # older folders do not name what came later
     config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
     pipeline = {
-        part: json.loads(path.read_text())
+        part: read_json(path)
         for part, path in (
             ("scheduler", folder / "scheduler/scheduler_config.json"),
             ("vae", folder / "vae/config.json"),
         )
         if path.is_file()
     }
-    family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
-    parts, names = [inner], family.beside.names if family.beside else {}
-    if family.beside and (folder / family.beside.folder / "config.json").is_file():
+    family = family_of_class(cls.__name__)
+    parts, names = [inner], family.beside.names if family and family.beside else {}
+    if names and (folder / family.beside.folder / "config.json").is_file():
         parts.append(folder / family.beside.folder)
-        config |= family.beside.config(json.loads((parts[1] / "config.json").read_text()))
-    files = ScaledFiles(folder_files(*parts))
+        config |= family.beside.config(read_json(parts[1] / "config.json"))
+    files = ScaledFiles(folder_files(*parts, allowed=allowed))
+    family = family or _fallback(folder.name, cls, config, files, pipeline)
     keys = {
         ours + key.removeprefix(theirs): key
         for ours, theirs in names.items()
@@ -290,12 +296,22 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
+def _fallback(name: str, cls: type, config: dict, files: Weights, pipeline: dict) -> Family:
+    """The family of a class without a family file, which is found out by running blocks of the sizes that the
+    configuration tells: those of ``files``, or it is refused."""
+    trial = Checkpoint(name, fallback.unknown(cls), config, files)
+    _ = trial.sources
+    return fallback.family(cls, config, pipeline.get("scheduler"))
+
+
 def _transformer_class(folder: Path, config: dict) -> type:
-    name = config.get("_class_name", "")
+    name = config.get("_class_name")
+    name = name if isinstance(name, str) and name.isidentifier() else ""
     cls = getattr(diffusers, name, None)
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
         raise UnsupportedError(
-            f"the folder {folder} holds a {name or 'model without a class name'}, which is no transformer "
+            f"the folder {folder} holds a {name[:80] or 'model without a class name'}, which is no "
+            f"transformer "
             f"of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
         )
     return cls
@@ -320,10 +336,9 @@ def _open_single_file(path: Path) -> Checkpoint:
                 f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it "
                 f"with KSampler."
             )
-    first = ", ".join(list(files.shapes)[:3])
     raise UnsupportedError(
         f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
-        f"with {first}. A text encoder or VAE does not belong here."
+        f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."
     )
 
 
@@ -335,10 +350,18 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
     file's tensors. UnsupportedError where a family's names are there but no configuration of it has these
     shapes; None where there is no family's.
     """
-    found, reason = [], None
+    found, why = [], None
+    bare = {
+        prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
+        for prefix in PREFIXES
+    }
+    shapes_of = {
+        prefix: {name: files.shapes[key] for name, key in keys.items()} for prefix, keys in bare.items()
+    }
+    blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
     for family, prefix in product(FAMILIES.values(), PREFIXES):
-        keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
-        shapes = from_diffusers(family.layout, {name: files.shapes[key] for name, key in keys.items()})
+        keys = bare[prefix]
+        shapes = from_diffusers(family.layout, shapes_of[prefix], blocks[prefix])
         if any(key not in shapes for key in family.layout.signature) or any(
             key in shapes for key in (*family.layout.absent, *family.layout.variants)
         ):
@@ -348,12 +371,12 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
             checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
-            reason = (
-                reason
+            why = (
+                why
                 or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not "
-                f"tell the configuration ({error}); use the diffusers folder with its config.json, or a "
-                f"file in ComfyUI's layout."
+                f"tell the configuration ({reason(error)}); use the diffusers folder with its config.json, "
+                f"or a file in ComfyUI's layout."
             )
-    if reason and not found:
-        raise UnsupportedError(reason)
+    if why and not found:
+        raise UnsupportedError(why)
     return max(found, key=lambda candidate: candidate[0])[1] if found else None

@@ -1,6 +1,5 @@
 """safetensors files, mapped and read by slices; bytes are counted."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -8,7 +7,9 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, reason
+from ..folders import ANYWHERE, Folders
+from .guarded import check_headers, check_names, shards
 
 DTYPES = {
     "F64": torch.float64,
@@ -53,9 +54,13 @@ class TensorFiles:
 
     def __init__(self, paths: list[Path]):
         self.bytes_read, self.name = 0, paths[0].name
+        for path in paths:
+            _check_kind(path)
+        check_headers(paths)
         self._handles = {path: _open(path) for path in paths}
         self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        check_names(self.name, self._where)
         self.metadata = {
             key: value
             for handle in self._handles.values()
@@ -69,8 +74,8 @@ class TensorFiles:
         name = self.stored(key)
         if name not in DTYPES:
             raise UnsupportedError(
-                f"the tensor {key!r} is stored as {name}, a quantization that is not supported; use a "
-                f"bf16, fp16, fp32, fp8 or GGUF file."
+                f"the tensor {quoted(key)} is stored as {name}, a quantization that is not "
+                f"supported; use a bf16, fp16, fp32, fp8 or GGUF file."
             )
         return DTYPES[name]
 
@@ -103,7 +108,7 @@ class TensorFiles:
         return tensor
 
 
-def _open(path: Path):
+def _check_kind(path: Path):
     if not path.is_file():
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):
@@ -111,25 +116,28 @@ def _open(path: Path):
             f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run "
             f"code when they are opened."
         )
+
+
+def _open(path: Path):
     try:
         return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last of torch, which maps the file
         raise UnsupportedError(
-            f"{path.name} cannot be read as safetensors ({error}); it is truncated or no safetensors file: "
-            f"download it again."
+            f"{path.name} cannot be read as safetensors ({reason(error)}); it is truncated or no safetensors "
+            f"file: download it again."
         ) from None
 
 
-def folder_files(*folders: Path) -> TensorFiles:
-    """The weights of diffusers folders: of each one safetensors file, or several with an index."""
-    return TensorFiles([path for folder in folders for path in _paths(folder)])
+def folder_files(*folders: Path, allowed: Folders = ANYWHERE) -> TensorFiles:
+    """The weights of diffusers folders: of each one safetensors file, or several with an index, which may be
+    links to what is ``allowed``."""
+    return TensorFiles([path for folder in folders for path in _paths(folder, allowed)])
 
 
-def _paths(folder: Path) -> list[Path]:
+def _paths(folder: Path, allowed: Folders) -> list[Path]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
-        names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
-        return [folder / name for name in names]
+        return shards(indices[0], allowed)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise UnsupportedError(

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, reason
 from .files import ALL, CPU
+from .gguf_header import check_gguf
+from .guarded import check_names
 
 #: Where a tensor was stored in another shape, for blocks to fit, its own is in the metadata under this name.
 SHAPE = "comfy.gguf.orig_shape."
@@ -46,7 +48,9 @@ class GGUFFile:
                 f"-m pip install gguf"
             )
         self.bytes_read, self.name, self.metadata, self.size = 0, path.name, {}, path.stat().st_size
+        check_gguf(path)
         self._stored = _open(path)
+        check_names(self.name, self._stored)
         self.shapes = {key: stored.shape for key, stored in self._stored.items()}
 
     def dtype(self, key: str) -> torch.dtype:
@@ -114,10 +118,10 @@ def _open(path: Path) -> dict[str, Stored]:
             for name, field in reader.fields.items()
             if name.startswith(SHAPE)
         }
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise UnsupportedError(
-            f"{path.name} cannot be read as GGUF ({error}); it is truncated or no GGUF file: download it "
-            f"again."
+            f"{path.name} cannot be read as GGUF ({reason(error)}); it is truncated or no GGUF file: "
+            f"download it again."
         ) from None
     found = {}
     for tensor in reader.tensors:
@@ -127,14 +131,14 @@ def _open(path: Path) -> dict[str, Stored]:
                 [*PLAIN, *(each.name for each in dequantize_functions if each.name not in PLAIN)]
             )
             raise UnsupportedError(
-                f"{path.name}: the tensor {tensor.name} is stored as {kind}, which is not supported; "
+                f"{path.name}: the tensor {quoted(tensor.name)} is stored as {kind}, which is not supported; "
                 f"supported are {known}. Use another file of this model."
             )
         shape = shapes.get(tensor.name, tuple(reversed(tensor.shape.tolist())))
-        if math.prod(shape) != tensor.n_elements:
+        if math.prod(shape) != tensor.n_elements or any(side < 0 for side in shape):
             raise UnsupportedError(
-                f"{path.name}: {SHAPE}{tensor.name} is {shape}, but the tensor has {tensor.n_elements} "
-                f"values; the file was converted badly: use another one of this model."
+                f"{path.name}: the {SHAPE} of {quoted(tensor.name)} is {quoted(shape)}, but the tensor has "
+                f"{tensor.n_elements} values; the file was converted badly: use another one of this model."
             )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         data = torch.from_numpy(reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])

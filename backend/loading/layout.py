@@ -2,10 +2,12 @@
 of the family."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..parallel.rows import Span
+from .guarded import is_number
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,10 +40,12 @@ class Layout:
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     variants: Mapping[str, str] = field(default_factory=dict)
 
-    def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
+    def keys(self, keys: Collection[str]) -> dict[str, str] | None:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
         is of another layout."""
         for prefix in PREFIXES:
+            if not self.spellings and any(prefix + key not in keys for key in self.signature):
+                continue  # without a look at each key, of which there may be many
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
             if all(key in found for key in self.signature) and not any(
                 key in found for key in (*self.absent, *self.variants)
@@ -49,8 +53,11 @@ class Layout:
                 return found
         return None
 
-    def unsupported(self, keys: Iterable[str]) -> str | None:
+    def unsupported(self, keys: Collection[str]) -> str | None:
         """The name of a variant that is not supported and that ``keys`` are of."""
+        if not self.spellings:
+            known = ((prefix + key, name) for prefix in PREFIXES for key, name in self.variants.items())
+            return next((name for key, name in known if key in keys), None)
         bare = {
             self.spell(key.removeprefix(prefix))
             for prefix in PREFIXES
@@ -58,6 +65,11 @@ class Layout:
             if key.startswith(prefix)
         }
         return next((name for key, name in self.variants.items() if key in bare), None)
+
+    @property
+    def most_parts(self) -> int:
+        """How many parameters one of the file's tensors holds at most."""
+        return max((len(targets.split()) for targets in self.names.values()), default=1)
 
     def spell(self, key: str) -> str:
         """A key of another spelling in this one."""
@@ -117,20 +129,31 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     return {name: Source(name) for name in parameters} | found
 
 
-def from_diffusers(layout: Layout, parameters: Shapes) -> dict[str, tuple[int, ...]]:
+def numbered(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names with {} in the place of a number -> the numbers that are there, as they are written."""
+    found = defaultdict(list)
+    for name in names:
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if is_number(part):
+                found[".".join([*parts[:i], "{}", *parts[i + 1 :]])].append(part)
+    return found
+
+
+def from_diffusers(
+    layout: Layout, parameters: Shapes, blocks: Mapping[str, list[str]]
+) -> dict[str, tuple[int, ...]]:
     """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has:
-    rows of stacked modules added up."""
+    rows of stacked modules added up. ``blocks``: ``numbered(parameters)``."""
     found, left = {}, dict(parameters)
-    blocks = 1 + max(
-        (int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0
-    )
     for file_name, targets in layout.names.items():
-        for i in range(blocks if "{}" in file_name else 1):
-            for leaf in ("", ".weight", ".bias"):
-                names = [target.replace("{}", str(i)) + leaf for target in targets.split()]
+        first = targets.split()[0]
+        for leaf in ("", ".weight", ".bias"):
+            for i in blocks.get(first + leaf, ()) if "{}" in file_name else ("0",):
+                names = [target.replace("{}", i) + leaf for target in targets.split()]
                 if all(name in left for name in names):
                     shapes = [left.pop(name) for name in names]
-                    found[file_name.replace("{}", str(i)) + leaf] = (
+                    found[file_name.replace("{}", i) + leaf] = (
                         (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
                     )
     return left | found

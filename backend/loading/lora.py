@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, some
+from ..folders import ANYWHERE, Folders
 from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
 from .files import TensorFiles
 from .layout import Layout, Shapes, Source, sources
@@ -72,8 +73,6 @@ ALIASES = (
     ("_processor_to_", "_to_"),
     ("_to_out", "_to_out_0"),
 )
-#: Keys that a message names.
-NAMED = 5
 #: Far beyond the node's 100, and far below what float32 holds.
 MOST_STRENGTH = 1_000_000
 
@@ -114,7 +113,7 @@ class Lora:
             return ""
         return (
             f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded, because "
-            f"this model has nothing of their names: {_some(self.unmatched, 20)}."
+            f"this model has nothing of their names: {some(self.unmatched, 20)}."
         )
 
 
@@ -167,8 +166,8 @@ class Targets:
         )
 
 
-def lora_stack(loras: list) -> tuple[LoraUse, ...]:
-    """The ``loras`` of a message, [[path, strength], ...]. Raises UnsupportedError."""
+def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
+    """The ``loras`` of a message, [[path, strength], ...], all below ``folders``. Raises UnsupportedError."""
     for lora in loras:
         if (
             not isinstance(lora, (list, tuple))
@@ -179,9 +178,10 @@ def lora_stack(loras: list) -> tuple[LoraUse, ...]:
             or not abs(lora[1]) <= MOST_STRENGTH
         ):
             raise UnsupportedError(
-                f"loras holds {lora!r:.200}, which is not a pair of a path and a strength (a finite number, "
-                f"at most {MOST_STRENGTH:,})."
+                f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength (a finite "
+                f"number, at most {MOST_STRENGTH:,})."
             )
+        folders.check(lora[0])
     return tuple(LoraUse(path, float(strength), _stamp(Path(path))) for path, strength in loras)
 
 
@@ -221,7 +221,7 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     if not adapters:
         raise UnsupportedError(
             f"the LoRA {where.name} has nothing for {model}: its keys begin with "
-            f"{_some(list(files.shapes))}, while this model has modules like {targets.examples}, looked "
+            f"{some(files.shapes)}, while this model has modules like {targets.examples}, looked "
             f"for "
             "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ "
             "and lycoris_; it was made for another model."
@@ -235,13 +235,13 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"]
         )
         raise UnsupportedError(
-            f"the LoRA {name} has {keys['refused']!r} ({kind}), which is not supported; use KSampler for "
-            f"it, or a LoRA of another kind."
+            f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported; use KSampler "
+            f"for it, or a LoRA of another kind."
         )
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
         raise UnsupportedError(
-            f"the LoRA {name} is incomplete: of {target.name} it has only {', '.join(keys.values())}; "
+            f"the LoRA {name} is incomplete: of {target.name} it has only {some(keys.values())}; "
             f"download it again."
         )
     adapter = kind(files, keys, target.shape)
@@ -256,7 +256,8 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         (1, target.shape[1]),
     ):
         raise UnsupportedError(
-            f"the LoRA {name} has {keys['dora_scale']!r} of {_times(files.shapes[keys['dora_scale']])}, "
+            f"the LoRA {name} has {quoted(keys['dora_scale'])} of "
+            f"{_times(files.shapes[keys['dora_scale']])}, "
             f"which is neither a row nor a column of a tensor of {_times(target.shape)}."
         )
     return adapter
@@ -274,10 +275,6 @@ def _by_name(targets: Iterable[Target]) -> dict[str, Target]:
         for target in targets
         for name in (target.name, target.name.removesuffix(".weight").removesuffix(".scale"))
     }
-
-
-def _some(names: list[str], most: int = NAMED) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def _times(shape) -> str:

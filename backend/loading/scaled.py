@@ -8,13 +8,14 @@ can, which needs input_scale; here activations stay as they are.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, reason
 from .files import ALL, CPU, TensorFiles
 from .layout import PREFIXES
 
@@ -27,6 +28,8 @@ FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
+#: Bytes of a layer's description (a few dozen as published), and values that are rotated together.
+MOST_SETTINGS, MOST_ROTATED = 4_096, 4_096
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,15 @@ def _rotation(settings: Mapping) -> int | None:
     """Group size of the rotation under which an int8 layer was quantized; None where it was not rotated."""
     nested = settings.get("params") if isinstance(settings.get("params"), dict) else {}
     settings = {**nested, **settings}
-    return int(settings.get("convrot_groupsize", 256)) if settings.get("convrot") else None
+    size = settings.get("convrot_groupsize", 256)
+    if not settings.get("convrot"):
+        return None
+    if size not in (4**power for power in range(1, 7)):  # 4 to MOST_ROTATED
+        raise UnsupportedError(
+            f"a layer is rotated in groups of {quoted(size)} values, and a power of four up to "
+            f"{MOST_ROTATED:,} is supported; use another file of this model."
+        )
+    return size
 
 
 def _hadamard(size: int, device: torch.device) -> Tensor:
@@ -183,8 +194,8 @@ class ScaledFiles:
         orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
         if orphan:
             raise UnsupportedError(
-                f"{files.name} is quantized with scales ({orphan}), but the weight that they belong to is "
-                f"not; the file was converted badly: use another one of this model."
+                f"{files.name} is quantized with scales ({quoted(orphan)}), but the weight that they belong "
+                f"to is not; the file was converted badly: use another one of this model."
             )
         self.shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
@@ -238,7 +249,7 @@ def _layers(files: TensorFiles) -> list[Layer]:
     for key in files.shapes:
         name, _, leaf = key.rpartition(".")
         if leaf == "comfy_quant":
-            found[name] = _settings(files, key, bytes(files.read(key).tolist()))
+            found[name] = _settings(files, key, _bytes(files, key))
         elif (
             leaf in ("scale_weight", "weight_scale")
             and name not in found
@@ -249,26 +260,35 @@ def _layers(files: TensorFiles) -> list[Layer]:
     return [_checked(files, name, settings) for name, settings in found.items()]
 
 
+def _bytes(files: TensorFiles, key: str) -> bytes:
+    shape = files.shapes[key]
+    if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
+        raise UnsupportedError(
+            f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}, and "
+            f"describes a layer in {MOST_SETTINGS:,} bytes at most; the file was converted badly: use "
+            f"another one of this model."
+        )
+    return bytes(files.read(key).flatten().tolist())
+
+
 def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedError(
-            f"{files.name}: {where} is no JSON ({error}); the file was converted badly: use another one of "
-            f"this model."
+            f"{files.name}: {quoted(where)} is no JSON ({reason(error)}); the file was converted badly: use "
+            f"another one of this model."
         ) from None
     return found if isinstance(found, dict) else {}
 
 
 def _described_in_header(files: TensorFiles):
     """Layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
-    for name, settings in (
-        _settings(files, "_quantization_metadata", files.metadata.get("_quantization_metadata", "{}"))
-        .get("layers", {})
-        .items()
-    ):
+    where = "_quantization_metadata"
+    layers = _settings(files, where, files.metadata.get(where, "{}")).get("layers", {})
+    for name, settings in (layers if isinstance(layers, dict) else {}).items():
         prefix = next((prefix for prefix in PREFIXES if f"{prefix}{name}.weight" in files.shapes), "")
-        yield prefix + name, settings
+        yield prefix + name, settings if isinstance(settings, dict) else {}
 
 
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
@@ -276,16 +296,16 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         settings.get("format"),
         files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing",
     )
-    form = FORMATS.get(kind)
+    form = FORMATS.get(kind) if isinstance(kind, str) else None
     if form is None:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is quantized as {kind}, which is not supported; supported are "
-            f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
+            f"{files.name}: the layer {quoted(name)} is quantized as {quoted(kind)}, which is not supported; "
+            f"supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
         )
     if stored not in form.stored:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is said to be {kind} but is stored as {stored}; the file was "
-            f"converted badly: use another one of this model."
+            f"{files.name}: the layer {quoted(name)} is said to be {kind} but is stored as {stored}; "
+            f"the file was converted badly: use another one of this model."
         )
     leaves = {
         leaf: files.shapes[f"{name}.{leaf}"] for leaf in WEIGHT_SCALES if f"{name}.{leaf}" in files.shapes
@@ -297,8 +317,8 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     ]
     if missing:
         raise UnsupportedError(
-            f"{files.name}: the layer {name} is quantized as {kind} but lacks {', '.join(missing)}; the "
-            f"file is incomplete: download it again."
+            f"{files.name}: the layer {quoted(name)} is quantized as {kind} but lacks {', '.join(missing)}; "
+            f"the file is incomplete: download it again."
         )
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
@@ -320,6 +340,6 @@ def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[s
         fits = count == 1 or (count == layer.shape[0] == have[0])
     if not fits or (layer.block > 1 and layer.shape[1] % layer.block):
         raise UnsupportedError(
-            f"{files.name}: the scales of {layer.name} have shape {have}, which does not fit its {kind} "
-            f"weight of shape {layer.shape}; use another file of this model."
+            f"{files.name}: the scales of {quoted(layer.name)} have shape {have}, which does not fit its "
+            f"{kind} weight of shape {layer.shape}; use another file of this model."
         )

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, quoted, reason
 from ..loading.layout import Layout
 from ..schedule import DiscreteSchedule
 from ..tokens import TokenGrid
@@ -142,6 +142,25 @@ def _text_positions(text, counts):
 
 def _pixels(grid, latent):
     return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
+
+
+def unknown(cls: type) -> Family:
+    """A family of which nothing is known but its class: enough to compare a configuration with a file."""
+    return Family(
+        name=cls.__name__,
+        transformer=cls.__name__,
+        prediction="flow",
+        block_lists=(),
+        returns=("image",),
+        patch=lambda config: (1, 1, 1),
+        latent_channels=lambda config: 1,
+        conditioning=(),
+        required=(),
+        widths=lambda config: {},
+        forward_args=lambda *arguments: {},
+        output=lambda output, grid: output,
+        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
+    )
 
 
 def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
@@ -335,7 +354,7 @@ class _Probe:
         except Exception as error:  # whatever a foreign forward raises
             raise UnsupportedError(
                 f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed "
-                f"({type(error).__name__}: {error}); docs/adding_a_model.md says how to add a family."
+                f"({type(error).__name__}: {reason(error)}); docs/adding_a_model.md says how to add a family."
             ) from error
 
 
@@ -348,8 +367,8 @@ def _prediction(scheduler: Mapping | None) -> str:
     )
     if kind is None:
         raise UnsupportedError(
-            f"the pipeline's scheduler predicts {scheduler['prediction_type']!r}; epsilon, v_prediction "
-            f"and flow are supported."
+            f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}; epsilon, "
+            f"v_prediction and flow are supported."
         )
     return kind
 
@@ -360,7 +379,7 @@ def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
     kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
     if scheduler.get("beta_schedule", "linear") not in kinds:
         raise UnsupportedError(
-            f"the pipeline's scheduler has the beta_schedule {scheduler['beta_schedule']!r}; "
+            f"the pipeline's scheduler has the beta_schedule {quoted(scheduler['beta_schedule'])}; "
             f"{', '.join(kinds)} are supported."
         )
     return DiscreteSchedule(

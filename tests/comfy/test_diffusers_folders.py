@@ -217,7 +217,7 @@ def test_returns_are_told_in_diffusers_order(name):
         ),
         (
             lambda path: change_index(path, _class_name="WanPipeline"),
-            "is of WanPipeline, and nothing here tells how that encodes prompts; known are SanaPipeline, "
+            "is of 'WanPipeline', and nothing here tells how that encodes prompts; known are SanaPipeline, "
             ".*CLIPLoader",
         ),
         (
@@ -226,7 +226,7 @@ def test_returns_are_told_in_diffusers_order(name):
         ),
         (
             lambda path: change_index(path, text_encoder=["my_encoder", "Encoder"]),
-            r"brings code of its own for its text_encoder \(my_encoder\), which is not run",
+            r"brings code of its own for its 'text_encoder \(my_encoder\)', which is not run",
         ),
         (
             lambda path: (path / "text_encoder/model.safetensors").unlink(),

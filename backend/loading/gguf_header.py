@@ -1,0 +1,125 @@
+"""The header of a GGUF file, walked once before the gguf package reads it: that trusts every count in it, and
+makes objects of each entry of an array.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import UnsupportedError, quoted
+from .guarded import MOST_HEADER, open_regular
+
+VERSIONS = (2, 3)
+#: Bytes of a metadata value, by type; strings and arrays are read.
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+STRING, ARRAY, UINT32 = 8, 9, 4
+#: Metadata, entries of all of its arrays together, and tensors; a language model's tokenizer has more.
+MOST_FIELDS, MOST_ENTRIES, MOST_TENSORS = 4_096, 65_536, 16_384
+MOST_DIMENSIONS = 4
+ALIGNMENT = "general.alignment"
+
+
+def check_gguf(path: Path):
+    """Refuse a file whose header claims what is not there, or more than any transformer has. Raises
+    UnsupportedError."""
+    with open_regular(path) as file:
+        _Header(path.name, file).check()
+
+
+class _Header:
+    def __init__(self, name: str, file: BinaryIO):
+        self.name, self.file, self.size = name, file, os.fstat(file.fileno()).st_size
+        self.entries, self.alignment = 0, 32
+
+    def check(self):
+        if self.take(4) != b"GGUF":
+            self.refuse("it does not begin with GGUF")
+        version = self.number("<I")
+        if version not in VERSIONS:
+            self.refuse(f"its version is {version}")
+        tensors, fields = self.number("<Q"), self.number("<Q")
+        self.few("tensors", tensors, MOST_TENSORS)
+        self.few("metadata entries", fields, MOST_FIELDS)
+        for _ in range(fields):
+            self.field()
+        if not (0 < self.alignment <= 1 << 16 and self.alignment & (self.alignment - 1) == 0):
+            self.refuse(f"its alignment is {self.alignment}")
+        ends = [self.tensor() for _ in range(tensors)]
+        start = -(-self.file.tell() // self.alignment) * self.alignment
+        if start + max(ends, default=0) > self.size:
+            self.refuse(f"its tensors end at byte {start + max(ends):,} and the file has {self.size:,}")
+
+    def field(self):
+        key, kind = self.string(), self.number("<I")
+        if key == ALIGNMENT.encode():
+            if kind != UINT32:
+                self.refuse("its alignment is no number")
+            self.alignment = self.number("<I")
+        else:
+            self.value(kind)
+
+    def value(self, kind: int, inside: bool = False):
+        if kind in SIZES:
+            self.take(SIZES[kind])
+        elif kind == STRING:
+            self.string()
+        elif kind == ARRAY and not inside:
+            each, count = self.number("<I"), self.number("<Q")
+            self.entries += count
+            self.few("entries in arrays of its metadata", self.entries, MOST_ENTRIES)
+            for _ in range(count):
+                self.value(each, inside=True)
+        else:
+            self.refuse(f"its metadata has a value of type {kind}" + " in an array" * inside)
+
+    def tensor(self) -> int:
+        """Walk over one tensor's entry; where its bytes end, counted from the first of all."""
+        import gguf
+
+        name, dimensions = self.string(), self.number("<I")
+        if dimensions > MOST_DIMENSIONS:
+            self.refuse(f"the tensor {quoted(_text(name))} has {dimensions} dimensions")
+        values = math.prod(self.number("<Q") for _ in range(dimensions))
+        kind, offset = self.number("<I"), self.number("<Q")
+        if kind not in set(gguf.GGMLQuantizationType):
+            self.refuse(f"the tensor {quoted(_text(name))} is of the type {kind}, which is none")
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        return offset + values // block * size
+
+    def string(self) -> bytes:
+        return self.take(self.number("<Q"))
+
+    def number(self, form: str) -> int:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def take(self, count: int) -> bytes:
+        position = self.file.tell()
+        if count > self.size - position:
+            self.refuse(f"{count:,} bytes are said to follow where {self.size - position:,} do")
+        if position + count > MOST_HEADER:
+            raise UnsupportedError(
+                f"{quoted(self.name)} has a header of more than {MOST_HEADER:,} bytes, so it is no diffusion "
+                f"transformer; use another file."
+            )
+        return self.file.read(count)
+
+    def few(self, what: str, count: int, most: int):
+        if count > most:
+            raise UnsupportedError(
+                f"{quoted(self.name)} says that it has {count:,} {what}, and a diffusion transformer has "
+                f"{most:,} at most; the file is damaged, or of a language model: use another one."
+            )
+
+    def refuse(self, why: str):
+        raise UnsupportedError(
+            f"{quoted(self.name)} cannot be read as GGUF ({why}); it is truncated or no GGUF file: download "
+            f"it again."
+        )
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="replace")
