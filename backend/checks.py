@@ -7,7 +7,7 @@ import torch
 
 from .check_tensors import FLOATS, check_arguments, check_latent, check_numbers
 from .config import ConfigError, ParallelConfig
-from .errors import UnsupportedError
+from .errors import UnsupportedError, reason
 from .models.spec import Family
 from .parallel import kernels
 from .prediction import FLOW, PREDICTIONS
@@ -39,7 +39,7 @@ def refusing(what: str):
     except Exception as error:
         traceback.print_exc()
         raise UnsupportedError(
-            f"{what} could not be checked ({type(error).__name__}: {' '.join(str(error).split()):.300}), "
+            f"{what} could not be checked ({type(error).__name__}: {reason(error)}), "
             f"so nothing was run; look at the node, or the program, that made it."
         ) from error
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -178,6 +179,14 @@ class Leader(Worker):
             raise ConfigError(
                 f"{config.product}, but this backend has {self.mesh.world_size}; start another."
             )
+
+        def act():
+            self.dispatcher.tell(message)
+            self.arrange(config)
+            self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
+            job.reply(self.server.welcome)
+
+        return act
 
     def on_load(self, job: Job, message: Load) -> Act:
         """Refuse a model, or LoRAs of one that is loaded. Raises UnsupportedError."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ..backend.errors import quoted, reason
-from ..backend.loading.guarded import check_regular, read_json
 from ..backend.protocol import RefusedError
+from ..backend.regular import check_regular, read_json
 from .dependencies import pip
 
 #: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of

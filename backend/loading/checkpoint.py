@@ -23,9 +23,9 @@ from ..models.spec import Family
 from ..parallel import cost, split
 from ..parallel.split import Stages
 from ..parallel.tensor import Shard
+from ..regular import read_json
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
-from .guarded import read_json
 from .layout import PREFIXES, Source, from_diffusers, numbered, sources
 from .plausible import build, check_config
 from .scaled import ScaledFiles

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UnsupportedError, quoted
-from .guarded import MOST_HEADER, open_regular
+from ..regular import open_regular
+from .guarded import MOST_HEADER
 
 VERSIONS = (2, 3)
 #: Bytes of a metadata value, by type; strings and arrays are read.

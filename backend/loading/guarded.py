@@ -1,15 +1,13 @@
 """How files are opened that somebody else has made: their kind and the sizes that they claim are checked
 before anything is read by them, so that no file holds a rank up or fills its memory."""
 
-import json
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import BinaryIO
 
-from ..errors import UnsupportedError, quoted, reason
+from ..errors import UnsupportedError, quoted
 from ..folders import ANYWHERE, Folders
+from ..regular import open_regular, read_json
 
 #: Bytes of the header of a safetensors or GGUF file, or of all files of a folder: the largest that are
 #: published have about one MB, LoRAs with a log of their training a few.
@@ -19,58 +17,12 @@ MOST_HEADER = 16 << 20
 MOST_TENSORS = 32_768
 #: Files of a folder.
 MOST_SHARDS = 1_024
-#: Bytes of a configuration (a few thousand as published), and of an index of shards, which names every
-#: tensor.
-MOST_CONFIG, MOST_INDEX = 1 << 20, 16 << 20
+#: Bytes of an index of shards, which names every tensor.
+MOST_INDEX = 16 << 20
 #: Blocks are numbered in the names of their tensors; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
 #: Parts of a name, between dots; published ones have up to about ten.
 MOST_PARTS = 32
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. UnsupportedError for what is none: opening a pipe waits for its writer, and a
-    device has no end."""
-    try:
-        # without waiting; what it is is asked of the open file, which nobody can exchange any more
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{quoted(path.name)} cannot be opened ({reason(error)}).") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise UnsupportedError(
-            f"{quoted(path.name)} is no file but a folder, pipe, socket or device; choose a model's file."
-        )
-    return os.fdopen(handle, "rb")
-
-
-def check_regular(folder: Path):
-    """Refuse a folder with anything but files in it: a library that is given the folder opens what it finds.
-    Raises UnsupportedError, OSError."""
-    for where, _, names in os.walk(folder):
-        for name in names:
-            if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):
-                raise UnsupportedError(f"{quoted(name)} is a pipe, socket or device; delete it.")
-
-
-def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
-    """The object in a JSON file of ``most`` bytes. Raises UnsupportedError."""
-    with open_regular(path) as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise UnsupportedError(
-            f"{quoted(path.name)} has more than {most:,} bytes, which no configuration needs; download it "
-            f"again."
-        )
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedError(
-            f"{quoted(path.name)} is no JSON ({reason(error)}); download it again."
-        ) from None
-    if not isinstance(found, dict):
-        raise UnsupportedError(f"{quoted(path.name)} holds {quoted(found)} and no names; download it again.")
-    return found
 
 
 def check_headers(paths: Iterable[Path]):
