@@ -8,7 +8,6 @@ import pytest
 import torch
 from families import model_call
 
-# noqa: F401
 from live_backend import (  # noqa: F401 (fixtures)
     CONFIG,
     backend,
@@ -261,6 +260,8 @@ def bad_files(folder: Path, good: Path) -> dict[str, tuple[Path, str]]:
     (folder / "text.safetensors").write_text("not a model " * 100)
     (folder / "pickle.ckpt").write_bytes(b"\x80\x04")
     (folder / "empty-folder").mkdir()
+    golden = Path(__file__).parent / "golden"
+    (folder / "latents.safetensors").symlink_to(golden / "flux-dev__euler_simple.safetensors")
     write_checkpoint(
         folder / "incomplete.safetensors", drop=("single_blocks.3.linear1.weight", "txt_in.bias")
     )
@@ -270,7 +271,7 @@ def bad_files(folder: Path, good: Path) -> dict[str, tuple[Path, str]]:
         "text": (folder / "text.safetensors", "no safetensors file"),
         "pickle": (folder / "pickle.ckpt", "not a .safetensors file"),
         "other family": (
-            Path(__file__).parent / "golden" / "flux-dev__euler_simple.safetensors",
+            folder / "latents.safetensors",
             "no transformer of a supported family",
         ),
         "missing keys": (folder / "incomplete.safetensors", "lacks 5 of"),
@@ -305,7 +306,7 @@ def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
     for loras, says in (
         ([(str(folder / "control.safetensors"), 1.0)], "made for another model"),
         ([(path, "1")], "not a pair"),
-        ([("/nowhere", 1.0)], "no LoRA at"),
+        ([(str(folder / "nowhere"), 1.0)], "no LoRA at"),
     ):
         with pytest.raises(protocol.RefusedError, match=says):
             backend.load(checkpoint, loras=loras)
