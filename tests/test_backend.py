@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from families import model_call
-
 from live_backend import (  # noqa: F401 (fixtures)
     CONFIG,
     backend,
