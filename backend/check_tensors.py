@@ -6,8 +6,8 @@ import math
 import torch
 
 from .errors import UnsupportedError
-from .models.arguments import DIMENSIONS, FLOATING, NUMBERS
-from .models.spec import Family
+from .models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
+from .models.family import Family
 from .tokens import NestedGrid, TokenGrid
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 from .check_tensors import FLOATS, check_arguments, check_latent, check_numbers
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
-from .models.spec import Family
+from .models.family import Family
 from .parallel import kernels
 from .prediction import FLOW, PREDICTIONS
 from .prompts import names, side_of

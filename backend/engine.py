@@ -24,7 +24,7 @@ from .loading.report import LoadReport, forget_peak, peak_bytes
 from .memo import remember
 from .mesh import Mesh
 from .model_call import OneCall, build_call, check_call, rows_of_replica
-from .models.spec import Family
+from .models.family import Family
 from .parallel import comm, sharding, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .mesh import Mesh
-from .models.spec import Family
+from .models.family import Family
 from .parallel import comm
 from .parallel.rows import Span
 from .parallel.split import Stages

@@ -17,7 +17,7 @@ from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser, Part, Pending
 from .errors import UnsupportedError
 from .mesh import Axis, Mesh
-from .models.spec import Family
+from .models.family import Family
 from .parallel.rows import Span
 from .parallel.stage import Forward
 from .prediction import OUTPUT

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .config import ParallelConfig
-from .models.spec import Family
+from .models.family import Family
 from .noise import FreshNoise
 from .parallel.rows import Sequence, Span, patches
 from .prediction import PREDICTIONS, Prediction
@@ -27,7 +27,7 @@ class Request:
     client did not tell.
     context: name -> rows behind the latent's in the image stream.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as
-    in models.spec.Nested.
+    in models.family.Nested.
     given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches;
     shares: ranks that share the rows of one.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises;

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .loading.fused import FusedWeights
 from .loading.report import LoadReport
 from .memo import Memos, first_block_argument
-from .models.spec import Family
+from .models.family import Family
 from .parallel.kv import KVBuffers
 from .parallel.stage import Forward, Stage, model_output
 from .request import Request

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 import diffusers
 
 from backend import models
-from backend.models.spec import Family
+from backend.models.family import Family
 
 README, BEGIN, END = (
     ROOT / "README.md",

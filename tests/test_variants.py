@@ -21,8 +21,8 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
-from backend.models import FAMILIES
-from backend.models.calls import ltx2, qwen_image21, references
+from backend.models import FAMILIES, ltx2, qwen_image21
+from backend.models.common import references
 from backend.parallel.stage import model_output
 from backend.protocol import Sample
 from backend.request import build

@@ -19,13 +19,14 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models import FAMILIES, fallback, family_of_class
-from ..models.spec import Family
+from ..models.family import Family
+from ..models.key_layout import PREFIXES
 from ..parallel import cost, split
 from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
-from .layout import PREFIXES, Source, from_diffusers, sources
+from .layout import Source, from_diffusers, sources
 from .scaled import ScaledFiles
 
 

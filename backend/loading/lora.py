@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnsupportedError
+from ..models.key_layout import Layout, Shapes
 from .adapters import KINDS, Adapter, Matrix, matrix
 from .files import TensorFiles
-from .layout import Layout, Shapes, Source, sources
+from .layout import Source, sources
 
 #: Role -> how the ends of keys spell it.
 ROLES = {

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..loading.layout import Layout
 from ..schedule import DiscreteSchedule
 from ..tokens import TokenGrid
+from .family import Family
+from .key_layout import Layout
 from .probe import Trace, shallow, trace
-from .spec import Family
 from .structure import Whole, check_patches, structure
 
 #: Parameter of a forward -> names that configurations have for its width.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..tokens import TokenGrid
+from .family import Family
 from .probe import BlockCall, Trace
-from .spec import Family
 
 
 class Whole(Exception):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..models.spec import Family
+from ..models.family import Family
 from .attention import Attention, LayerCall
 from .comm import Pipe
 from .kv import KVBuffers

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..loading.layout import Layout
 from ..schedule import DiscreteSchedule
 from ..tokens import NestedGrid, TokenGrid
+from .key_layout import Layout
 
 #: How one stream or per-token argument relates to the sequence: its rows are "text", "image" or both
 #: ("joint").

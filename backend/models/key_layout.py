@@ -1,0 +1,67 @@
+"""Key layouts: how a family's single files name the parameters of the diffusers transformer."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+#: Prefixes under which full checkpoints keep their transformer.
+PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "transformer.", "")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a single file names a family's tensors.
+
+    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a
+    variant that is not supported and has it.
+    names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
+    block number; a name of a whole tensor (with .weight or .scale) maps to a whole parameter name. swapped:
+    diffusers modules whose two halves of rows are the other way round, {} being the number of every block,
+    {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as
+    many elements. A parameter that ``names`` does not reach is looked for under its own name. spellings:
+    (theirs, ours) replacements, in order, that turn other spellings of the file's keys into this one. config:
+    shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
+    """
+
+    signature: tuple[str, ...]
+    absent: tuple[str, ...]
+    names: Mapping[str, str]
+    config: Callable[[Shapes], dict]
+    swapped: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
+    variants: Mapping[str, str] = field(default_factory=dict)
+
+    def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
+        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
+        is of another layout."""
+        for prefix in PREFIXES:
+            found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
+            if all(key in found for key in self.signature) and not any(
+                key in found for key in (*self.absent, *self.variants)
+            ):
+                return found
+        return None
+
+    def unsupported(self, keys: Iterable[str]) -> str | None:
+        """The name of a variant that is not supported and that ``keys`` are of."""
+        bare = {
+            self.spell(key.removeprefix(prefix))
+            for prefix in PREFIXES
+            for key in keys
+            if key.startswith(prefix)
+        }
+        return next((name for key, name in self.variants.items() if key in bare), None)
+
+    def spell(self, key: str) -> str:
+        """A key of another spelling in this one."""
+        for theirs, ours in self.spellings:
+            key = key.replace(theirs, ours)
+        return key
+
+
+def blocks_of(shapes: Shapes, name: str) -> int:
+    """How many blocks a file has under ``name``."""
+    return len({key.removeprefix(name + ".").split(".")[0] for key in shapes if key.startswith(name + ".")})
