@@ -63,7 +63,10 @@ class Engine:
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)
         check_model(
-            checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config
+            checkpoint.name,
+            checkpoint.block_count,
+            checkpoint.family.blocks.heads(checkpoint.config),
+            self.config,
         )
 
     def load(
@@ -107,7 +110,7 @@ class Engine:
         )
         memos.go_home()
         if sharded:
-            sharding.shard(transformer, family.block_lists, self.mesh)
+            sharding.shard(transformer, family.blocks.lists, self.mesh)
         stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(
@@ -137,7 +140,12 @@ class Engine:
     def _is_staged(self, family: Family) -> bool:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are
         # refused that
-        return self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
+        return (
+            self.mesh.pp.size > 1
+            or self.mesh.sp.size > 1
+            or self.config.patches > 1
+            or family.cache.static_text
+        )
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks: models of which every rank's part is the same keep
@@ -216,7 +224,7 @@ class Engine:
         model = self.models[key]
         return {
             "config": model.config,
-            "conditioning": list(model.family.conditioning),
+            "conditioning": list(model.family.conditioning.accepted),
             "latent_format": model.latent_format,
             "generic": model.generic,
             "dtype": str(model.dtype).removeprefix("torch."),

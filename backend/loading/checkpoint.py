@@ -55,11 +55,11 @@ class Checkpoint:
             return None
         video = fallback.is_video(getattr(diffusers, self.family.transformer))
         return {
-            "prediction": self.family.prediction,
-            "latent_channels": self.family.latent_channels(self.config),
+            "prediction": self.family.noise.prediction,
+            "latent_channels": self.family.latent.channels(self.config),
             "latent_dimensions": 3 if video else 2,
-            "conditioning": list(self.family.conditioning),
-            "whole_only": self.family.whole_only,
+            "conditioning": list(self.family.conditioning.accepted),
+            "whole_only": self.family.blocks.whole_only,
             "pipeline": self.pipeline,
         }
 
@@ -70,8 +70,8 @@ class Checkpoint:
         accepted = inspect.signature(cls.__init__).parameters
         with init_empty_weights(include_buffers=False):
             transformer = cls(**{key: value for key, value in self.config.items() if key in accepted})
-            if self.family.adjust:
-                self.family.adjust(transformer, self.config)
+            if self.family.build.adjust:
+                self.family.build.adjust(transformer, self.config)
         return transformer.eval().requires_grad_(False)
 
     @property
@@ -79,7 +79,7 @@ class Checkpoint:
         """Names of all blocks in pipeline order."""
         return [
             f"{name}.{i}"
-            for name in self.family.block_lists
+            for name in self.family.blocks.lists
             for i in range(len(self.empty.get_submodule(name)))
         ]
 
@@ -93,11 +93,11 @@ class Checkpoint:
         return cost.block_costs(self.empty, self.family, self.config)
 
     def modulation(self, block: str) -> list[str]:
-        """The modulation layers (family.modulation) of a block."""
+        """The modulation layers (family.cache.modulation) of a block."""
         return [
             f"{block}.{name}"
             for name, _ in self.empty.get_submodule(block).named_modules()
-            if any(fnmatchcase(name, pattern) for pattern in self.family.modulation)
+            if any(fnmatchcase(name, pattern) for pattern in self.family.cache.modulation)
         ]
 
     def stages(self, config: ParallelConfig) -> Stages:
@@ -192,7 +192,7 @@ class Checkpoint:
         for name in wanted:
             weights[name] = self.read(
                 name,
-                torch.float32 if self.family.is_float32(name) else dtype,
+                torch.float32 if self.family.build.is_float32(name) else dtype,
                 device,
                 shards.get(name.rpartition(".")[0]),
             )
@@ -239,7 +239,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
     checkpoint = _open_folder(where) if where.is_dir() else _open_single_file(where)
-    for name, (value, what) in checkpoint.family.only.items():
+    for name, (value, what) in checkpoint.family.build.only.items():
         told = checkpoint.config.get(name, value)
         if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
             raise UnsupportedError(
@@ -275,10 +275,10 @@ def _open_folder(folder: Path) -> Checkpoint:
         if path.is_file()
     }
     family = family_of_class(cls.__name__) or fallback.family(cls, config, pipeline.get("scheduler"))
-    parts, names = [inner], family.beside.names if family.beside else {}
-    if family.beside and (folder / family.beside.folder / "config.json").is_file():
-        parts.append(folder / family.beside.folder)
-        config |= family.beside.config(json.loads((parts[1] / "config.json").read_text()))
+    parts, names = [inner], family.layout.companion.names if family.layout.companion else {}
+    if family.layout.companion and (folder / family.layout.companion.folder / "config.json").is_file():
+        parts.append(folder / family.layout.companion.folder)
+        config |= family.layout.companion.config(json.loads((parts[1] / "config.json").read_text()))
     files = ScaledFiles(folder_files(*parts))
     keys = {
         ours + key.removeprefix(theirs): key

@@ -5,9 +5,10 @@ import torch
 from diffusers.models.embeddings import get_timestep_embedding
 
 from . import flux
+from .blocks import APART, JOINED, Blocks
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Family
+from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any
@@ -98,26 +99,26 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="chroma",
     transformer="ChromaTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    joined=("single_transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    frames=False,
-    conditioning=("c_crossattn", "guidance", "y"),
-    ignored=("y",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    adjust=adjust,
-    prepare=prepare,
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    latent=Latent(
+        channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output, prepare=prepare),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "guidance", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        ignored=("y",),
+        refusal=refusal,
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
-    tp_plan=COMMON | PARALLEL_MLP,
 )

@@ -5,9 +5,10 @@ import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..schedule import DiscreteSchedule
+from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 
@@ -132,23 +133,29 @@ SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    prediction="v-ddpm",
-    schedule=lambda config: SCHEDULE,
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("image", "text"),
-    modulation=("norm1.linear", "norm2.linear"),
-    per_token={"image_rotary_emb": ("image", 0)},
-    patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "c_concat", "ofs"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2)),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
+    ),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("image", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "c_concat", "ofs"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm2.linear")),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -3,10 +3,11 @@ single-stream blocks in the released size."""
 
 import torch
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout
 
 
@@ -128,27 +129,31 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux",
     transformer="FluxTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-    adjust=adjust,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
-    frames=False,
-    context=references.rows,
-    conditioning=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {
-        "c_crossattn": config["joint_attention_dim"],
-        "y": config["pooled_projection_dim"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(
+        channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
+        patch=lambda config: (1, 2, 2),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {
+            "c_crossattn": config["joint_attention_dim"],
+            "y": config["pooled_projection_dim"],
+        },
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    build=Build(adjust=adjust),
     layout=LAYOUT,
 )

@@ -3,10 +3,11 @@ share their modulation; no pooled prompt, latents of 128 channels."""
 
 import torch
 
+from .blocks import APART, JOINED, Blocks
 from .common import references
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Family
+from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
@@ -127,16 +128,29 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    joined=("single_transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    counts_text=True,
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    tp_plan={
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        counts_text=True,
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        ignored=("y",),
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",
         "*.to_qkv_mlp_proj": "packed colwise",
@@ -144,17 +158,5 @@ FAMILY = Family(
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    context=references.rows,
-    conditioning=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
-    ignored=("y",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
     layout=LAYOUT,
 )

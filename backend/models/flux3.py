@@ -3,9 +3,10 @@ then 28 over all; what is given is the same at every step."""
 
 import torch
 
+from .blocks import APART, IMAGE_ONLY, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Positions count half a token along the picture's sides.
@@ -144,31 +145,33 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    prediction="flow",
-    block_lists=("mode_blocks.image", "single_transformer_blocks"),
-    image_first=("mode_blocks.image",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
-    context=references.rows,
-    float32=("*.norm_q.weight", "*.norm_k.weight"),
-    prompt_modules=(
-        "context_embedder",
-        "txt_mode_blocks.[0-9]",
-        "x_embedders.image_cond",
-        "mode_blocks.image_cond.[0-9]",
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
     ),
-    adjust=adjust,
-    tp_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "ref_latents"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    blocks=Blocks(
+        lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "ref_latents"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(
+        prompt_modules=(
+            "context_embedder",
+            "txt_mode_blocks.[0-9]",
+            "x_embedders.image_cond",
+            "mode_blocks.image_cond.[0-9]",
+        )
+    ),
+    build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), adjust=adjust),
+    tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
     layout=LAYOUT,
 )

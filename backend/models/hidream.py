@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 
-from .family import Family
+from .blocks import APART, JOINED, Blocks
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
@@ -106,35 +107,39 @@ TENSOR_PLAN = {
 FAMILY = Family(
     name="hidream",
     transformer="HiDreamImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("double_stream_blocks", "single_stream_blocks"),
-    joined=("single_stream_blocks",),
-    text="encoder_hidden_states",
-    text_position="last",
-    fresh_text=lambda arguments: arguments["encoder_hidden_states_llama3"][0].shape[1],
-    text_needs_a_row=True,
-    counts_image=True,
-    returns=("image", "text"),
-    modulation=("block.adaLN_modulation.1",),
-    prompt_modules=("caption_projection.*.linear",),
-    per_token={"image_rotary_emb": ("joint", 1)},
-    text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
-    shares={
-        "block.ff_i.experts.*": lambda config: config["num_activated_experts"] / config["num_routed_experts"]
-    },
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "y", "encoder_hidden_states_llama3"),
-    required=("c_crossattn", "y", "encoder_hidden_states_llama3"),
-    widths=lambda config: {
-        "c_crossattn": config["caption_channels"][0],
-        "encoder_hidden_states_llama3": config["caption_channels"][1],
-        "y": config["text_emb_dim"],
-    },
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(output),
-    tp_plan=TENSOR_PLAN,
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"double_stream_blocks": APART, "single_stream_blocks": JOINED},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        fresh_text=lambda arguments: arguments["encoder_hidden_states_llama3"][0].shape[1],
+        needs_text_token=True,
+        counts_image=True,
+        per_token={"image_rotary_emb": ("joint", 1)},
+        text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
+        shares={
+            "block.ff_i.experts.*": lambda config: (
+                config["num_activated_experts"] / config["num_routed_experts"]
+            )
+        },
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "encoder_hidden_states_llama3"),
+        required=("c_crossattn", "y", "encoder_hidden_states_llama3"),
+        widths=lambda config: {
+            "c_crossattn": config["caption_channels"][0],
+            "encoder_hidden_states_llama3": config["caption_channels"][1],
+            "y": config["text_emb_dim"],
+        },
+    ),
+    cache=Cache(modulation=("block.adaLN_modulation.1",), prompt_modules=("caption_projection.*.linear",)),
+    build=Build(adjust=adjust),
+    tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

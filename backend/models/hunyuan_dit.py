@@ -10,8 +10,9 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from ..schedule import DiscreteSchedule
+from .blocks import APART, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 TEXT, TEXT_T5 = 77, 256
@@ -155,35 +156,39 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-dit",
     transformer="HunyuanDiT2DModel",
-    prediction="v",
-    schedule=schedule,
-    block_lists=("blocks",),
-    returns=("image",),
-    per_token={"image_rotary_emb": ("image", 0)},
-    attention=("image", "cross"),
-    modulation=("norm1.linear",),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    skip="skip",
-    skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=(
-        "c_crossattn",
-        "text_embedding_mask",
-        "encoder_hidden_states_t5",
-        "text_embedding_mask_t5",
-        "image_meta_size",
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
     ),
-    required=("c_crossattn", "encoder_hidden_states_t5"),
-    widths=lambda config: {
-        "c_crossattn": config["cross_attention_dim"],
-        "encoder_hidden_states_t5": config["cross_attention_dim_t5"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
+    noise=Noise(prediction="v", schedule=schedule),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
+    ),
+    blocks=Blocks(
+        lists={"blocks": APART},
+        per_token={"image_rotary_emb": ("image", 0)},
+        attention=("image", "cross"),
+        skip="skip",
+        skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
+    ),
+    conditioning=Conditioning(
+        accepted=(
+            "c_crossattn",
+            "text_embedding_mask",
+            "encoder_hidden_states_t5",
+            "text_embedding_mask_t5",
+            "image_meta_size",
+        ),
+        required=("c_crossattn", "encoder_hidden_states_t5"),
+        widths=lambda config: {
+            "c_crossattn": config["cross_attention_dim"],
+            "encoder_hidden_states_t5": config["cross_attention_dim_t5"],
+        },
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -12,9 +12,10 @@ import torch
 from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 
@@ -305,28 +306,33 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    text="encoder_hidden_states",
-    text_position="last",
-    text_needs_a_row=True,
-    returns=("image", "text"),
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-    per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
-    clean_inpaint=True,
-    patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
-    adjust=adjust,
-    prepare=prepare,
-    refusal=refusal,
-    conditioning=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output), prepare=prepare
+    ),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        needs_text_token=True,
+        text_layers=TEXT_LAYERS,
+        per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
+        leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
-    tp_plan=COMMON | PARALLEL_MLP,
 )

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import round_input
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .hunyuan_video import NAMES, SPELLINGS
 from .key_layout import Layout, blocks_of
 
@@ -119,38 +120,40 @@ LAYOUT = Layout(
 )
 
 
+MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,"
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="last",
-    text_mask="attention_mask",
-    text_needs_a_row=True,
-    returns=("image", "text"),
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear"),
-    per_token={"freqs_cis": ("image", 0)},
-    adjust=adjust,
-    clean_inpaint=True,
-    patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
-    ignored=("guidance", "y"),
-    required=("c_crossattn",),
-    only={
-        "use_meanflow": (False, "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,")
-    },
-    widths=lambda config: {
-        "c_crossattn": config["text_embed_dim"],
-        "txt_byt5": config["text_embed_2_dim"],
-        "clip_fea": config["image_embed_dim"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        text_mask="attention_mask",
+        needs_text_token=True,
+        text_layers=TEXT_LAYERS,
+        per_token={"freqs_cis": ("image", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {
+            "c_crossattn": config["text_embed_dim"],
+            "txt_byt5": config["text_embed_2_dim"],
+            "clip_fea": config["image_embed_dim"],
+        },
+        ignored=("guidance", "y"),
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
+    build=Build(adjust=adjust, only={"use_meanflow": (False, MEANFLOW)}),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

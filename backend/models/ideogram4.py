@@ -10,9 +10,10 @@ from diffusers.models.transformers.transformer_ideogram4 import (
     Ideogram4AttnProcessor,
 )
 
+from .blocks import JOINED, Blocks
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
-from .family import Family
+from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
@@ -135,22 +136,22 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    prediction="flow",
-    block_lists=("layers",),
-    joined=("layers",),
-    text_position="first",
-    returns=("image",),
-    shares={"adaln_modulation": lambda config: 0},
-    per_token={"image_rotary_emb": ("joint", 1)},
-    adjust=adjust,
-    tp_plan=COMMON,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
-    forward_args=forward_args,
-    output=output,
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=output),
+    blocks=Blocks(
+        lists={"layers": JOINED},
+        text_position="first",
+        shares={"adaln_modulation": lambda config: 0},
+        per_token={"image_rotary_emb": ("joint", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.timestep_precision import round_input
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Rows of the position tables of an axis and of text.
@@ -151,42 +152,41 @@ LAYOUT = Layout(
 )
 
 
+#: Tensor parallelism: pattern of modules -> style.
+TENSOR_PLAN = {
+    **{f"*attention.{name}": "colwise" for name in ("to_query", "to_key", "to_value")},
+    "*attention.out_layer": "rowwise",
+    "*.feed_forward.in_layer": "colwise",
+    "*.feed_forward.out_layer": "rowwise",
+}
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
-    prediction="flow",
-    block_lists=("visual_transformer_blocks",),
-    image="visual_embed",
-    returns=("image",),
-    per_token={"rope": ("image", 1)},
-    attention=("image", "cross"),
-    text_layers=(
-        "cross_attention.to_key",
-        "cross_attention.to_value",
-    ),  # text blocks take the timestep, so they change with it
-    modulation=("visual_modulation.out_layer",),
-    modulation_input="time_embed",
-    adjust=adjust,
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["out_visual_dim"],
-    heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
-    head_size=lambda config: sum(config["axes_dims"]),
-    conditioning=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
-    ignored=("attention_mask",),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    tp_plan={
-        f"*attention.{name}": style
-        for name, style in (
-            ("to_query", "colwise"),
-            ("to_key", "colwise"),
-            ("to_value", "colwise"),
-            ("out_layer", "rowwise"),
-        )
-    }
-    | {"*.feed_forward.in_layer": "colwise", "*.feed_forward.out_layer": "rowwise"},
-    output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1)),
+    latent=Latent(
+        channels=lambda config: config["out_visual_dim"], patch=lambda config: tuple(config["patch_size"])
+    ),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
+    ),
+    blocks=Blocks(
+        lists={"visual_transformer_blocks": APART},
+        image="visual_embed",
+        per_token={"rope": ("image", 1)},
+        attention=("image", "cross"),
+        # text blocks take the timestep, so they change with it
+        text_layers=("cross_attention.to_key", "cross_attention.to_value"),
+        heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
+        head_size=lambda config: sum(config["axes_dims"]),
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
+        ignored=("attention_mask",),
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("visual_modulation.out_layer",), modulation_argument="time_embed"),
+    build=Build(adjust=adjust),
+    tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

@@ -10,6 +10,17 @@ PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "trans
 
 
 @dataclass(frozen=True)
+class CompanionFolder:
+    """A folder of a diffusers pipeline whose tensors are part of the transformer here, as in ComfyUI's files:
+    its name, its configuration -> entries of the transformer's, and the prefix of a parameter here -> that of
+    the folder's."""
+
+    folder: str
+    config: Callable[[Mapping], dict]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a single file names a family's tensors.
 
@@ -22,6 +33,7 @@ class Layout:
     many elements. A parameter that ``names`` does not reach is looked for under its own name. spellings:
     (theirs, ours) replacements, in order, that turn other spellings of the file's keys into this one. config:
     shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
+    companion: what a diffusers pipeline keeps apart from its transformer.
     """
 
     signature: tuple[str, ...]
@@ -33,6 +45,7 @@ class Layout:
     spellings: tuple[tuple[str, str], ...] = ()
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     variants: Mapping[str, str] = field(default_factory=dict)
+    companion: CompanionFolder | None = None
 
     def keys(self, keys: Iterable[str]) -> dict[str, str] | None:
         """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file

@@ -3,9 +3,10 @@ prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
 
+from .blocks import JOINED, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
@@ -120,22 +121,21 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",
-    returns=("image",),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    context=lambda config, grid, cond: references.rows(config, grid, given(cond)),
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-    ignored=("attention_mask",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
+        ignored=("attention_mask",),
+        context_tokens=lambda config, grid, cond: references.rows(config, grid, given(cond)),
+        refusal=refusal,
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

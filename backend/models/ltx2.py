@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from . import ltxv
+from .blocks import APART, Blocks
 from .common.ltx2_blocks import Attention, Block, Levels, hear_the_loudest, highest
-from .common.ltx2_connectors import BESIDE, CONNECTOR_NAMES, connector, put_connectors
+from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
 from .common.tensor_plans import COMMON
-from .family import Family, Nested
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested, Noise
 from .key_layout import Layout, blocks_of
 from .ltxv import corners, guides, times
 
@@ -53,7 +54,7 @@ def adjust(transformer, config):
 def variant(config):
     """Keys and values of 2.3's prompt depend on the noise level."""
     return (
-        {"prompt_only": ()}
+        {"cache.prompt_layers": ()}
         if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
         else {}
     )
@@ -240,6 +241,7 @@ LAYOUT = Layout(
     absent=(),
     config=config_from_shapes,
     metadata=metadata,
+    companion=COMPANION,
     names={
         "patchify_proj": "proj_in",
         "audio_patchify_proj": "audio_proj_in",
@@ -291,38 +293,40 @@ PER_TOKEN = {
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    streams=("hidden_states", "audio_hidden_states"),
-    returns=("image",),
-    attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
-    per_token=PER_TOKEN,
-    prompt_only=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
-    prompt_modules=("caption_projection", "audio_caption_projection"),
-    variant=variant,
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    nested=LATENTS,
-    conditioning=(
-        "c_crossattn",
-        "attention_mask",
-        "frame_rate",
-        "unprocessed_ltxav_embeds",
-        "denoise_mask",
-        "audio_denoise_mask",
-        "keyframe_idxs",
-        "generated_keyframes",
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), nested=LATENTS
     ),
-    required=("c_crossattn",),
-    precise=("frame_rate",),
-    widths=lambda config: {},
-    clean_inpaint=True,
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda outputs, grid: grid.join(list(outputs)),
-    tp_plan={**COMMON, "*.to_gate_logits": "colwise"},
-    per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        streams=("hidden_states", "audio_hidden_states"),
+        attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
+        per_token=PER_TOKEN,
+        per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
+    ),
+    conditioning=Conditioning(
+        accepted=(
+            "c_crossattn",
+            "attention_mask",
+            "frame_rate",
+            "unprocessed_ltxav_embeds",
+            "denoise_mask",
+            "audio_denoise_mask",
+            "keyframe_idxs",
+            "generated_keyframes",
+        ),
+        required=("c_crossattn",),
+        widths=lambda config: {},
+        precise=("frame_rate",),
+        refusal=refusal,
+    ),
+    cache=Cache(
+        prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
+        prompt_modules=("caption_projection", "audio_caption_projection"),
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},
     layout=LAYOUT,
-    beside=BESIDE,
+    variant=variant,
 )

@@ -5,8 +5,9 @@ import json
 
 import torch
 
+from .blocks import APART, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 #: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
@@ -131,24 +132,23 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    returns=("image",),
-    per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
-    attention=("image", "cross"),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    clean_inpaint=True,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
-    required=("c_crossattn",),
-    precise=("frame_rate",),
-    widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    latent=Latent(channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=True),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
+        attention=("image", "cross"),
+        per_feature=("image_rotary_emb",),
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+        precise=("frame_rate",),
+        refusal=refusal,
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
-    per_feature=("image_rotary_emb",),
 )

@@ -3,8 +3,9 @@ grouped queries; two more refine the prompt."""
 
 import torch
 
+from .blocks import IMAGE_ONLY, JOINED, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Most rows of a prompt, and most tokens along a side of the picture, in the position tables; diffusers' own
@@ -106,32 +107,35 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
-    prediction="flow",
-    block_lists=("noise_refiner", "layers"),
-    image_first=("noise_refiner",),
-    joined=("layers",),
-    text_position="first",
-    returns=("image",),
-    per_token={"image_rotary_emb": ("joint", 1)},
-    modulation=("norm1.linear",),
-    prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
-    head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
-    adjust=adjust,
-    tp_plan={
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 1)},
+        head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        refusal=refusal,
+    ),
+    cache=Cache(
+        modulation=("norm1.linear",),
+        prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={
         "*.feed_forward.linear_1": "colwise",
         "*.feed_forward.linear_3": "colwise",
         "*.feed_forward.linear_2": "rowwise",
         **COMMON,
     },
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(output),
     layout=LAYOUT,
 )

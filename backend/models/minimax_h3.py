@@ -3,8 +3,9 @@ each on a noise schedule of its own."""
 
 import torch
 
+from .blocks import JOINED, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family, Nested
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
 from .key_layout import Layout, blocks_of
 
 #: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
@@ -235,6 +236,8 @@ LAYOUT = Layout(
 )
 
 
+#: Given tokens: their values, what each is, where and when it stands.
+GIVEN = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")
 LATENTS = Nested(
     ("video", "audio"),
     patches=lambda config: (tuple(config["patch_size"]), (1, 1, 1)),
@@ -245,38 +248,35 @@ LATENTS = Nested(
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",
-    returns=("image",),
-    per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
-    modulation=("adaln_proj.linear",),
-    modulation_shared=True,
-    float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
-    prompt_modules=("context_embedder", "token_refiner"),
-    adjust=adjust,
-    tp_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    nested=LATENTS,
-    conditioning=(
-        "c_crossattn",
-        "text_tags",
-        "given_video",
-        "given_audio",
-        "given_tags",
-        "given_positions",
-        "given_times",
-        "origin",
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: tuple(config["patch_size"]),
+        nested=LATENTS,
     ),
-    precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
-    text_rows=text_rows,
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_dim"]},
-    width=lambda config: config["hidden_size"],
-    refusal=refusal,
-    forward_args=forward_args,
-    output=output,
+    io=ModelIO(arguments=forward_args, output=output),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",
+        per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
+        width=lambda config: config["hidden_size"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "text_tags", *GIVEN, "origin"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
+        text_tokens=text_rows,
+        refusal=refusal,
+    ),
+    cache=Cache(
+        modulation=("adaln_proj.linear",),
+        modulation_per_sample=False,
+        prompt_modules=("context_embedder", "token_refiner"),
+    ),
+    build=Build(
+        float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
+        adjust=adjust,
+    ),
+    tensor_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
     layout=LAYOUT,
 )

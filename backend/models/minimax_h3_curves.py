@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 from torch import nn
 
 from . import minimax_h3
+from .family import Build
 
 
 class Curve(nn.Module):
@@ -78,8 +79,10 @@ LAYOUT = replace(
 FAMILY = replace(
     minimax_h3.FAMILY,
     name="minimax-h3-curves",
-    adjust=adjust,
-    modulation=(),
-    float32=(*minimax_h3.FAMILY.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+    cache=replace(minimax_h3.FAMILY.cache, modulation=()),
+    build=Build(
+        adjust=adjust,
+        float32=(*minimax_h3.FAMILY.build.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+    ),
     layout=LAYOUT,
 )

@@ -5,8 +5,9 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from ..schedule import DiscreteSchedule
+from .blocks import APART, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 
@@ -114,22 +115,25 @@ SCHEDULE = DiscreteSchedule(0.0001, 0.02, "sqrt_linear")
 FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",
-    prediction="eps",
-    schedule=lambda config: SCHEDULE,
-    block_lists=("transformer_blocks",),
-    returns=("image",),
-    attention=("image", "cross"),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    prepare=prepare,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "c_size", "c_ar"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    forward_args=forward_args,
-    # the model also predicts a variance, which no sampler here reads
-    output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    noise=Noise(prediction="eps", schedule=lambda config: SCHEDULE),
+    io=ModelIO(
+        arguments=forward_args,
+        # the model also predicts a variance, which no sampler here reads
+        output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
+        prepare=prepare,
+    ),
+    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "c_size", "c_ar"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

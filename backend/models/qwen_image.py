@@ -3,9 +3,10 @@ released size; text first, rotary tables for image and text."""
 
 import torch
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.timestep_precision import keep_timestep
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
@@ -123,33 +124,38 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    text_mask="encoder_hidden_states_mask",
-    text_needs_a_row=True,
-    returns=("text", "image"),
-    text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
-    modulation=("img_mod.1", "txt_mod.1"),
-    per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
-    context=references.rows,
-    variant=lambda config: (
-        {"modulation": ()} if config.get("zero_cond_t") else {}
-    ),  # two timesteps a call: nothing that one GEMM of all calls could give
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-    required=("c_crossattn",),
-    only={
-        "use_additional_t_cond": (False, "Qwen-Image-Layered"),
-        "use_layer3d_rope": (False, "Qwen-Image-Layered"),
-        "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
-    },
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(
+        channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        text_mask="encoder_hidden_states_mask",
+        needs_text_token=True,
+        text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
+        per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
+    build=Build(
+        adjust=adjust,
+        only={
+            "use_additional_t_cond": (False, "Qwen-Image-Layered"),
+            "use_layer3d_rope": (False, "Qwen-Image-Layered"),
+            "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
+        },
+    ),
     layout=LAYOUT,
+    # two timesteps a call: nothing that one GEMM of all calls could give
+    variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},
 )

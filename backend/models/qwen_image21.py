@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from diffusers.models.transformers import transformer_qwenimage21 as theirs
 
 from .. import mixing
+from .blocks import JOINED, Blocks
 from .common import references
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 from .qwen_image import Rotary
 
@@ -243,28 +244,26 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",  # and references among it
-    once=True,
-    variant=lambda config: (
-        {} if config.get("causal_condition", True) else {"once": False}
-    ),  # the text is modulated by the step
-    text_rows=text_rows,
-    returns=("image",),
-    attention=("text", ("image", "joint")),
-    per_token={"rotary_emb": ("joint", 0), "target_token_mask": ("joint", 0)},
-    prompt_modules=("txt_in",),
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["context_in_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, -grid.tokens :],
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",  # and references among it
+        attention=("text", ("image", "joint")),
+        per_token={"rotary_emb": ("joint", 0), "target_token_mask": ("joint", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["context_in_dim"]},
+        text_tokens=text_rows,
+        refusal=refusal,
+    ),
+    cache=Cache(static_text=True, prompt_modules=("txt_in",)),
+    build=Build(adjust=adjust),
     layout=LAYOUT,
+    # the text is modulated by the step
+    variant=lambda config: {} if config.get("causal_condition", True) else {"cache.static_text": False},
 )

@@ -12,8 +12,9 @@ from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
 from .. import mixing
+from .blocks import APART, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
@@ -136,22 +137,27 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    returns=("image",),
-    attention=("sum", "cross", "surroundings"),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    prompt_modules=("caption_projection",),
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask"),
-    required=("c_crossattn",),
-    only={"guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")},
-    widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
-    tp_plan=COMMON,
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
+    ),
+    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
+    build=Build(
+        adjust=adjust,
+        only={
+            "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
+        },
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
 )

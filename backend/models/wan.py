@@ -6,9 +6,10 @@ from functools import partial
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
+from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Tokens along a side of the video, at most, where the configuration does not tell.
@@ -175,30 +176,31 @@ LAYOUT = Layout(
 
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 GIVEN_FRAMES = {
-    "clean_inpaint": True,
-    "conditioning": ("c_crossattn", "denoise_mask", "clip_fea"),
-    "per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+    "noise.clean_inpaint": True,
+    "conditioning.accepted": ("c_crossattn", "denoise_mask", "clip_fea"),
+    "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
 }
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    prediction="flow",
-    block_lists=("blocks",),
-    returns=("image",),
-    per_token={"rotary_emb": ("image", 1)},
-    adjust=adjust,
-    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
-    attention=("image", "cross", "cross"),
-    prompt_only=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
-    refusal=refusal,
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "c_concat", "clip_fea"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_dim"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: tuple(config["patch_size"]),
+        frames=True,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "c_concat", "clip_fea"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
+    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
 )

@@ -4,8 +4,9 @@ rows, behind two refiner blocks for each."""
 import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
+from .blocks import JOINED, Blocks
 from .common.tensor_plans import COMMON
-from .family import Family
+from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Text and image are padded to a multiple of this many rows.
@@ -115,32 +116,37 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("layers",),
-    joined=("layers",),
-    image="x",
-    text_position="last",  # rows that pad the image to a multiple of 32 count as text
-    returns=("image",),
-    shares={"adaLN_modulation.*": lambda config: 0},
-    per_token={"freqs_cis": ("joint", 1)},
-    heads=lambda config: config["n_heads"],
-    head_size=lambda config: config["dim"] // config["n_heads"],
-    adjust=adjust,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    required=("c_crossattn",),
-    only={
-        "siglip_feat_dim": (None, "Z-Image Omni"),
-        "all_patch_size": ((2,), "a Z-Image of other patches"),
-        "all_f_patch_size": ((1,), "a Z-Image of other patches"),
-    },
-    widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 2, 2), frames=False
+    ),
+    io=ModelIO(
+        arguments=forward_args,
+        output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
+    ),
+    blocks=Blocks(
+        lists={"layers": JOINED},
+        image="x",
+        text_position="last",  # rows that pad the image to a multiple of 32 count as text
+        shares={"adaLN_modulation.*": lambda config: 0},
+        per_token={"freqs_cis": ("joint", 1)},
+        heads=lambda config: config["n_heads"],
+        head_size=lambda config: config["dim"] // config["n_heads"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        refusal=refusal,
+    ),
+    build=Build(
+        adjust=adjust,
+        only={
+            "siglip_feat_dim": (None, "Z-Image Omni"),
+            "all_patch_size": ((2,), "a Z-Image of other patches"),
+            "all_f_patch_size": ((1,), "a Z-Image of other patches"),
+        },
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mesh import Mesh
+from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .attention import Attention, LayerCall
 from .comm import Pipe
@@ -25,7 +26,7 @@ def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Ten
     """What a transformer returns, all of it where the latents are nested: of diffusers' classes some return a
     tuple, others the tensor itself."""
     output = transformer(**arguments, return_dict=False)
-    return output if isinstance(output, Tensor) or family.nested else output[0]
+    return output if isinstance(output, Tensor) or family.latent.nested else output[0]
 
 
 class StageDone(Exception):
@@ -67,21 +68,23 @@ class Stage:
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
-        self.known: set[tuple[str, int]] = set()  # branch and item whose text has run (Family.once)
+        self.known: set[tuple[str, int]] = set()  # branch and item whose text has run (Cache.static_text)
         self.like: Tensor | None = None
         self.transformer = transformer
         self.total = 0
         self.joined: list[bool] = []
         self.skip_sources: list[int | None] = []
-        for name in family.block_lists:
+        for name, kind in family.blocks.lists.items():
             modules = transformer.get_submodule(name)
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, self.total, block)
-                self.joined.append(name in family.joined)
+                self.joined.append(kind == JOINED)
                 self.total += 1
-        self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
+        self.skip_sources = [family.blocks.skip_source(i, self.total) for i in range(self.total)]
         self.entry = sum(
-            len(transformer.get_submodule(name)) for name in family.image_first
+            len(transformer.get_submodule(name))
+            for name, kind in family.blocks.lists.items()
+            if kind == IMAGE_ONLY
         )  # the block at which text enters
 
     def join(self, mesh: Mesh):
@@ -91,7 +94,7 @@ class Stage:
 
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""
-        for name in self.family.block_lists:
+        for name in self.family.blocks.lists:
             modules = self.transformer.get_submodule(name)
             for i, wrapped in enumerate(modules):
                 modules[i] = wrapped.block
@@ -132,14 +135,14 @@ class Stage:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
         all but the last stage."""
         self.current = forward
-        forward.fresh = self.family.fresh_text(arguments)
+        forward.fresh = self.family.blocks.fresh_text(arguments)
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
             return None
         finally:
             self.current = None
-            self.known |= set(forward.keys) if self.family.once else set()
+            self.known |= set(forward.keys) if self.family.cache.static_text else set()
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
@@ -150,10 +153,10 @@ class Stage:
         if index in (0, self.entry):
             self.current.parts = (
                 tuple(
-                    (self.family.nested.names[i], call[self.family.streams[i]].shape[1])
-                    for i in self.family.nested.order
+                    (self.family.latent.nested.names[i], call[self.family.blocks.streams[i]].shape[1])
+                    for i in self.family.latent.nested.order
                 )
-                if self.family.streams
+                if self.family.blocks.streams
                 else ()
             )
             streams = self._enter(index, streams)
@@ -172,27 +175,32 @@ class Stage:
             streams = self._leave(streams)
         elif index == self.entry - 1:
             return self._whole(streams["image"])
-        elif self.family.counts_image and self.joined[index] != self.joined[index + 1]:
+        elif self.family.blocks.counts_image and self.joined[index] != self.joined[index + 1]:
             streams["image"] = self._whole(streams["image"])
         if self.joined[index]:
             return self._join(streams)
         if index < self.entry:
             return streams["image"]
-        if self.family.streams:
+        if self.family.blocks.streams:
             return tuple(self._divide(streams["image"], call))
-        out = tuple(streams[name] for name in self.family.returns)
+        out = tuple(streams[name] for name in self.family.blocks.returns)
         return out if len(out) > 1 else out[0]
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
-        image, rows = call.get(self.family.image), self.current.rows
+        image, rows = call.get(self.family.blocks.image), self.current.rows
         enters = index in (0, self.entry)
-        if self.family.streams:
-            streams = {"image": self._join_parts([call[name] for name in self.family.streams]), "text": None}
+        if self.family.blocks.streams:
+            streams = {
+                "image": self._join_parts([call[name] for name in self.family.blocks.streams]),
+                "text": None,
+            }
         elif not self.joined[index]:
             streams = {
                 "image": image,
-                "text": call[self.family.text] if self.family.text and index >= self.entry else None,
+                "text": call[self.family.blocks.text]
+                if self.family.blocks.text and index >= self.entry
+                else None,
             }
         else:
             streams = self._split(
@@ -219,19 +227,19 @@ class Stage:
         in zeros."""
         width = max(part.shape[2] for part in rows)
         return torch.cat(
-            [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1
+            [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.latent.nested.order], dim=1
         )
 
     def _divide(self, image, call):
         """The way back of _join_parts: what a block is given and returns."""
-        nested, rows = self.family.nested, self.current.rows
+        nested, rows = self.family.latent.nested, self.current.rows
         whole = image.shape[1] == rows.sequence.image
         sizes = [
             rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i]))
             for i in nested.order
         ]
         pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
-        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.streams)]
+        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.blocks.streams)]
 
     def _mine(self, image):
         """This rank's rows of the whole image stream."""
@@ -243,7 +251,7 @@ class Stage:
         return torch.cat([latent, context], dim=1) if len(share.context) else latent
 
     def _split(self, joined, text_rows):
-        if self.family.text_position == "first":
+        if self.family.blocks.text_position == "first":
             return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
         return {
             "image": joined[:, : joined.shape[1] - text_rows],
@@ -253,7 +261,7 @@ class Stage:
     def _join(self, streams):
         return torch.cat(
             [streams["text"], streams["image"]]
-            if self.family.text_position == "first"
+            if self.family.blocks.text_position == "first"
             else [streams["image"], streams["text"]],
             dim=1,
         )
@@ -264,7 +272,7 @@ class Stage:
         sequence = Sequence(
             0 if text is None else text.shape[1],
             image.shape[1] - context,
-            self.family.text_position,
+            self.family.blocks.text_position,
             forward.fresh,
             forward.parts,
             context,
@@ -288,38 +296,38 @@ class Stage:
 
     def _run(self, index, block, call, streams):
         forward, family = self.current, self.family
-        stand_in = family.text_needs_a_row and not self.joined[index] and streams["text"].shape[1] == 0
+        stand_in = family.blocks.needs_text_token and not self.joined[index] and streams["text"].shape[1] == 0
         if stand_in:
             streams = {
                 **streams,
                 "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2]),
             }
-        if family.streams:
-            call |= zip(family.streams, self._divide(streams["image"], call))
+        if family.blocks.streams:
+            call |= zip(family.blocks.streams, self._divide(streams["image"], call))
         else:
-            call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
-        if family.text and not self.joined[index] and index >= self.entry:
-            call[family.text] = streams["text"]
+            call[family.blocks.image] = self._join(streams) if self.joined[index] else streams["image"]
+        if family.blocks.text and not self.joined[index] and index >= self.entry:
+            call[family.blocks.text] = streams["text"]
         if not forward.rows.is_everything:
-            for name, (kind, dim, *dims) in family.per_token.items():
+            for name, (kind, dim, *dims) in family.blocks.per_token.items():
                 if name in call and (not dims or call[name].ndim == dims[0]):
                     call[name] = self._cut(call[name], kind, dim, stand_in)
-            for name, kinds in family.leading.items():
+            for name, kinds in family.blocks.leading.items():
                 if call.get(name) is not None:
                     call[name] = forward.rows.leading(call[name], kinds)
         if self.skip_sources[index] is not None:
-            call[family.skip] = forward.skips.pop(self.skip_sources[index])
+            call[family.blocks.skip] = forward.skips.pop(self.skip_sources[index])
         where = LayerCall(
             index,
             forward.branch,
             forward.rows,
-            family.attention,
+            family.blocks.attention,
             slice(forward.items.lo, forward.items.hi),
             stand_in,
-            family.once,
+            family.cache.static_text,
         )
-        if family.text_mask:
-            where.text_mask, call[family.text_mask] = call.get(family.text_mask), None
+        if family.blocks.text_mask:
+            where.text_mask, call[family.blocks.text_mask] = call.get(family.blocks.text_mask), None
         self.attention.call = where
         out = block(**call)
         self.attention.call = None
@@ -327,9 +335,12 @@ class Stage:
             return self._split(out, streams["text"].shape[1])
         if index < self.entry:
             return {"text": None, "image": out}
-        if family.streams:
+        if family.blocks.streams:
             return {"text": None, "image": self._join_parts(out)}
-        streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
+        streams = {
+            "text": None,
+            **dict(zip(family.blocks.returns, out if isinstance(out, tuple) else (out,))),
+        }
         return (
             {**streams, "text": streams["text"][:, :0]}
             if stand_in and streams["text"] is not None
@@ -350,7 +361,9 @@ class Stage:
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
             if stand_in and kind != "image":
-                positions = F.pad(positions, (1, 0) if self.family.text_position == "first" else (0, 1))
+                positions = F.pad(
+                    positions, (1, 0) if self.family.blocks.text_position == "first" else (0, 1)
+                )
             kept = self.current.cuts[id(value), kind, dim, stand_in] = (
                 value,
                 value.index_select(dim, positions),
@@ -397,7 +410,7 @@ class Stage:
             return streams
         text = streams["text"]
         if (
-            self.joined[self.entry] or self.family.counts_text
+            self.joined[self.entry] or self.family.blocks.counts_text
         ) and text is not None:  # the model's tail counts on the text rows that it handed in
             text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
         return {"image": self._whole(streams["image"]), "text": text}

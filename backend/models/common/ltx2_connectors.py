@@ -7,8 +7,7 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection
 from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
 from torch import nn
 
-from ..family import Beside
-from ..key_layout import blocks_of
+from ..key_layout import CompanionFolder, blocks_of
 
 #: Rows of a connected prompt, at least.
 ROWS = 1024
@@ -95,7 +94,7 @@ def pipeline_connectors(told):
     }
 
 
-BESIDE = Beside(
+COMPANION = CompanionFolder(
     "connectors",
     pipeline_connectors,
     {
