@@ -4,6 +4,9 @@ otherwise (BlockAdapter)."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -16,6 +19,71 @@ def _heads(config) -> int:
 
 def _head_size(config) -> int:
     return config["attention_head_dim"]
+
+
+class BlockAdapter:
+    """How the engine takes a block's arguments and results apart and puts them together again, where that is
+    more than names: a family whose blocks want something else overrides methods, in its own file.
+
+    ``call``: a block's arguments by name; ``rows``: which tokens a forward computes here (parallel/rows.py);
+    streams: {"image": (B, tokens, D), "text": (B, tokens, D) or None}. Blocks of lists that
+    are JOINED or IMAGE_ONLY have one stream: the engine knows what they take and return.
+    """
+
+    #: The argument that takes an earlier block's image tokens (skip_source).
+    skip_argument = ""
+
+    def skip_source(self, index: int, total: int) -> int | None:
+        """Return the block whose image tokens block ``index`` of ``total`` takes as a long skip, or None."""
+        return None
+
+    def fresh_text(self, arguments: Mapping[str, Any]) -> int:
+        """Count the tokens at the end of the text (text_position "last") that every block is given anew and
+        that go no further, from the arguments of the transformer's forward."""
+        return 0
+
+    def latents(self, call: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        """Name the latents that follow each other in the image stream, and count their tokens, where blocks
+        attend to them apart: their names are kinds like "image"."""
+        return ()
+
+    def image(self, blocks: "Blocks", call: Mapping[str, Any]) -> Tensor:
+        """Return the image stream among a block's arguments."""
+        return call[blocks.image]
+
+    def given(self, blocks: "Blocks", call: Mapping[str, Any], image: Tensor, rows) -> dict[str, Tensor]:
+        """Return the arguments through which a block is given the image stream."""
+        return {blocks.image: image}
+
+    def returned(self, blocks: "Blocks", out) -> dict[str, Tensor | None]:
+        """Return the streams that a block returned as ``out``."""
+        return {"text": None, **dict(zip(blocks.returns, out if isinstance(out, tuple) else (out,)))}
+
+    def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, rows):
+        """Return what the block itself would return of ``streams``."""
+        out = tuple(streams[name] for name in blocks.returns)
+        return out if len(out) > 1 else out[0]
+
+    def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the image stream as the model gets it between lists that are joined and that are not;
+        ``whole`` fills it up to the tokens of the sequence, for a model that counts them there."""
+        return image
+
+    def text_after_blocks(self, text: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the text as the model gets it from the last block, if its first list is not joined: a model
+        that cuts it off counts either what the first lists returned, which ``text`` has, or what it handed
+        in, as ``whole`` makes it."""
+        return text
+
+    def cut(self, call: Mapping[str, Any], rows) -> dict[str, Any]:
+        """Return arguments, besides those that per_token names, that differ for a block which is given
+        ``rows`` alone."""
+        return {}
+
+    def take_text_mask(self, call: dict[str, Any]) -> Tensor | None:
+        """Take the mask (B, text) that hides text tokens from every query out of the arguments: attention
+        applies it in the block's place."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -43,6 +111,7 @@ class Blocks:
     shares: layers of a block (patterns) -> transformer config -> part of their work that a token costs, where
     it is not all: a token passes some experts, one row stands for all.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None where it can.
+    adapter: what no data here says: see BlockAdapter.
     """
 
     lists: Mapping[str, str]
@@ -60,14 +129,7 @@ class Blocks:
     text_layers: tuple[str, ...] = ()
     shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     whole_only: str | None = None
-    streams: tuple[str, ...] = ()
-    fresh_text: Callable[[dict], int] = lambda arguments: 0
-    counts_image: bool = False
-    counts_text: bool = False
-    text_mask: str | None = None
-    leading: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    skip: str | None = None
-    skip_source: Callable[[int, int], int | None] = lambda index, total: None
+    adapter: BlockAdapter = BlockAdapter()
 
     def hidden_width(self, config: Mapping) -> int:
         """Features of a token between blocks."""

@@ -94,8 +94,6 @@ LAYOUT = Layout(
         f"{GUIDANCE}.norms.{{}}.scale": f"{GUIDANCE}.norms.{{}}.weight",
     },
 )
-
-
 FAMILY = Family(
     name="chroma",
     transformer="ChromaTransformer2DModel",

@@ -127,8 +127,6 @@ LAYOUT = Layout(
         },
     },
 )
-
-
 SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",

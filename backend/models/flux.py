@@ -124,8 +124,6 @@ LAYOUT = Layout(
         "final_layer.adaLN_modulation.1": "norm_out.linear",
     },
 )
-
-
 FAMILY = Family(
     name="flux",
     transformer="FluxTransformer2DModel",

@@ -3,7 +3,7 @@ share their modulation; no pooled prompt, latents of 128 channels."""
 
 import torch
 
-from .blocks import APART, JOINED, Blocks
+from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common import references
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
@@ -125,6 +125,13 @@ LAYOUT = Layout(
 )
 
 
+class TextCountedBefore(BlockAdapter):
+    """The model cuts off as many tokens of text as it had before the blocks."""
+
+    def text_after_blocks(self, text, whole):
+        return whole(text)
+
+
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
@@ -137,7 +144,7 @@ FAMILY = Family(
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="first",
-        counts_text=True,
+        adapter=TextCountedBefore(),
         per_token={"image_rotary_emb": ("joint", 0)},
         text_layers=TEXT_LAYERS,
     ),

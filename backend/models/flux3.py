@@ -140,8 +140,6 @@ LAYOUT = Layout(
         "final_layer.image.adaLN_modulation.1": "norm_out.linear",
     },
 )
-
-
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from .blocks import APART, JOINED, Blocks
+from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -93,6 +93,17 @@ LAYOUT = Layout(
 )
 
 
+class LlamaInEveryBlock(BlockAdapter):
+    """Every block reads a layer of Llama anew, at the end of the text. The model counts the image's tokens
+    between its lists of blocks."""
+
+    def fresh_text(self, arguments):
+        return arguments["encoder_hidden_states_llama3"][0].shape[1]
+
+    def between_lists(self, image, whole):
+        return whole(image)
+
+
 #: Tensor parallelism: pattern of modules -> style.
 TENSOR_PLAN = {
     **{f"*.attn1.to_{name}": "colwise" for name in ("q", "k", "v", "q_t", "k_t", "v_t")},
@@ -118,9 +129,8 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
-        fresh_text=lambda arguments: arguments["encoder_hidden_states_llama3"][0].shape[1],
         needs_text_token=True,
-        counts_image=True,
+        adapter=LlamaInEveryBlock(),
         per_token={"image_rotary_emb": ("joint", 1)},
         text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
         shares={

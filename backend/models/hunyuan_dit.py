@@ -10,7 +10,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from ..schedule import DiscreteSchedule
-from .blocks import APART, Blocks
+from .blocks import APART, BlockAdapter, Blocks
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -153,6 +153,15 @@ LAYOUT = Layout(
 )
 
 
+class LongSkips(BlockAdapter):
+    """A block of the second half takes what its mirror image in the first half made."""
+
+    skip_argument = "skip"
+
+    def skip_source(self, index, total):
+        return total - 1 - index if index > total // 2 else None
+
+
 FAMILY = Family(
     name="hunyuan-dit",
     transformer="HunyuanDiT2DModel",
@@ -169,8 +178,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
         attention=("image", "cross"),
-        skip="skip",
-        skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
+        adapter=LongSkips(),
     ),
     conditioning=Conditioning(
         accepted=(

@@ -1,156 +1,14 @@
 """HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40
-single-stream blocks in the released size; text last, refined inside the model.
-
-HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are
-modulated by a timestep of their own. The weights are text to video's, and only the request tells, so blocks
-and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace").
-"""
-
-from types import SimpleNamespace
+single-stream blocks in the released size; text last, refined inside the model."""
 
 import torch
-from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
-from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.hunyuan_given_frame import GivenFrame, adjust, prepare
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
-
-
-def _two_ways(norm, linear):
-    """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
-    the same for the given frame's."""
-    calls = iter((linear, getattr(linear, "second", linear)))
-    return SimpleNamespace(
-        silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
-    )
-
-
-class Norm(AdaLayerNormZero):
-    def forward(self, x, emb=None, replaced=None, count=0):
-        if replaced is None:
-            return super().forward(x, emb=emb)
-        return hunyuan.HunyuanVideoTokenReplaceAdaLayerNormZero.forward(
-            _two_ways(self.norm, self.linear), x, emb, replaced, count
-        )
-
-
-class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
-    def forward(
-        self,
-        hidden_states,
-        encoder_hidden_states,
-        temb,
-        attention_mask=None,
-        freqs_cis=None,
-        token_replace_emb=None,
-        num_tokens=None,
-    ):
-        if token_replace_emb is None:
-            return hunyuan.HunyuanVideoTransformerBlock.forward(
-                self, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
-            )
-        count = num_tokens[0] if isinstance(num_tokens, tuple) else num_tokens
-        return super().forward(
-            hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis, token_replace_emb, count
-        )
-
-
-class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a
-    frame's tokens from the text's first row on, which Tencent's code does from the image's; the latent is to
-    be ComfyUI's."""
-
-    def forward(
-        self,
-        hidden_states,
-        encoder_hidden_states,
-        temb,
-        attention_mask=None,
-        image_rotary_emb=None,
-        token_replace_emb=None,
-        num_rows=None,
-    ):
-        if token_replace_emb is None:
-            return super().forward(
-                hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb
-            )
-        rows, texts, linear, silu = (
-            hidden_states.shape[1],
-            encoder_hidden_states.shape[1],
-            self.norm.linear,
-            torch.nn.functional.silu,
-        )
-        text, image = (
-            num_rows if isinstance(num_rows, tuple) else (min(num_rows, texts), max(0, num_rows - texts))
-        )
-        replaced = torch.cat([torch.arange(rows) < image, torch.arange(texts) < text]).to(
-            hidden_states.device
-        )[None, :, None]
-        pairs = zip(
-            linear(silu(temb)).chunk(3, dim=1),
-            getattr(linear, "second", linear)(silu(token_replace_emb)).chunk(3, dim=1),
-        )
-        shift, scale, gate = (torch.where(replaced, given[:, None], usual[:, None]) for usual, given in pairs)
-        joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        x = self.norm.norm(joined) * (1 + scale) + shift
-        read = self.attn(
-            hidden_states=x[:, :rows],
-            encoder_hidden_states=x[:, rows:],
-            attention_mask=attention_mask,
-            image_rotary_emb=image_rotary_emb,
-        )
-        x = joined + gate * self.proj_out(
-            torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
-        )
-        return x[:, :rows], x[:, rows:]
-
-
-class Condition(hunyuan.HunyuanVideoConditionEmbedding):
-    """``guidance`` (B, 2): the guidance and the given frame's timestep."""
-
-    def forward(self, timestep, pooled_projection, guidance=None):
-        if guidance is None or guidance.ndim == 1:
-            return super().forward(timestep, pooled_projection, guidance)
-        guidance, frame = guidance.unbind(1)
-        embedding, replaced = (
-            super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
-        )
-        embedding.second = replaced  # for the memos and the last norm
-        return embedding, replaced
-
-
-class LastNorm(AdaLayerNormContinuous):
-    """``tokens``: of a frame."""
-
-    tokens = 0
-
-    def forward(self, x, embedding):
-        replaced = getattr(embedding, "second", None)
-        if replaced is None:
-            return super().forward(x, embedding)
-        return torch.cat(
-            [super().forward(x[:, : self.tokens], replaced), super().forward(x[:, self.tokens :], embedding)],
-            dim=1,
-        )
-
-
-def adjust(transformer, config):
-    """Make every module that has two ways one of those above; their weights stay."""
-    embed = transformer.time_text_embed
-    embed.image_condition_type = None
-    embed.__class__, transformer.norm_out.__class__ = Condition, LastNorm
-    for block in transformer.transformer_blocks:
-        block.__class__, block.norm1.__class__, block.norm1.emb = Block, Norm, None
-    for block in transformer.single_transformer_blocks:
-        block.__class__ = SingleBlock
-
-
-def prepare(transformer, grid):
-    """Tell the last norm how many rows a frame has."""
-    transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -301,8 +159,6 @@ LAYOUT = Layout(
         "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
     },
 )
-
-
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
@@ -323,7 +179,7 @@ FAMILY = Family(
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
-        leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
+        adapter=GivenFrame(),
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),

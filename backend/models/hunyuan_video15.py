@@ -7,6 +7,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.masked_text import MaskedText
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -118,8 +119,6 @@ LAYOUT = Layout(
         "vision_in.proj.4": "image_embedder.norm_out",
     },
 )
-
-
 MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,"
 FAMILY = Family(
     name="hunyuan-video-1.5",
@@ -136,7 +135,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
-        text_mask="attention_mask",
+        adapter=MaskedText("attention_mask"),
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0)},

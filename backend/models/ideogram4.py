@@ -131,8 +131,6 @@ LAYOUT = Layout(
         "layers.{}.attention.o": "layers.{}.attention.to_out.0",
     },
 )
-
-
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",

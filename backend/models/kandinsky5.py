@@ -150,8 +150,6 @@ LAYOUT = Layout(
     config=config_from_shapes,
     names={},  # the file has diffusers' names
 )
-
-
 #: Tensor parallelism: pattern of modules -> style.
 TENSOR_PLAN = {
     **{f"*attention.{name}": "colwise" for name in ("to_query", "to_key", "to_value")},

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 Shapes = Mapping[str, tuple[int, ...]]
-
 #: Prefixes under which full checkpoints keep their transformer.
 PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "transformer.", "")
 

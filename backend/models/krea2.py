@@ -116,8 +116,6 @@ LAYOUT = Layout(
         "last.modulation.lin": "final_layer.scale_shift_table",
     },
 )
-
-
 FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",

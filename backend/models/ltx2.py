@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
-from .common.ltx2_blocks import Attention, Block, Levels, hear_the_loudest, highest
+from .common.ltx2_blocks import LATENTS, Attention, Block, Levels, VideoAndSound, hear_the_loudest, highest
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
 from .common.tensor_plans import COMMON
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested, Noise
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 from .ltxv import corners, guides, times
 
@@ -213,11 +213,7 @@ def metadata(strings):
 
 
 BLOCK = "transformer_blocks.{}"
-
-
 CROSS = "av_cross_attn"
-
-
 TIMES = {
     "adaln_single": "time_embed",
     "audio_adaln_single": "audio_time_embed",
@@ -228,8 +224,6 @@ TIMES = {
     "prompt_adaln_single": "prompt_adaln",
     "audio_prompt_adaln_single": "audio_prompt_adaln",
 }
-
-
 LAYOUT = Layout(
     signature=(
         "patchify_proj.weight",
@@ -267,18 +261,6 @@ LAYOUT = Layout(
         **CONNECTOR_NAMES,
     },
 )
-
-
-#: Sound: channels and frequencies of a latent, one moment of which is a token.
-CHANNELS, FREQUENCIES = 8, 16
-
-
-LATENTS = Nested(
-    ("video", "audio"),
-    patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)),
-    channels=lambda config: (config["in_channels"], CHANNELS),
-    order=(1, 0),
-)
 #: Block arguments that have a row for every token of video or of sound.
 PER_TOKEN = {
     "video_rotary_emb": ("video", -2),
@@ -300,7 +282,7 @@ FAMILY = Family(
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
-        streams=("hidden_states", "audio_hidden_states"),
+        adapter=VideoAndSound(),
         attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
         per_token=PER_TOKEN,
         per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),

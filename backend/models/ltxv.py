@@ -127,8 +127,6 @@ LAYOUT = Layout(
         f"{BLOCK}.attn2.k_norm": f"{BLOCK}.attn2.norm_k",
     },
 )
-
-
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",

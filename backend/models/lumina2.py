@@ -102,8 +102,6 @@ LAYOUT = Layout(
         "final_layer.adaLN_modulation.1": "norm_out.linear_1",
     },
 )
-
-
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",

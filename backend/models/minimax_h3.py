@@ -234,8 +234,6 @@ LAYOUT = Layout(
         "final_layer.audio_out": "audio_proj_out",
     },
 )
-
-
 #: Given tokens: their values, what each is, where and when it stands.
 GIVEN = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")
 LATENTS = Nested(

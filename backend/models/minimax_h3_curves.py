@@ -74,8 +74,6 @@ LAYOUT = replace(
     config=config_from_shapes,
     names=minimax_h3.LAYOUT.names | {"adaln_t_table": "time_embedder.table"},
 )
-
-
 FAMILY = replace(
     minimax_h3.FAMILY,
     name="minimax-h3-curves",

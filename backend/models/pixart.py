@@ -109,8 +109,6 @@ LAYOUT = Layout(
         "blocks.{}.mlp.fc2": f"{BLOCK}.ff.net.2",
     },
 )
-
-
 SCHEDULE = DiscreteSchedule(0.0001, 0.02, "sqrt_linear")
 FAMILY = Family(
     name="pixart",

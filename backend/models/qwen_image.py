@@ -5,6 +5,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.masked_text import MaskedText
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -119,8 +120,6 @@ LAYOUT = Layout(
     config=config_from_shapes,
     names={},  # the file has diffusers' names
 )
-
-
 FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
@@ -134,7 +133,7 @@ FAMILY = Family(
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="first",
-        text_mask="encoder_hidden_states_mask",
+        adapter=MaskedText("encoder_hidden_states_mask"),
         needs_text_token=True,
         text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
         per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},

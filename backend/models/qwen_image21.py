@@ -239,8 +239,6 @@ LAYOUT = Layout(
         "transformer_blocks.{}.img_mlp.proj"
     },
 )
-
-
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",

@@ -132,8 +132,6 @@ LAYOUT = Layout(
     config=config_from_shapes,
     names={},  # the file is diffusers'
 )
-
-
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",

@@ -96,8 +96,6 @@ LAYOUT = Layout(
         f"{FILE_BLOCK}.context_block.mlp.fc2": f"{BLOCK}.ff_context.net.2",
     },
 )
-
-
 FAMILY = Family(
     name="sd3",
     transformer="SD3Transformer2DModel",

@@ -172,8 +172,6 @@ LAYOUT = Layout(
         },
     },
 )
-
-
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 GIVEN_FRAMES = {
     "noise.clean_inpaint": True,

@@ -111,8 +111,6 @@ LAYOUT = Layout(
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
     },
 )
-
-
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",

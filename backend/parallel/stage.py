@@ -64,7 +64,7 @@ class Stage:
     absent (meta tensors): they never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
-        self.family, self.blocks = family, blocks
+        self.family, self.adapter, self.blocks = family, family.blocks.adapter, blocks
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
@@ -80,7 +80,7 @@ class Stage:
                 modules[i] = StagedBlock(self, self.total, block)
                 self.joined.append(kind == JOINED)
                 self.total += 1
-        self.skip_sources = [family.blocks.skip_source(i, self.total) for i in range(self.total)]
+        self.skip_sources = [self.adapter.skip_source(i, self.total) for i in range(self.total)]
         self.entry = sum(
             len(transformer.get_submodule(name))
             for name, kind in family.blocks.lists.items()
@@ -135,7 +135,7 @@ class Stage:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
         all but the last stage."""
         self.current = forward
-        forward.fresh = self.family.blocks.fresh_text(arguments)
+        forward.fresh = self.adapter.fresh_text(arguments)
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -151,14 +151,7 @@ class Stage:
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
         if index in (0, self.entry):
-            self.current.parts = (
-                tuple(
-                    (self.family.latent.nested.names[i], call[self.family.blocks.streams[i]].shape[1])
-                    for i in self.family.latent.nested.order
-                )
-                if self.family.blocks.streams
-                else ()
-            )
+            self.current.parts = self.adapter.latents(call)
             streams = self._enter(index, streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
@@ -175,40 +168,28 @@ class Stage:
             streams = self._leave(streams)
         elif index == self.entry - 1:
             return self._whole(streams["image"])
-        elif self.family.blocks.counts_image and self.joined[index] != self.joined[index + 1]:
-            streams["image"] = self._whole(streams["image"])
+        elif self.joined[index] != self.joined[index + 1]:
+            streams["image"] = self.adapter.between_lists(streams["image"], self._whole)
+        return self._result(index, call, streams)
+
+    def _result(self, index, call, streams):
+        """What the block ``index`` itself would return."""
         if self.joined[index]:
             return self._join(streams)
         if index < self.entry:
             return streams["image"]
-        if self.family.blocks.streams:
-            return tuple(self._divide(streams["image"], call))
-        out = tuple(streams[name] for name in self.family.blocks.returns)
-        return out if len(out) > 1 else out[0]
+        return self.adapter.result(self.family.blocks, call, streams, self.current.rows)
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
-        image, rows = call.get(self.family.blocks.image), self.current.rows
-        enters = index in (0, self.entry)
-        if self.family.blocks.streams:
-            streams = {
-                "image": self._join_parts([call[name] for name in self.family.blocks.streams]),
-                "text": None,
-            }
-        elif not self.joined[index]:
-            streams = {
-                "image": image,
-                "text": call[self.family.blocks.text]
-                if self.family.blocks.text and index >= self.entry
-                else None,
-            }
+        blocks, rows, enters = self.family.blocks, self.current.rows, index in (0, self.entry)
+        if self.joined[index]:
+            both, known = call[blocks.image], self.current.tokens + self.current.context
+            text_rows = both.shape[1] - known if enters else rows.kept + rows.sequence.fresh
+            streams = self._split(both, text_rows)
         else:
-            streams = self._split(
-                image,
-                image.shape[1] - self.current.tokens - self.current.context
-                if enters
-                else rows.kept + rows.sequence.fresh,
-            )
+            text = call[blocks.text] if blocks.text and index >= self.entry else None
+            streams = {"image": self.adapter.image(blocks, call), "text": text}
         return streams if enters else self._own(streams)
 
     def _own(self, streams):
@@ -221,25 +202,6 @@ class Stage:
             lo, hi = (max(row, fresh) - fresh + rows.kept for row in (share.text.lo, share.text.hi))
             text = torch.cat([text[:, : rows.kept], text[:, lo:hi]], dim=1)
         return {"text": text, "image": image}
-
-    def _join_parts(self, rows):
-        """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end
-        in zeros."""
-        width = max(part.shape[2] for part in rows)
-        return torch.cat(
-            [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.latent.nested.order], dim=1
-        )
-
-    def _divide(self, image, call):
-        """The way back of _join_parts: what a block is given and returns."""
-        nested, rows = self.family.latent.nested, self.current.rows
-        whole = image.shape[1] == rows.sequence.image
-        sizes = [
-            rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i]))
-            for i in nested.order
-        ]
-        pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
-        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.blocks.streams)]
 
     def _mine(self, image):
         """This rank's rows of the whole image stream."""
@@ -296,56 +258,48 @@ class Stage:
 
     def _run(self, index, block, call, streams):
         forward, family = self.current, self.family
-        stand_in = family.blocks.needs_text_token and not self.joined[index] and streams["text"].shape[1] == 0
-        if stand_in:
-            streams = {
-                **streams,
-                "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2]),
-            }
-        if family.blocks.streams:
-            call |= zip(family.blocks.streams, self._divide(streams["image"], call))
-        else:
-            call[family.blocks.image] = self._join(streams) if self.joined[index] else streams["image"]
-        if family.blocks.text and not self.joined[index] and index >= self.entry:
-            call[family.blocks.text] = streams["text"]
-        if not forward.rows.is_everything:
-            for name, (kind, dim, *dims) in family.blocks.per_token.items():
-                if name in call and (not dims or call[name].ndim == dims[0]):
-                    call[name] = self._cut(call[name], kind, dim, stand_in)
-            for name, kinds in family.blocks.leading.items():
-                if call.get(name) is not None:
-                    call[name] = forward.rows.leading(call[name], kinds)
-        if self.skip_sources[index] is not None:
-            call[family.blocks.skip] = forward.skips.pop(self.skip_sources[index])
-        where = LayerCall(
+        dummy = family.blocks.needs_text_token and not self.joined[index] and streams["text"].shape[1] == 0
+        if dummy:
+            text = streams["text"]
+            streams = {**streams, "text": text.new_zeros(text.shape[0], 1, text.shape[2])}
+        self._give(index, call, streams, dummy)
+        self.attention.call = LayerCall(
             index,
             forward.branch,
             forward.rows,
             family.blocks.attention,
             slice(forward.items.lo, forward.items.hi),
-            stand_in,
+            dummy,
             family.cache.static_text,
+            self.adapter.take_text_mask(call),
         )
-        if family.blocks.text_mask:
-            where.text_mask, call[family.blocks.text_mask] = call.get(family.blocks.text_mask), None
-        self.attention.call = where
         out = block(**call)
         self.attention.call = None
         if self.joined[index]:
             return self._split(out, streams["text"].shape[1])
         if index < self.entry:
             return {"text": None, "image": out}
-        if family.blocks.streams:
-            return {"text": None, "image": self._join_parts(out)}
-        streams = {
-            "text": None,
-            **dict(zip(family.blocks.returns, out if isinstance(out, tuple) else (out,))),
-        }
-        return (
-            {**streams, "text": streams["text"][:, :0]}
-            if stand_in and streams["text"] is not None
-            else streams
-        )
+        streams = self.adapter.returned(family.blocks, out)
+        if dummy and streams["text"] is not None:
+            return {**streams, "text": streams["text"][:, :0]}
+        return streams
+
+    def _give(self, index, call, streams, dummy):
+        """Put the streams into a block's arguments, and cut what else has a row per token."""
+        forward, blocks = self.current, self.family.blocks
+        if self.joined[index]:
+            call[blocks.image] = self._join(streams)
+        else:
+            call |= self.adapter.given(blocks, call, streams["image"], forward.rows)
+            if blocks.text and index >= self.entry:
+                call[blocks.text] = streams["text"]
+        if not forward.rows.is_everything:
+            for name, (kind, dim, *dims) in blocks.per_token.items():
+                if name in call and (not dims or call[name].ndim == dims[0]):
+                    call[name] = self._cut(call[name], kind, dim, dummy)
+            call |= self.adapter.cut(call, forward.rows)
+        if self.skip_sources[index] is not None:
+            call[self.adapter.skip_argument] = forward.skips.pop(self.skip_sources[index])
 
     def _cut(self, value, kind, dim, stand_in):
         """This rank's rows of a per-token argument, one row where one stands for all; the same object comes
@@ -409,11 +363,15 @@ class Stage:
         if rows.is_everything:
             return streams
         text = streams["text"]
-        if (
-            self.joined[self.entry] or self.family.blocks.counts_text
-        ) and text is not None:  # the model's tail counts on the text rows that it handed in
-            text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
+        if text is not None and self.joined[self.entry]:  # the model counts on the text that it handed in
+            text = self._whole_text(text)
+        elif text is not None:
+            text = self.adapter.text_after_blocks(text, self._whole_text)
         return {"image": self._whole(streams["image"]), "text": text}
+
+    def _whole_text(self, text):
+        """As many tokens of text as the model handed in, without values."""
+        return text.new_zeros(text.shape[0], self.current.rows.sequence.text, text.shape[2])
 
     def _whole(self, image):
         """The image stream of the sequence, of which this forward's rows of the latent carry values."""

@@ -1,8 +1,9 @@
-"""Blocks of LTX-2: what ComfyUI's order of hearing, empty rows and noise levels of single rows change in
-diffusers' modules."""
+"""Blocks of LTX-2: how the engine joins and divides their two streams, and what ComfyUI's order of hearing,
+empty rows and noise levels of single rows change in diffusers' modules."""
 
 from functools import wraps
 
+import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ltx2 import (
     LTX2AdaLayerNormSingle,
@@ -11,6 +12,52 @@ from diffusers.models.transformers.transformer_ltx2 import (
     apply_interleaved_rotary_emb,
     apply_split_rotary_emb,
 )
+
+from ..blocks import BlockAdapter
+from ..family import Nested
+
+#: Sound: channels and frequencies of a latent, one moment of which is a token.
+CHANNELS, FREQUENCIES = 8, 16
+LATENTS = Nested(
+    ("video", "audio"),
+    patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)),
+    channels=lambda config: (config["in_channels"], CHANNELS),
+    order=(1, 0),
+)
+#: Arguments, and results, of a block: the tokens of each latent.
+STREAMS = ("hidden_states", "audio_hidden_states")
+
+
+class VideoAndSound(BlockAdapter):
+    """Video and sound, each as wide as its part of the model, as one image stream: sound first, the narrower
+    of them ending in zeros."""
+
+    def latents(self, call):
+        return tuple((LATENTS.names[i], call[STREAMS[i]].shape[1]) for i in LATENTS.order)
+
+    def image(self, blocks, call):
+        return self.joined([call[name] for name in STREAMS])
+
+    def given(self, blocks, call, image, rows):
+        return dict(zip(STREAMS, self.divided(call, image, rows)))
+
+    def returned(self, blocks, out):
+        return {"text": None, "image": self.joined(out)}
+
+    def result(self, blocks, call, streams, rows):
+        return tuple(self.divided(call, streams["image"], rows))
+
+    def joined(self, latents):
+        width = max(latent.shape[2] for latent in latents)
+        return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
+
+    def divided(self, call, image, rows):
+        """The way back of joined, for all tokens or this rank's."""
+        whole = image.shape[1] == rows.sequence.image
+        names = [LATENTS.names[i] for i in LATENTS.order]
+        sizes = [rows.sequence.rows_of(name) if whole else len(rows.local_positions(name)) for name in names]
+        pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
+        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
 
 
 class Attention(LTX2AudioVideoAttnProcessor):

@@ -1,0 +1,157 @@
+"""HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are
+modulated by a timestep of their own. The weights are text to video's, and only the request tells, so blocks
+and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
+
+from types import SimpleNamespace
+
+import torch
+from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
+from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
+
+from ..blocks import BlockAdapter
+
+
+def _two_ways(norm, linear):
+    """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
+    the same for the given frame's."""
+    calls = iter((linear, getattr(linear, "second", linear)))
+    return SimpleNamespace(
+        silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
+    )
+
+
+class Norm(AdaLayerNormZero):
+    def forward(self, x, emb=None, replaced=None, count=0):
+        if replaced is None:
+            return super().forward(x, emb=emb)
+        return hunyuan.HunyuanVideoTokenReplaceAdaLayerNormZero.forward(
+            _two_ways(self.norm, self.linear), x, emb, replaced, count
+        )
+
+
+class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb,
+        attention_mask=None,
+        freqs_cis=None,
+        token_replace_emb=None,
+        num_tokens=None,
+    ):
+        if token_replace_emb is None:
+            return hunyuan.HunyuanVideoTransformerBlock.forward(
+                self, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
+            )
+        count = num_tokens[0] if isinstance(num_tokens, tuple) else num_tokens
+        return super().forward(
+            hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis, token_replace_emb, count
+        )
+
+
+class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
+    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a
+    frame's tokens from the text's first row on, which Tencent's code does from the image's; the latent is to
+    be ComfyUI's."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb,
+        attention_mask=None,
+        image_rotary_emb=None,
+        token_replace_emb=None,
+        num_rows=None,
+    ):
+        if token_replace_emb is None:
+            return super().forward(
+                hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb
+            )
+        rows, texts, linear, silu = (
+            hidden_states.shape[1],
+            encoder_hidden_states.shape[1],
+            self.norm.linear,
+            torch.nn.functional.silu,
+        )
+        text, image = (
+            num_rows if isinstance(num_rows, tuple) else (min(num_rows, texts), max(0, num_rows - texts))
+        )
+        replaced = torch.cat([torch.arange(rows) < image, torch.arange(texts) < text]).to(
+            hidden_states.device
+        )[None, :, None]
+        pairs = zip(
+            linear(silu(temb)).chunk(3, dim=1),
+            getattr(linear, "second", linear)(silu(token_replace_emb)).chunk(3, dim=1),
+        )
+        shift, scale, gate = (torch.where(replaced, given[:, None], usual[:, None]) for usual, given in pairs)
+        joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+        x = self.norm.norm(joined) * (1 + scale) + shift
+        read = self.attn(
+            hidden_states=x[:, :rows],
+            encoder_hidden_states=x[:, rows:],
+            attention_mask=attention_mask,
+            image_rotary_emb=image_rotary_emb,
+        )
+        x = joined + gate * self.proj_out(
+            torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
+        )
+        return x[:, :rows], x[:, rows:]
+
+
+class Condition(hunyuan.HunyuanVideoConditionEmbedding):
+    """``guidance`` (B, 2): the guidance and the given frame's timestep."""
+
+    def forward(self, timestep, pooled_projection, guidance=None):
+        if guidance is None or guidance.ndim == 1:
+            return super().forward(timestep, pooled_projection, guidance)
+        guidance, frame = guidance.unbind(1)
+        embedding, replaced = (
+            super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
+        )
+        embedding.second = replaced  # for the memos and the last norm
+        return embedding, replaced
+
+
+class LastNorm(AdaLayerNormContinuous):
+    """``tokens``: of a frame."""
+
+    tokens = 0
+
+    def forward(self, x, embedding):
+        replaced = getattr(embedding, "second", None)
+        if replaced is None:
+            return super().forward(x, embedding)
+        return torch.cat(
+            [super().forward(x[:, : self.tokens], replaced), super().forward(x[:, self.tokens :], embedding)],
+            dim=1,
+        )
+
+
+def adjust(transformer, config):
+    """Make every module that has two ways one of those above; their weights stay."""
+    embed = transformer.time_text_embed
+    embed.image_condition_type = None
+    embed.__class__, transformer.norm_out.__class__ = Condition, LastNorm
+    for block in transformer.transformer_blocks:
+        block.__class__, block.norm1.__class__, block.norm1.emb = Block, Norm, None
+    for block in transformer.single_transformer_blocks:
+        block.__class__ = SingleBlock
+
+
+def prepare(transformer, grid):
+    """Tell the last norm how many rows a frame has."""
+    transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
+
+
+class GivenFrame(BlockAdapter):
+    """num_tokens and num_rows count the given frame's tokens, which come first."""
+
+    def cut(self, call, rows):
+        counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
+        return {
+            name: rows.leading(call[name], kinds)
+            for name, kinds in counted.items()
+            if call.get(name) is not None
+        }
