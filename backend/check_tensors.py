@@ -6,8 +6,8 @@ import math
 import torch
 
 from .errors import UnsupportedError
-from .models.arguments import DIMENSIONS, FLOATING, NUMBERS
-from .models.spec import Family
+from .models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
+from .models.family import Family
 from .tokens import NestedGrid, TokenGrid
 
 Tensor = torch.Tensor
@@ -34,14 +34,14 @@ def check_numbers(tensors: dict[str, Tensor]):
 def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
     """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``.
     Raises UnsupportedError."""
-    nested = family.nested
+    nested = family.latent.nested
     if nested is None:
-        channels = family.latent_channels(model_config)
-        if shapes or len(shape) not in family.latent_dimensions or shape[1] != channels:
+        channels = family.latent.channels(model_config)
+        if shapes or len(shape) not in family.latent.dimensions or shape[1] != channels:
             what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
             raise UnsupportedError(
                 f"{what} but {family.name} wants {channels} channels in (batch, channels, "
-                f"{'frames, ' if family.frames else ''}height, width); make it with the model's own "
+                f"{'frames, ' if family.latent.frames else ''}height, width); make it with the model's own "
                 f"empty-latent node."
             )
         return
@@ -76,20 +76,22 @@ def check_arguments(
     """Refuse model arguments that the family does not take, lacks, or was not made for. Raises
     UnsupportedError."""
     for name in given:
-        if name.partition(".")[0] not in family.conditioning:
+        if name.partition(".")[0] not in family.conditioning.accepted:
             raise UnsupportedError(
                 f"{whose} carries {name!r:.100}, which {family.name} does not support here; it accepts "
-                f"{', '.join(family.conditioning)}."
+                f"{', '.join(family.conditioning.accepted)}."
             )
-    for name in family.required:
+    for name in family.conditioning.required:
         if name not in given:
             raise UnsupportedError(
                 f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text "
                 f"encoders of this model."
             )
-    read = {name: value for name, value in given.items() if name not in family.ignored}
+    read = {name: value for name, value in given.items() if name not in family.conditioning.ignored}
     for name, value in given.items():
-        if not value.numel() and (name in family.required or _sides(name, grid) or not value.shape[0]):
+        if not value.numel() and (
+            name in family.conditioning.required or _sides(name, grid) or not value.shape[0]
+        ):
             raise UnsupportedError(
                 f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt "
                 f"again."
@@ -102,10 +104,10 @@ def check_arguments(
                 f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one "
                 f"for each."
             )
-    reason = family.refusal(model_config, grid, given)
+    reason = family.conditioning.refusal(model_config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")
-    widths, sizes = family.widths(model_config), {}
+    widths, sizes = family.conditioning.widths(model_config), {}
     for name, value in read.items():
         reason = _wrong_size(name, value, widths, sizes, grid)
         if reason:

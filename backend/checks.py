@@ -8,7 +8,7 @@ import torch
 from .check_tensors import FLOATS, check_arguments, check_latent, check_numbers
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, reason
-from .models.spec import Family
+from .models.family import Family
 from .parallel import kernels
 from .prediction import FLOW, PREDICTIONS
 from .prompts import names, side_of
@@ -64,7 +64,7 @@ def check_sample(
 
 
 def _grid(sample, family, model_config):
-    return family.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
+    return family.latent.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
 
 
 def _check_settings(sample, config, dtype, device):
@@ -141,7 +141,7 @@ def _check_solver(sample, family):
         )
     percents = sample.tensors.get("percent_sigmas")
     if percents is None and needs_percent_sigmas(
-        sample.sampler, family.prediction == "flow", sample.tensors["sigmas"][0].item()
+        sample.sampler, family.noise.prediction == "flow", sample.tensors["sigmas"][0].item()
     ):
         raise UnsupportedError(
             f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; "
@@ -152,7 +152,7 @@ def _check_solver(sample, family):
             f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of "
             f"{PERCENTS}."
         )
-    _check_schedule(sample, PREDICTIONS[family.prediction])
+    _check_schedule(sample, PREDICTIONS[family.noise.prediction])
 
 
 def _check_schedule(sample, prediction):
@@ -261,13 +261,13 @@ def check_family(family: Family, config: ParallelConfig):
     UnsupportedError."""
     for degree in (
         ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree")
-        if family.whole_only
+        if family.blocks.whole_only
         else ()
     ):
         if getattr(config, degree) > 1:
             raise UnsupportedError(
                 f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data "
-                f"parallelism only: it has no family file, and {family.whole_only}. Set cfg_degree or "
+                f"parallelism only: it has no family file, and {family.blocks.whole_only}. Set cfg_degree or "
                 f"data_parallel_degree instead; docs/adding_a_model.md says how to add a family."
             )
 
@@ -276,7 +276,9 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     """Rows of the latent that a Describe tells; refuse one that is none. Raises UnsupportedError."""
     latent, channels = (
         message.latent,
-        family.nested.channels(model_config)[0] if family.nested else family.latent_channels(model_config),
+        family.latent.nested.channels(model_config)[0]
+        if family.latent.nested
+        else family.latent.channels(model_config),
     )
     if (
         len(latent) not in (3, 4)
@@ -297,7 +299,7 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"{config.cfg_degree}; tell one or two of at most {MOST_SIDE} rows, and as many as ranks share "
             f"them."
         )
-    grid = TokenGrid(tuple(latent), family.patch(model_config))
+    grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
     check_rows(config, grid)
     return grid.tokens
 

@@ -116,7 +116,11 @@ class _Workload:
         blocks = stages.blocks[place["pp"]]
         sp_rank = place["ring"] * config.ulysses_degree + place["ulysses"]
         parts = self._parts(
-            Sequence(self.text_rows if family.text_position else 0, self.image_rows, family.text_position),
+            Sequence(
+                self.text_rows if family.blocks.text_position else 0,
+                self.image_rows,
+                family.blocks.text_position,
+            ),
             sp_rank,
         )
         heads = self._heads(place)
@@ -141,7 +145,7 @@ class _Workload:
     @property
     def _all_heads(self) -> int:
         """Attention heads before Ulysses divides them."""
-        heads = self.checkpoint.family.heads(self.checkpoint.config)
+        heads = self.checkpoint.family.blocks.heads(self.checkpoint.config)
         return (
             heads // self.config.tensor_parallel_degree if self.config.split_scheme == "megatron" else heads
         )
@@ -149,12 +153,11 @@ class _Workload:
     @property
     def _width(self) -> int:
         """Features of a token inside the blocks."""
-        config, family = self.checkpoint.config, self.checkpoint.family
-        return family.width(config) if family.width else family.heads(config) * self._head_size
+        return self.checkpoint.family.blocks.hidden_width(self.checkpoint.config)
 
     @property
     def _head_size(self) -> int:
-        return self.checkpoint.family.head_size(self.checkpoint.config)
+        return self.checkpoint.family.blocks.head_size(self.checkpoint.config)
 
     def _heads(self, place) -> int:
         axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
@@ -219,14 +222,14 @@ class _Workload:
         if not self._buffered:
             kept = (
                 sum(parts[0].lengths("text")[place["ring"] * u : (place["ring"] + 1) * u])
-                if self.checkpoint.family.once
+                if self.checkpoint.family.cache.static_text
                 else 0
             )
             return (
                 2 * self.batch * heads * kept * self._head_size * self.dtype.itemsize * blocks * self.branches
             )
         kept = 2 if self.config.stale_kv == "extrapolate" else 1
-        if "sum" in self.checkpoint.family.attention:
+        if "sum" in self.checkpoint.family.blocks.attention:
             return (
                 kept
                 * self.batch
@@ -256,10 +259,10 @@ class _Workload:
         sent = Counter()
         u, r, width = config.ulysses_degree, config.ring_degree, self._width
         head = size * self._head_size
-        mixes = "sum" in self.checkpoint.family.attention
+        mixes = "sum" in self.checkpoint.family.blocks.attention
         for whole in parts:
             part = (
-                replace(whole, text=Span(0, 0)) if self.checkpoint.family.once else whole
+                replace(whole, text=Span(0, 0)) if self.checkpoint.family.cache.static_text else whole
             )  # in a steady step
             sent += self._mixed(len(blocks), part) if mixes else Counter()
             lengths, own = part.lengths("joint"), len(part.local)
@@ -339,8 +342,8 @@ class _Workload:
             4
             * self.batch
             * self.branches
-            * family.latent_channels(self.checkpoint.config)
-            * math.prod(family.patch(self.checkpoint.config))
+            * family.latent.channels(self.checkpoint.config)
+            * math.prod(family.latent.patch(self.checkpoint.config))
         )
         sent = Counter()
         if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
@@ -355,7 +358,7 @@ class _Workload:
         samples."""
         text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
         text = (
-            text if self.checkpoint.family.text_position else self.text_rows * len(parts)
+            text if self.checkpoint.family.blocks.text_position else self.text_rows * len(parts)
         )  # every rank and patch reads the whole prompt
         names = {name: i for i, name in enumerate(self.checkpoint.block_names)}
         total = 0
@@ -377,7 +380,7 @@ class _Workload:
     def _rows_of(self, block: str, module: str, text: int, image: int) -> int:
         """Rows of a step, of all samples, through a linear layer; modulation has one."""
         family, inner = self.checkpoint.family, module.removeprefix(block + ".")
-        if any(fnmatchcase(inner, pattern) for pattern in family.modulation):
+        if any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation):
             return 1
         return self.batch * rows_through(
             inner, self.checkpoint.empty.get_submodule(block), block.rpartition(".")[0], family, image, text

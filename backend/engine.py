@@ -25,7 +25,7 @@ from .loading.report import LoadReport, forget_peak, peak_bytes
 from .memo import remember
 from .mesh import Mesh
 from .model_call import OneCall, build_call, check_call, rows_of_replica
-from .models.spec import Family
+from .models.family import Family
 from .parallel import comm, sharding, tensor
 from .parallel.rows import Span
 from .parallel.stage import Stage
@@ -66,7 +66,10 @@ class Engine:
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)
         check_model(
-            checkpoint.name, checkpoint.block_count, checkpoint.family.heads(checkpoint.config), self.config
+            checkpoint.name,
+            checkpoint.block_count,
+            checkpoint.family.blocks.heads(checkpoint.config),
+            self.config,
         )
 
     def load(
@@ -110,7 +113,7 @@ class Engine:
         )
         memos.go_home()
         if sharded:
-            sharding.shard(transformer, family.block_lists, self.mesh)
+            sharding.shard(transformer, family.blocks.lists, self.mesh)
         stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(
@@ -140,7 +143,12 @@ class Engine:
     def _is_staged(self, family: Family) -> bool:
         # patches without a pipeline are one process's simulation of it, for measuring drift: clients are
         # refused that
-        return self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1 or family.once
+        return (
+            self.mesh.pp.size > 1
+            or self.mesh.sp.size > 1
+            or self.config.patches > 1
+            or family.cache.static_text
+        )
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks: models of which every rank's part is the same keep
@@ -221,7 +229,7 @@ class Engine:
         model = self.models[key]
         return {
             "config": model.config,
-            "conditioning": list(model.family.conditioning),
+            "conditioning": list(model.family.conditioning.accepted),
             "latent_format": model.latent_format,
             "generic": model.generic,
             "dtype": str(model.dtype).removeprefix("torch."),

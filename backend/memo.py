@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .mesh import Mesh
-from .models.spec import Family
+from .models.family import Family
 from .parallel import comm
 from .parallel.rows import Span
 from .parallel.split import Stages
@@ -297,9 +297,12 @@ def remember(
     wanted = [
         (f"{block}.", kind, patterns)
         for block in blocks
-        for kind, patterns in (("modulation", family.modulation), ("prompt", family.prompt_only))
+        for kind, patterns in (
+            ("modulation", family.cache.modulation),
+            ("prompt", family.cache.prompt_layers),
+        )
     ]
-    for prefix, kind, patterns in [*wanted, ("", "prompt", family.prompt_modules)]:
+    for prefix, kind, patterns in [*wanted, ("", "prompt", family.cache.prompt_modules)]:
         where = transformer.get_submodule(prefix.removesuffix("."))
         for name in [
             prefix + name
@@ -307,7 +310,8 @@ def remember(
             if any(fnmatchcase(name, pattern) for pattern in patterns)
         ]:
             parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            found[name] = Memo(getattr(parent, leaf), kind, memos.moment, family.modulation_shared)
+            shared = not family.cache.modulation_per_sample
+            found[name] = Memo(getattr(parent, leaf), kind, memos.moment, shared)
             setattr(parent, leaf, found[name])
     memos.layers = list(found.values())
     memos.width = max(widths.values(), default=sum(memo.features for memo in memos.modulations))
@@ -338,7 +342,7 @@ class _Captured(Exception):
 
 def first_block_argument(transformer: nn.Module, family: Family, arguments: dict, name: str) -> Tensor:
     """What the transformer's own head makes of ``arguments`` and hands to its blocks as ``name``."""
-    first = transformer.get_submodule(family.block_lists[0])[0]
+    first = transformer.get_submodule(next(iter(family.blocks.lists)))[0]
 
     names = first.names if isinstance(first, StagedBlock) else positional_names(first)
 

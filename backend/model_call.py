@@ -17,7 +17,7 @@ from .config import ParallelConfig
 from .denoise import Callbacks, Denoiser, Part, Pending
 from .errors import UnsupportedError
 from .mesh import Axis, Mesh
-from .models.spec import Family
+from .models.family import Family
 from .parallel.rows import Span
 from .parallel.stage import Forward
 from .prediction import OUTPUT
@@ -47,23 +47,23 @@ def check_call(
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")
     x, time = call.tensors["x"], call.tensors["time"]
-    channels = family.latent_channels(model_config)
-    unlike = family.nested is None and (
-        call.latent_shapes or x.ndim not in family.latent_dimensions or x.shape[1] < channels
+    channels = family.latent.channels(model_config)
+    unlike = family.latent.nested is None and (
+        call.latent_shapes or x.ndim not in family.latent.dimensions or x.shape[1] < channels
     )
     if unlike or not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
             f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} "
-            f"takes (batch, {channels} channels, {'frames, ' if family.frames else ''}height, width)."
+            f"takes (batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width)."
         )
-    if family.nested:
+    if family.latent.nested:
         check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(
             f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
             f"one for each of the {x.shape[0]} samples."
         )
-    if family.nested and (time != time[:1]).any():
+    if family.latent.nested and (time != time[:1]).any():
         raise UnsupportedError(
             f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} "
             f"have one in common; call it for each sample by itself."
@@ -75,7 +75,7 @@ def check_call(
                 f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; "
                 f"use one prompt or one for each."
             )
-    grid = family.grid(model_config, latent.shape[1:], call.latent_shapes)
+    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
     check_rows(replace(config, num_pipeline_patch=1), grid)
 
@@ -97,7 +97,7 @@ def build_call(
 ) -> Request:
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
-    batch, grid = latent.shape[0], family.grid(model_config, latent.shape[1:], call.latent_shapes)
+    batch, grid = latent.shape[0], family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
 
     def mine(value):
         return (
@@ -112,7 +112,9 @@ def build_call(
         mine(latent).to(device, torch.float32).contiguous(),
         mine(call.tensors["time"]).to(device, torch.float32),
     )
-    carry = family.nested and family.nested.carry  # then the model is given another latent than came
+    carry = (
+        family.latent.nested and family.latent.nested.carry
+    )  # then the model is given another latent than came
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(rows), grid.tokens, grid.features)
     return Request(
         solver="",
@@ -126,13 +128,14 @@ def build_call(
         grid=grid,
         batch=len(rows),
         items=slice(None),
-        times=None if family.nested else times,
+        times=None if family.latent.nested else times,
         carry=carry,
         given=None if carry else given,
         prompts={SIDES[0]: Prompt(SIDES[0])},
         conditioning={
             SIDES[0]: {
-                name: family.cast(name, mine(value), device, dtype) for name, value in arguments.items()
+                name: family.conditioning.cast(name, mine(value), device, dtype)
+                for name, value in arguments.items()
             }
         },
         patches=1,
@@ -142,7 +145,7 @@ def build_call(
         from_pure_noise=False,
         clean_inpaint=False,
         percent_sigmas={},
-        context={SIDES[0]: family.context(model_config, grid, arguments)},
+        context={SIDES[0]: family.conditioning.context_tokens(model_config, grid, arguments)},
         given_rows=0,
     )
 
@@ -157,7 +160,7 @@ def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor,
     """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent,
     families are given them as c_concat."""
     x = call.tensors["x"]
-    channels = x.shape[1] if family.nested else family.latent_channels(model_config)
+    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
     arguments = {
         name.removeprefix("cond."): value for name, value in call.tensors.items() if name.startswith("cond.")
     }

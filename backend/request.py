@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .config import ParallelConfig
-from .models.spec import Family
+from .models.family import Family
 from .noise import FreshNoise
 from .parallel.rows import Sequence, Span, patches
 from .prediction import PREDICTIONS, Prediction
@@ -27,7 +27,7 @@ class Request:
     client did not tell.
     context: name -> rows behind the latent's in the image stream.
     patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as
-    in models.spec.Nested.
+    in models.family.Nested.
     given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches;
     shares: ranks that share the rows of one.
     batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises;
@@ -140,7 +140,7 @@ def build(
     shape = sample.tensors["noise"].shape
     mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
     items = slice(mine.lo, mine.hi)
-    grid = family.grid(model_config, shape[1:], sample.latent_shapes)
+    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 
     def tensor(name):
         return sample.tensors[name].to(device, torch.float32)
@@ -152,13 +152,17 @@ def build(
     conditioning = {
         name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)
     }
-    context = {name: family.context(model_config, grid, cond) for name, cond in conditioning.items()}
+    context = {
+        name: family.conditioning.context_tokens(model_config, grid, cond)
+        for name, cond in conditioning.items()
+    }
     text = {
-        name: family.text_rows(cond) if family.text_position else 0 for name, cond in conditioning.items()
+        name: family.conditioning.text_tokens(cond) if family.blocks.text_position else 0
+        for name, cond in conditioning.items()
     }
     return Request(
         solver=sample.sampler,
-        prediction=PREDICTIONS[family.prediction],
+        prediction=PREDICTIONS[family.noise.prediction],
         cfg=float(sample.cfg),
         seed=sample.seed,
         sigmas=tensor("sigmas"),
@@ -177,13 +181,13 @@ def build(
         warmup_steps=config.warmup_steps,
         stale_kv=config.stale_kv,
         kernel=sample.attention,
-        from_pure_noise=family.schedule is None
-        or family.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()),
-        clean_inpaint=family.clean_inpaint,
+        from_pure_noise=family.noise.schedule is None
+        or family.noise.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()),
+        clean_inpaint=family.noise.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist()))
         if "percent_sigmas" in sample.tensors
         else {},
-        carry=family.nested and family.nested.carry,
+        carry=family.latent.nested and family.latent.nested.carry,
     )
 
 
@@ -204,7 +208,7 @@ def _conditioning(sample, branch, batch, items, device, dtype, family):
     found = {
         name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
     }
-    cast = {name: family.cast(name, value, device, dtype) for name, value in found.items()}
+    cast = {name: family.conditioning.cast(name, value, device, dtype) for name, value in found.items()}
     whole = {
         name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value
         for name, value in cast.items()

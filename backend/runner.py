@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .loading.fused import FusedWeights
 from .loading.report import LoadReport
 from .memo import Memos, first_block_argument
-from .models.spec import Family
+from .models.family import Family
 from .parallel.kv import KVBuffers
 from .parallel.stage import Forward, Stage, model_output
 from .request import Request
@@ -53,13 +53,13 @@ class Runner:
         ``sigmas`` are all calls' noise levels."""
         model = self.model
         if (
-            not model.family.modulation or model.sharded
+            not model.family.cache.modulation or model.sharded
         ):  # sharded weights are whole only inside their block's forward
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
 
         def arguments(branch, sigma):
-            return model.family.forward_args(
+            return model.family.io.arguments(
                 model.config,
                 self.request.grid,
                 latent,
@@ -69,7 +69,10 @@ class Runner:
 
         def embedding(branch, sigma):
             return first_block_argument(
-                model.transformer, model.family, arguments(branch, sigma), model.family.modulation_input
+                model.transformer,
+                model.family,
+                arguments(branch, sigma),
+                model.family.cache.modulation_argument,
             )
 
         model.memos.modulate_ahead(
@@ -84,7 +87,7 @@ class Runner:
         sigma = sigma.to(x.device)
         items = slice(forward.items.lo, forward.items.hi)
         latent = self.request.model_input(x, sigma, items).to(model.dtype)
-        arguments = model.family.forward_args(
+        arguments = model.family.io.arguments(
             model.config,
             grid,
             latent,
@@ -94,18 +97,18 @@ class Runner:
         moment = model.memos.moment
         moment.branch, moment.evaluation, moment.items = forward.branch, self.evaluation, forward.items
         if model.stage is None:
-            return model.family.output(model_output(model.transformer, model.family, arguments), grid)
+            return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
         forward.tokens, forward.context = grid.tokens, self.request.context[forward.branch]
         output = model.stage.forward(arguments, forward)
         if output is None:
             return None
         rows = forward.rows.local.image
-        return model.family.output(output, grid)[:, rows.lo : rows.hi]
+        return model.family.io.output(output, grid)[:, rows.lo : rows.hi]
 
     def _time(self, sigma: Tensor, items: slice) -> Tensor:
         """What the family's forward_args gets at a noise level: the model's own time of it, or the items'
         times where the client told them."""
-        schedule = self.model.family.schedule
+        schedule = self.model.family.noise.schedule
         if self.request.times is not None:
             return self.request.times[items]
         return schedule(self.model.config).timestep(sigma) if schedule else sigma
@@ -133,8 +136,8 @@ class Runner:
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
     """The runner of ``request``, with the attention hook in place and the memos awake meanwhile."""
     model.memos.begin_request()
-    if model.family.prepare:
-        model.family.prepare(model.transformer, request.grid)
+    if model.family.io.prepare:
+        model.family.io.prepare(model.transformer, request.grid)
     try:
         with _attention(model, request) as buffers:
             yield Runner(model, request, buffers)

@@ -51,8 +51,8 @@ METHODS = [
 EXACT, STALE = 1e-5, 0.25
 #: Tells the ranks of the file in which they meet.
 STORE_VARIABLE = "PARALLEL_DIT_CHECK_STORE"
-#: Facts of a family that say how blocks are taken apart.
-FACTS = ("block_lists", "joined", "image", "text", "returns", "text_position", "attention", "per_token")
+#: Fields of Blocks that say how blocks are taken apart.
+FACTS = ("lists", "image", "text", "returns", "text_position", "attention", "per_token")
 
 
 def options() -> argparse.Namespace:
@@ -84,17 +84,17 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
     frames = [chosen.frames] if is_video(getattr(diffusers, family.transformer)) else []
     shapes = (
         [list(map(int, part.split("x"))) for part in chosen.latents.split(",")]
-        if family.nested and chosen.latents
+        if family.latent.nested and chosen.latents
         else []
     )
     shape = (
         (1, sum(map(math.prod, shapes)))
-        if family.nested
-        else (family.latent_channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
+        if family.latent.nested
+        else (family.latent.channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
     )
     noise = torch.randn(2, *shape, generator=generator)
-    if family.schedule:
-        sigmas = torch.cat([family.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
+    if family.noise.schedule:
+        sigmas = torch.cat([family.noise.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
     else:
         sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
     given = (
@@ -105,12 +105,12 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
                 1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator
             )
             for branch in ("positive", "negative")
-            for name, width in family.widths(checkpoint.config).items()
+            for name, width in family.conditioning.widths(checkpoint.config).items()
         }
         | {
             f"{branch}.guidance": torch.tensor([3.5])
             for branch in ("positive", "negative")
-            if "guidance" in family.conditioning
+            if "guidance" in family.conditioning.accepted
         }
     )
     return Sample(
@@ -152,7 +152,7 @@ def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
 def facts(model: str) -> str:
     family = open_checkpoint(model).family
     return f"{model}: family {family.name}\n" + "\n".join(
-        f"  {name}: {getattr(family, name)}" for name in FACTS
+        f"  {name}: {getattr(family.blocks, name)}" for name in FACTS
     )
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 import diffusers
 
 from backend import models
-from backend.models.spec import Family
+from backend.models.family import Family
 
 README, BEGIN, END = (
     ROOT / "README.md",
@@ -52,7 +52,7 @@ def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]
     """A family's cells; its title is the first words of its file."""
     plan = (
         "own plan"
-        if family.tp_plan
+        if family.tensor_plan
         else "diffusers' plan"
         if getattr(diffusers, family.transformer)._tp_plan
         else ""
@@ -66,7 +66,7 @@ def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]
         family.transformer,
         ", ".join(kind for kind, there in kinds if there),
         "yes",
-        family.whole_only or "yes",
+        family.blocks.whole_only or "yes",
         f"megatron ({plan}), row, column, 2d" if plan else "row, column, 2d",
         ", ".join(golden.get(family.name, ())) or "none",
     )

@@ -202,7 +202,7 @@ def model_call(sample: Sample, family: str, batch: int) -> ModelCall:
         latent_shapes=sample.latent_shapes,
         tensors={
             "x": x,
-            "time": times if FAMILIES[family].schedule is None else (1000 * times).round(),
+            "time": times if FAMILIES[family].noise.schedule is None else (1000 * times).round(),
             **conditioning,
         },
     )

@@ -19,7 +19,7 @@ def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
     def count(*_):
         return at.append(counter.get_total_flops())
 
-    blocks = [block for name in model.family.block_lists for block in model.transformer.get_submodule(name)]
+    blocks = [block for name in model.family.blocks.lists for block in model.transformer.get_submodule(name)]
     hooks = [
         hook
         for block in blocks

@@ -20,6 +20,7 @@ from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
+from backend.models.blocks import APART, JOINED
 from backend.models.fallback import family
 from backend.parallel.cost import block_costs
 from backend.request import build
@@ -31,11 +32,12 @@ def recognised(name: str, scheduler=None):
 
 
 def test_structures():
-    aura, cogview, sky = (recognised(name) for name in CUT)
-    assert (aura.block_lists, aura.joined) == (
-        ("joint_transformer_blocks", "single_transformer_blocks"),
-        ("single_transformer_blocks",),
-    )
+    families = [recognised(name) for name in CUT]
+    aura, cogview, sky = (found.blocks for found in families)
+    assert list(aura.lists.items()) == [
+        ("joint_transformer_blocks", APART),
+        ("single_transformer_blocks", JOINED),
+    ]
     assert (aura.text, aura.returns, aura.text_position, aura.attention, aura.per_token) == (
         "encoder_hidden_states",
         ("text", "image"),
@@ -50,7 +52,8 @@ def test_structures():
         ("image", "cross"),
         {"rotary_emb": ("image", 1)},
     )
-    assert [found.heads({}) for found in (aura, cogview, sky)] == [4, 4, 4] and sky.patch({}) == (1, 2, 2)
+    assert [found.heads({}) for found in (aura, cogview, sky)] == [4, 4, 4]
+    assert families[2].latent.patch({}) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"])
@@ -97,9 +100,10 @@ def test_agrees_with_the_family_files(name):
         found, told = recognised(name), family_of_class(name)
     finally:
         del CONFIGS[name]
-    for fact in ("block_lists", "joined", "image", "text", "returns", "text_position", "per_token"):
-        assert getattr(found, fact) == getattr(told, fact), fact
-    assert found.attention == told.attention[: len(found.attention)] and not found.whole_only
+    for fact in ("lists", "image", "text", "returns", "text_position", "per_token"):
+        assert getattr(found.blocks, fact) == getattr(told.blocks, fact), fact
+    assert found.blocks.attention == told.blocks.attention[: len(found.blocks.attention)]
+    assert list(found.blocks.lists) == list(told.blocks.lists) and not found.blocks.whole_only
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -333,9 +337,9 @@ def test_positions_are_the_pipelines(name, text, picture, monkeypatch):
         ),
     )
     found = recognised(name)
-    arguments = found.forward_args(
+    arguments = found.io.arguments(
         {},
-        TokenGrid((4, 6, 10), found.patch({})),
+        TokenGrid((4, 6, 10), found.latent.patch({})),
         torch.zeros(1, 4, 6, 10, dtype=torch.bfloat16),
         torch.tensor(0.5),
         {"c_crossattn": torch.zeros(1, 9, 24)},
@@ -352,15 +356,15 @@ def test_what_the_output_means_comes_from_the_scheduler():
     }
     name = CUT[1]
     assert (
-        recognised(name).prediction
-        == recognised(name, {"_class_name": "FlowMatchEulerDiscreteScheduler"}).prediction
+        recognised(name).noise.prediction
+        == recognised(name, {"_class_name": "FlowMatchEulerDiscreteScheduler"}).noise.prediction
         == "flow"
     )
     assert (
-        recognised(name, beta).prediction == "eps"
-        and recognised(name, beta | {"prediction_type": "v_prediction"}).prediction == "v"
+        recognised(name, beta).noise.prediction == "eps"
+        and recognised(name, beta | {"prediction_type": "v_prediction"}).noise.prediction == "v"
     )
-    assert recognised(name, beta).schedule({}).sigmas[-1] == pytest.approx(14.6146, rel=1e-4)
+    assert recognised(name, beta).noise.schedule({}).sigmas[-1] == pytest.approx(14.6146, rel=1e-4)
     with pytest.raises(UnsupportedError, match="predicts 'sample'"):
         recognised(name, beta | {"prediction_type": "sample"})
 

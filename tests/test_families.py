@@ -74,7 +74,7 @@ def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
     single.load(range(single.block_count), torch.float32, torch.device("cpu"))
     weights, names = (
         {name: value.contiguous() for name, value in single.empty.state_dict().items()},
-        single.family.beside.names,
+        single.family.layout.companion.names,
     )
     apart = {
         theirs + name.removeprefix(ours): value
@@ -167,7 +167,7 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     assert len(work) == len(computed)
     # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's
     # curves have adaLN of six features
-    scale = sum(computed) / sum(work) if model.family.nested else 1.0
+    scale = sum(computed) / sum(work) if model.family.latent.nested else 1.0
     assert computed == pytest.approx([scale * each for each in work], rel=0.005)
 
 
@@ -337,7 +337,7 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     model = engine.models["tiny"]
     sample = replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2)
     samples, _ = engine.sample(sample, Callbacks())
-    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.block_lists)
+    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
     assert memo.COMPUTED["prompt"] == 2 * (blocks * layers + before)
     remembered = memo.Memo.forward
     monkeypatch.setattr(

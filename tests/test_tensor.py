@@ -33,7 +33,7 @@ def test_megatron_halves_attention_and_mlp_of_every_family(family, tmp_path):
     layers = {
         name: layer
         for name, layer in checkpoint.empty.named_modules()
-        if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.block_lists
+        if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.blocks.lists
     }
     for name, layer in layers.items():
         if any(

@@ -22,8 +22,8 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading import layout
 from backend.loading.checkpoint import open_checkpoint
-from backend.models import FAMILIES
-from backend.models.calls import ltx2, qwen_image21, references
+from backend.models import FAMILIES, ltx2, qwen_image21
+from backend.models.common import references
 from backend.parallel.stage import model_output
 from backend.protocol import Sample
 from backend.request import build
@@ -251,10 +251,10 @@ def test_a_family_is_itself_where_nothing_differs(tmp_path):
     plain = open_checkpoint(str(write_checkpoint(tmp_path / "a.safetensors", "wan21-t2v"))).family
     frames = open_checkpoint(str(write(tmp_path / "b.safetensors", "wan22-ti2v"))).family
     assert (
-        not plain.clean_inpaint
-        and frames.clean_inpaint
+        not plain.noise.clean_inpaint
+        and frames.noise.clean_inpaint
         and frames.name == plain.name
-        and "c_concat" not in frames.conditioning
+        and "c_concat" not in frames.conditioning.accepted
     )
     assert VARIANTS["wan22-ti2v"].family == "wan21-t2v"
 
@@ -430,11 +430,11 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     }
     latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
     grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
-    found = model.family.output(
+    found = model.family.io.output(
         model_output(
             model.transformer,
             model.family,
-            model.family.forward_args(model.config, grid, latent, time[0], cond),
+            model.family.io.arguments(model.config, grid, latent, time[0], cond),
         ),
         grid,
     )
@@ -483,8 +483,8 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
     }
     latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
     grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
-    found = family.output(
-        model_output(ours, family, family.forward_args(config, grid, latent, time[0], cond)), grid
+    found = family.io.output(
+        model_output(ours, family, family.io.arguments(config, grid, latent, time[0], cond)), grid
     )
 
     rows, slots = list(text[0].unbind(0)), [False] * text.shape[1]
@@ -529,8 +529,8 @@ def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
         {"c_crossattn": text, "ref_latents.0": picture, "image_slots": torch.tensor([[4]])},
         TokenGrid((64, 7, 9), (1, 1, 1)),
     )
-    found = family.output(
-        model_output(ours, family, family.forward_args(config, grid, latent, torch.tensor(0.7), cond)), grid
+    found = family.io.output(
+        model_output(ours, family, family.io.arguments(config, grid, latent, torch.tensor(0.7), cond)), grid
     )
 
     text, pixels = (
@@ -597,7 +597,7 @@ def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
     )
     latent = engine.sample(sample, Callbacks())[0]
     levels, rows = transformer.transformer_blocks[0].levels, [tensor.shape[1] for tensor in given[0]]
-    grid = engine.models["tiny"].family.grid(
+    grid = engine.models["tiny"].family.latent.grid(
         engine.models["tiny"].config, sample.tensors["noise"].shape[1:], sample.latent_shapes
     )
     assert rows == [part.tokens for part in grid.parts] * 2 and [

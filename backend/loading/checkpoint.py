@@ -19,14 +19,15 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError, quoted, reason, some
 from ..folders import ANYWHERE, Folders
 from ..models import FAMILIES, fallback, family_of_class
-from ..models.spec import Family
+from ..models.family import Family
+from ..models.key_layout import PREFIXES
 from ..parallel import cost, split
 from ..parallel.split import Stages
 from ..parallel.tensor import Shard
 from ..regular import read_json
 from .files import TensorFiles, Weights, folder_files
 from .gguf_files import GGUFFile
-from .layout import PREFIXES, Source, from_diffusers, numbered, sources
+from .layout import Source, from_diffusers, numbered, sources
 from .plausible import build, check_config
 from .scaled import ScaledFiles
 
@@ -56,11 +57,11 @@ class Checkpoint:
             return None
         video = fallback.is_video(getattr(diffusers, self.family.transformer))
         return {
-            "prediction": self.family.prediction,
-            "latent_channels": self.family.latent_channels(self.config),
+            "prediction": self.family.noise.prediction,
+            "latent_channels": self.family.latent.channels(self.config),
             "latent_dimensions": 3 if video else 2,
-            "conditioning": list(self.family.conditioning),
-            "whole_only": self.family.whole_only,
+            "conditioning": list(self.family.conditioning.accepted),
+            "whole_only": self.family.blocks.whole_only,
             "pipeline": self.pipeline,
         }
 
@@ -68,7 +69,7 @@ class Checkpoint:
     def empty(self) -> nn.Module:
         """The transformer without weights (buffers are real). Raises UnsupportedError where the
         configuration makes none, or none that the files could fill."""
-        cls, adjust = getattr(diffusers, self.family.transformer), self.family.adjust
+        cls, adjust = getattr(diffusers, self.family.transformer), self.family.build.adjust
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parts if self.single_file else 1
         with init_empty_weights(include_buffers=False):
@@ -82,7 +83,7 @@ class Checkpoint:
         """Names of all blocks in pipeline order."""
         return [
             f"{name}.{i}"
-            for name in self.family.block_lists
+            for name in self.family.blocks.lists
             for i in range(len(self.empty.get_submodule(name)))
         ]
 
@@ -96,11 +97,11 @@ class Checkpoint:
         return cost.block_costs(self.empty, self.family, self.config)
 
     def modulation(self, block: str) -> list[str]:
-        """The modulation layers (family.modulation) of a block."""
+        """The modulation layers (family.cache.modulation) of a block."""
         return [
             f"{block}.{name}"
             for name, _ in self.empty.get_submodule(block).named_modules()
-            if any(fnmatchcase(name, pattern) for pattern in self.family.modulation)
+            if any(fnmatchcase(name, pattern) for pattern in self.family.cache.modulation)
         ]
 
     def stages(self, config: ParallelConfig) -> Stages:
@@ -195,7 +196,7 @@ class Checkpoint:
         for name in wanted:
             weights[name] = self.read(
                 name,
-                torch.float32 if self.family.is_float32(name) else dtype,
+                torch.float32 if self.family.build.is_float32(name) else dtype,
                 device,
                 shards.get(name.rpartition(".")[0]),
             )
@@ -243,7 +244,7 @@ def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
     checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
-    for name, (value, what) in checkpoint.family.only.items():
+    for name, (value, what) in checkpoint.family.build.only.items():
         told = checkpoint.config.get(name, value)
         if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
             raise UnsupportedError(
@@ -279,10 +280,12 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
         if path.is_file()
     }
     family = family_of_class(cls.__name__)
-    parts, names = [inner], family.beside.names if family and family.beside else {}
-    if names and (folder / family.beside.folder / "config.json").is_file():
-        parts.append(folder / family.beside.folder)
-        config |= family.beside.config(read_json(parts[1] / "config.json"))
+    companion = family.layout.companion if family else None
+    parts = [inner]
+    if companion and (folder / companion.folder / "config.json").is_file():
+        parts.append(folder / companion.folder)
+        config |= companion.config(read_json(parts[1] / "config.json"))
+    names = companion.names if companion else {}
     files = ScaledFiles(folder_files(*parts, allowed=allowed))
     family = family or _fallback(folder.name, cls, config, files, pipeline)
     keys = {

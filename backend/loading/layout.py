@@ -1,81 +1,13 @@
-"""Key layouts of single files: where each parameter of the diffusers transformer is found. A layout is data
-of the family."""
+"""Where a single file keeps each parameter of the diffusers transformer, by the key layout of its family."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from ..models.key_layout import Layout, Shapes
 from ..parallel.rows import Span
 from .guarded import is_number
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-#: Prefixes under which full checkpoints keep their transformer.
-PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "transformer.", "")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a single file names a family's tensors.
-
-    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a
-    variant that is not supported and has it.
-    names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
-    block number; a name of a whole tensor (with .weight or .scale) maps to a whole parameter name. swapped:
-    diffusers modules whose two halves of rows are the other way round, {} being the number of every block,
-    {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as
-    many elements. A parameter that ``names`` does not reach is looked for under its own name. spellings:
-    (theirs, ours) replacements, in order, that turn other spellings of the file's keys into this one. config:
-    shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
-    """
-
-    signature: tuple[str, ...]
-    absent: tuple[str, ...]
-    names: Mapping[str, str]
-    config: Callable[[Shapes], dict]
-    swapped: tuple[str, ...] = ()
-    reshaped: tuple[str, ...] = ()
-    spellings: tuple[tuple[str, str], ...] = ()
-    metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
-    variants: Mapping[str, str] = field(default_factory=dict)
-
-    def keys(self, keys: Collection[str]) -> dict[str, str] | None:
-        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
-        is of another layout."""
-        for prefix in PREFIXES:
-            if not self.spellings and any(prefix + key not in keys for key in self.signature):
-                continue  # without a look at each key, of which there may be many
-            found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in found for key in self.signature) and not any(
-                key in found for key in (*self.absent, *self.variants)
-            ):
-                return found
-        return None
-
-    def unsupported(self, keys: Collection[str]) -> str | None:
-        """The name of a variant that is not supported and that ``keys`` are of."""
-        if not self.spellings:
-            known = ((prefix + key, name) for prefix in PREFIXES for key, name in self.variants.items())
-            return next((name for key, name in known if key in keys), None)
-        bare = {
-            self.spell(key.removeprefix(prefix))
-            for prefix in PREFIXES
-            for key in keys
-            if key.startswith(prefix)
-        }
-        return next((name for key, name in self.variants.items() if key in bare), None)
-
-    @property
-    def most_parts(self) -> int:
-        """How many parameters one of the file's tensors holds at most."""
-        return max((len(targets.split()) for targets in self.names.values()), default=1)
-
-    def spell(self, key: str) -> str:
-        """A key of another spelling in this one."""
-        for theirs, ours in self.spellings:
-            key = key.replace(theirs, ours)
-        return key
 
 
 @dataclass(frozen=True)
@@ -188,8 +120,3 @@ def _add(found, layout, parameters, file_name, targets):
                     swap=target.removesuffix(leaf) in layout.swapped,
                 )
                 row += rows
-
-
-def blocks_of(shapes: Shapes, name: str) -> int:
-    """How many blocks a file has under ``name``."""
-    return len({key.removeprefix(name + ".").split(".")[0] for key in shapes if key.startswith(name + ".")})

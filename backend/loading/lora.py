@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
 from ..folders import ANYWHERE, Folders
+from ..models.key_layout import Layout, Shapes
 from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
 from .files import TensorFiles
-from .layout import Layout, Shapes, Source, sources
+from .layout import Source, sources
 from .lora_checks import check_form
 
 #: Role -> how the ends of keys spell it.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
+from ..models.key_layout import PREFIXES
 from .files import ALL, CPU, TensorFiles
-from .layout import PREFIXES
 
 #: Leaves of a layer beside its weight and bias: scales of the weight, and what only quantized activations
 #: need.

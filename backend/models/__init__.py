@@ -1,5 +1,4 @@
-"""Model families, one data file each (its code in calls/, its single files in layouts/), found by name or by
-the transformer's class."""
+"""Model families, one file each (data, calls and key layout), found by name or by the transformer's class."""
 
 from . import (
     chroma,
@@ -27,7 +26,7 @@ from . import (
     wan,
     z_image,
 )
-from .spec import Family
+from .family import Family
 
 MODULES = (
     flux,

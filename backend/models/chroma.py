@@ -1,34 +1,122 @@
 """Chroma of Lodestone Rock: Flux.1 with one small network that makes every modulation; no pooled prompt,
 guidance by a negative prompt."""
 
-from .calls.chroma import adjust, forward_args, prepare, refusal
-from .layouts.chroma import LAYOUT
-from .plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
-from .spec import Family
+import torch
+from diffusers.models.embeddings import get_timestep_embedding
 
+from . import flux
+from .blocks import APART, JOINED, Blocks
+from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .common.timestep_precision import keep_timestep
+from .family import Build, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any
+#: size.
+MODULATIONS = 344
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    keep_timestep(
+        transformer, transformer.time_text_embed, transformer.distilled_guidance_layer.in_proj, 1000.0
+    )
+
+
+def prepare(transformer, grid):
+    """diffusers makes the table as long as the model needs."""
+    embed = transformer.time_text_embed
+    embed.mod_proj = get_timestep_embedding(
+        torch.arange(MODULATIONS) * 1000,
+        embed.mod_proj.shape[1],
+        flip_sin_to_cos=True,
+        downscale_freq_shift=0,
+    ).to(embed.mod_proj.device)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Flux's arguments without pooled prompt and guidance."""
+    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, {**cond, "y": None})
+    return {
+        name: value for name, value in arguments.items() if name not in ("pooled_projections", "guidance")
+    }
+
+
+def refusal(config, grid, cond):
+    """diffusers fixes Chroma's guidance embedding at ComfyUI's default."""
+    return (
+        "guidance is not 0, which Chroma does not have in diffusers; remove FluxGuidance."
+        if "guidance" in cond and cond["guidance"].any()
+        else None
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of ChromaTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    axis, network = 56 * head // 128 // 2 * 2, "distilled_guidance_layer"
+    return dict(
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["final_layer.linear.weight"][0],
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+        axes_dims_rope=(head - 2 * axis, axis, axis),
+        approximator_num_channels=shapes[f"{network}.in_proj.weight"][1],
+        approximator_hidden_dim=shapes[f"{network}.in_proj.weight"][0],
+        approximator_layers=blocks_of(shapes, f"{network}.layers"),
+    )
+
+
+GUIDANCE = "distilled_guidance_layer"
+LAYOUT = Layout(
+    signature=(
+        "img_in.weight",
+        "txt_in.weight",
+        f"{GUIDANCE}.in_proj.weight",
+        f"{GUIDANCE}.norms.0.scale",
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "single_blocks.0.linear1.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=(),
+    variants=dict.fromkeys(
+        ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),
+        "Chroma Radiance, which works on pixels",
+    ),
+    config=config_from_shapes,
+    names=flux.LAYOUT.names
+    | {
+        f"{GUIDANCE}.layers.{{}}.in_layer": f"{GUIDANCE}.layers.{{}}.linear_1",
+        f"{GUIDANCE}.layers.{{}}.out_layer": f"{GUIDANCE}.layers.{{}}.linear_2",
+        f"{GUIDANCE}.norms.{{}}.scale": f"{GUIDANCE}.norms.{{}}.weight",
+    },
+)
 FAMILY = Family(
     name="chroma",
     transformer="ChromaTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    joined=("single_transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    frames=False,
-    conditioning=("c_crossattn", "guidance", "y"),
-    ignored=("y",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    adjust=adjust,
-    prepare=prepare,
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    latent=Latent(
+        channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output, prepare=prepare),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "guidance", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        ignored=("y",),
+        refusal=refusal,
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
-    tp_plan=COMMON | PARALLEL_MLP,
 )

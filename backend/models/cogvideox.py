@@ -1,33 +1,159 @@
 """CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
 discrete schedule; text first."""
 
-from ..schedule import DiscreteSchedule
-from .calls.cogvideox import forward_args, refusal
-from .layouts.cogvideox import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
+from ..schedule import DiscreteSchedule
+from .blocks import APART, Blocks
+from .common import references
+from .common.tensor_plans import COMMON
+from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout, blocks_of
+
+
+def rotary(config, grid, device):
+    """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
+    picture's axes."""
+    head, stretch = (
+        config["attention_head_dim"],
+        1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875),
+    )
+    sizes, scales = (head // 4, head // 8 * 3, head // 8 * 3), (1.0, stretch, stretch)
+    tables = [
+        get_1d_rotary_pos_embed(size, torch.arange(count, device=device) * scale, use_real=True)
+        for size, count, scale in zip(sizes, grid.counts, scales)
+    ]
+    index = torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij")
+    return tuple(
+        torch.cat([table[part][i.reshape(-1)] for table, i in zip(tables, index)], dim=-1) for part in (0, 1)
+    )
+
+
+def forward_args(config, grid, latent, timestep, cond):
+    """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
+    batch = latent.shape[0]
+    return dict(
+        hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2),
+        encoder_hidden_states=cond["c_crossattn"],
+        timestep=timestep.expand(batch),
+        ofs=cond["ofs"].reshape(-1).expand(batch) if "ofs" in cond else None,
+        image_rotary_emb=rotary(config, grid, latent.device)
+        if config["use_rotary_positional_embeddings"]
+        else None,
+    )
+
+
+def refusal(config, grid, cond):
+    """A learned position table fits one size, and one of sines one length of the prompt."""
+    rows, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
+    if not config["use_rotary_positional_embeddings"] and rows != most:
+        return (
+            f"the prompt has {rows} rows, but this model's position table is for {most}; pad the "
+            f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
+        )
+    size = config["sample_height"], config["sample_width"]
+    if not config["use_learned_positional_embeddings"] or grid.padded.shape[-2:] == size:
+        return references.wrong_channels(config["in_channels"], grid, cond)
+    return (
+        f"the latent is {grid.shape[-2]} x {grid.shape[-1]}, but this model makes videos of {size[0]} "
+        f"x {size[1]} latent pixels only."
+    )
+
+
+HEAD = 64
+
+
+def config_from_shapes(shapes):
+    """Arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two frames."""
+    embedding, time, learned = (
+        shapes["patch_embed.proj.weight"],
+        1 if len(shapes["patch_embed.proj.weight"]) == 4 else 2,
+        "patch_embed.pos_embedding" in shapes,
+    )
+    return dict(
+        num_attention_heads=embedding[0] // HEAD,
+        attention_head_dim=HEAD,
+        in_channels=embedding[1] if time == 1 else embedding[1] // 8,
+        out_channels=shapes["proj_out.weight"][0] // (4 * time),
+        sample_height=60,
+        sample_width=90,
+        time_embed_dim=shapes["time_embedding_linear_1.weight"][0],
+        ofs_embed_dim=shapes.get("ofs_embedding_linear_1.weight", (None, None))[1],
+        text_embed_dim=shapes["patch_embed.text_proj.weight"][1],
+        num_layers=blocks_of(shapes, "blocks"),
+        patch_size=2,
+        patch_size_t=None if time == 1 else 2,
+        patch_bias="patch_embed.proj.bias" in shapes,
+        use_rotary_positional_embeddings=not learned,
+        use_learned_positional_embeddings=learned,
+    )
+
+
+BLOCK = "transformer_blocks.{}"
+LAYOUT = Layout(
+    signature=(
+        "patch_embed.proj.weight",
+        "patch_embed.text_proj.weight",
+        "time_embedding_linear_1.weight",
+        "blocks.0.norm1.linear.weight",
+        "blocks.0.attn_out.weight",
+        "proj_out.weight",
+    ),
+    absent=(),
+    variants={"patch_embed.pos_embedding": "CogVideoX 1.0 image to video (learned positions)"},
+    config=config_from_shapes,
+    names={
+        "time_embedding_linear_1": "time_embedding.linear_1",
+        "time_embedding_linear_2": "time_embedding.linear_2",
+        "ofs_embedding_linear_1": "ofs_embedding.linear_1",
+        "ofs_embedding_linear_2": "ofs_embedding.linear_2",
+        **{
+            f"blocks.{{}}.{theirs}": f"{BLOCK}.{ours}"
+            for theirs, ours in {
+                "norm1.linear": "norm1.linear",
+                "norm1.norm": "norm1.norm",
+                "norm2.linear": "norm2.linear",
+                "norm2.norm": "norm2.norm",
+                "q": "attn1.to_q",
+                "k": "attn1.to_k",
+                "v": "attn1.to_v",
+                "norm_q": "attn1.norm_q",
+                "norm_k": "attn1.norm_k",
+                "attn_out": "attn1.to_out.0",
+                "ff_proj": "ff.net.0.proj",
+                "ff_out": "ff.net.2",
+            }.items()
+        },
+    },
+)
 SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    prediction="v-ddpm",
-    schedule=lambda config: SCHEDULE,
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("image", "text"),
-    modulation=("norm1.linear", "norm2.linear"),
-    per_token={"image_rotary_emb": ("image", 0)},
-    patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "c_concat", "ofs"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2)),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
+    ),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("image", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "c_concat", "ofs"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm2.linear")),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

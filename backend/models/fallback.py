@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
-from ..loading.layout import Layout
 from ..schedule import DiscreteSchedule
 from ..tokens import TokenGrid
+from .blocks import Blocks
+from .family import Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout
 from .probe import Trace, shallow, trace
-from .spec import Family
 from .structure import Whole, check_patches, structure
 
 #: Parameter of a forward -> names that configurations have for its width.
@@ -168,7 +169,7 @@ def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
     scheduler_config.json, where there is one.
 
     Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut,
-    Family.whole_only says why.
+    Blocks.whole_only says why.
     """
     return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
 
@@ -199,28 +200,23 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
     whole = Family(
         name=cls.__name__,
         transformer=cls.__name__,
-        prediction=_prediction(scheduler),
-        schedule=(lambda config: schedule) if schedule else None,
-        block_lists=(),
-        returns=("image",),
-        patch=lambda config: patch,
-        latent_channels=lambda config: channels,
-        frames=inputs.video,
-        conditioning=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
-        required=(*widths, *["guidance"] * inputs.guided),
-        widths=lambda config: widths,
-        forward_args=inputs,
-        output=(lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens,
+        latent=Latent(channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video),
+        noise=Noise(_prediction(scheduler), (lambda config: schedule) if schedule else None),
+        io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
+        blocks=Blocks(lists={}, heads=lambda config: max(1, heads), head_size=lambda config: head_size),
+        conditioning=Conditioning(
+            accepted=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
+            required=(*widths, *["guidance"] * inputs.guided),
+            widths=lambda config: widths,
+        ),
         layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
-        heads=lambda config: max(1, heads),
-        head_size=lambda config: head_size,
     )
     try:
         sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
         facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
-        return _checked(replace(whole, **facts), probe)
+        return _checked(replace(whole, blocks=replace(whole.blocks, **facts)), probe)
     except Whole as reason:
-        return replace(whole, whole_only=str(reason))
+        return whole.changed({"blocks.whole_only": str(reason)})
 
 
 def _checked(family: Family, probe: "_Probe") -> Family:
@@ -230,8 +226,8 @@ def _checked(family: Family, probe: "_Probe") -> Family:
     try:
         check_patches(probe.transformer, family, *request)
     except Whole:
-        family = replace(family, text_needs_a_row=True)
-        if family.text is None:
+        family = family.changed({"blocks.needs_text_token": True})
+        if family.blocks.text is None:
             raise
         check_patches(probe.transformer, family, *request)
     return family

@@ -1,36 +1,157 @@
 """Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38
 single-stream blocks in the released size."""
 
-from .calls import references
-from .calls.flux import adjust, forward_args, refusal
-from .layouts.flux import LAYOUT
-from .plans import TEXT_LAYERS
-from .spec import Family
+import torch
 
+from .blocks import APART, Blocks
+from .common import references
+from .common.tensor_plans import TEXT_LAYERS
+from .common.timestep_precision import keep_timestep
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    embed = transformer.time_text_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers
+    multiplies timestep and guidance by 1000 itself."""
+    batch = latent.shape[0]
+    how = references.method(cond, "offset")
+    return dict(
+        hidden_states=torch.cat(
+            [grid.to_tokens(references.with_channels(latent, cond)), *references.tokens(grid, cond)], dim=1
+        ),
+        encoder_hidden_states=cond["c_crossattn"],
+        pooled_projections=cond["y"],
+        timestep=sigma.expand(batch),
+        guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
+        img_ids=references.all_positions(
+            grid, cond, how if how in references.PLACES else "offset", latent.device
+        ),
+        txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
+    )
+
+
+def refusal(config, grid, cond):
+    """Fill, Canny and Depth take a picture as channels; diffusers' blocks give one timestep to all rows."""
+    if config["guidance_embeds"] and "guidance" not in cond:
+        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+    if references.references(cond) and config["in_channels"] != (
+        config["out_channels"] or config["in_channels"]
+    ):
+        return (
+            "it has reference latents, but this model takes its picture as channels (Fill, Canny, "
+            "Depth); use FLUX.1 Kontext or remove ReferenceLatent."
+        )
+    return references.wrong_references(
+        grid, cond, "choose another method in Edit Model Reference Method"
+    ) or references.wrong_channels(config["in_channels"] // 4, grid, cond)
+
+
+def config_from_shapes(shapes):
+    """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the
+    head size."""
+
+    def count(prefix):
+        return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
+
+    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    image_axis = 56 * head // 128 // 2 * 2
+    return dict(
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["final_layer.linear.weight"][0],
+        num_layers=count("double_blocks."),
+        num_single_layers=count("single_blocks."),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+        pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
+        guidance_embeds="guidance_in.in_layer.weight" in shapes,
+        axes_dims_rope=(head - 2 * image_axis, image_axis, image_axis),
+    )
+
+
+DOUBLE = "transformer_blocks.{}"
+SINGLE = "single_transformer_blocks.{}"
+LAYOUT = Layout(
+    signature=(
+        "img_in.weight",
+        "double_blocks.0.img_attn.qkv.weight",
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "single_blocks.0.linear1.weight",
+        "vector_in.in_layer.weight",
+        "txt_in.weight",
+    ),
+    absent=("distilled_guidance_layer.in_proj.weight",),
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    names={
+        "img_in": "x_embedder",
+        "txt_in": "context_embedder",
+        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+        "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+        "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+        "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+        "double_blocks.{}.img_mod.lin": f"{DOUBLE}.norm1.linear",
+        "double_blocks.{}.txt_mod.lin": f"{DOUBLE}.norm1_context.linear",
+        "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
+        "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
+        f"{DOUBLE}.attn.add_v_proj",
+        "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
+        "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
+        "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
+        "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
+        "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
+        "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
+        "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.net.0.proj",
+        "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.net.2",
+        "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.net.0.proj",
+        "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.net.2",
+        "single_blocks.{}.modulation.lin": f"{SINGLE}.norm.linear",
+        "single_blocks.{}.linear1": f"{SINGLE}.attn.to_q {SINGLE}.attn.to_k {SINGLE}.attn.to_v "
+        f"{SINGLE}.proj_mlp",
+        "single_blocks.{}.linear2": f"{SINGLE}.proj_out",
+        "single_blocks.{}.norm.query_norm.scale": f"{SINGLE}.attn.norm_q.weight",
+        "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": "norm_out.linear",
+    },
+)
 FAMILY = Family(
     name="flux",
     transformer="FluxTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-    adjust=adjust,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
-    frames=False,
-    context=references.rows,
-    conditioning=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {
-        "c_crossattn": config["joint_attention_dim"],
-        "y": config["pooled_projection_dim"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(
+        channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
+        patch=lambda config: (1, 2, 2),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {
+            "c_crossattn": config["joint_attention_dim"],
+            "y": config["pooled_projection_dim"],
+        },
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    build=Build(adjust=adjust),
     layout=LAYOUT,
 )

@@ -1,25 +1,163 @@
 """Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that
 share their modulation; no pooled prompt, latents of 128 channels."""
 
-from .calls import references
-from .calls.flux2 import adjust, forward_args, refusal
-from .layouts.flux2 import LAYOUT
-from .plans import COMMON, TEXT_LAYERS
-from .spec import Family
+import torch
+
+from .blocks import APART, JOINED, BlockAdapter, Blocks
+from .common import references
+from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.timestep_precision import keep_timestep
+from .family import Build, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: What ComfyUI's method "index" counts references by, on the first axis of positions.
+NUMBERS = 10
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded."""
+    embed = transformer.time_guidance_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text.
+    diffusers multiplies timestep and guidance by 1000 itself."""
+    batch, device, text, how = (
+        latent.shape[0],
+        latent.device,
+        cond["c_crossattn"],
+        references.method(cond, "index"),
+    )
+    image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
+    spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
+    rows = torch.arange(text.shape[1], device=device)[:, None]
+    guidance = (
+        cond["guidance"].reshape(-1).expand(batch)
+        if config["guidance_embeds"] and "guidance" in cond
+        else None
+    )
+    return dict(
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        encoder_hidden_states=text,
+        timestep=sigma.expand(batch),
+        guidance=guidance,
+        img_ids=torch.nn.functional.pad(image * spread, (0, 1)),
+        txt_ids=torch.nn.functional.pad(rows, (3, 0)),
+    )
+
+
+def refusal(config, grid, cond):
+    """diffusers' blocks give one timestep to all rows."""
+    return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method")
+
+
+def config_from_shapes(shapes):
+    """Arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
+    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    axis = head // 4 // 2 * 2
+    return dict(
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["final_layer.linear.weight"][0],
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+        timestep_guidance_channels=shapes["time_in.in_layer.weight"][1],
+        mlp_ratio=shapes["double_blocks.0.img_mlp.2.weight"][1] / hidden,
+        guidance_embeds="guidance_in.in_layer.weight" in shapes,
+        axes_dims_rope=(head - 3 * axis, axis, axis, axis),
+    )
+
+
+DOUBLE = "transformer_blocks.{}"
+SINGLE = "single_transformer_blocks.{}"
+LAYOUT = Layout(
+    signature=(
+        "img_in.weight",
+        "txt_in.weight",
+        "double_stream_modulation_img.lin.weight",
+        "single_stream_modulation.lin.weight",
+        "double_blocks.0.img_attn.qkv.weight",
+        "single_blocks.0.linear1.weight",
+    ),
+    absent=("vector_in.in_layer.weight",),
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
+    names={
+        "img_in": "x_embedder",
+        "txt_in": "context_embedder",
+        **{
+            f"{theirs}_in.{layer}_layer": f"time_guidance_embed.{ours}.linear_{i}"
+            for theirs, ours in (("time", "timestep_embedder"), ("guidance", "guidance_embedder"))
+            for i, layer in ((1, "in"), (2, "out"))
+        },
+        **{
+            f"{name}.lin": f"{name}.linear"
+            for name in (
+                "double_stream_modulation_img",
+                "double_stream_modulation_txt",
+                "single_stream_modulation",
+            )
+        },
+        "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
+        "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
+        f"{DOUBLE}.attn.add_v_proj",
+        "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
+        "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
+        "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
+        "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
+        "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
+        "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
+        "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.linear_in",
+        "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.linear_out",
+        "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.linear_in",
+        "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.linear_out",
+        "single_blocks.{}.linear1": f"{SINGLE}.attn.to_qkv_mlp_proj",
+        "single_blocks.{}.linear2": f"{SINGLE}.attn.to_out",
+        "single_blocks.{}.norm.query_norm.scale": f"{SINGLE}.attn.norm_q.weight",
+        "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": "norm_out.linear",
+    },
+)
+
+
+class TextCountedBefore(BlockAdapter):
+    """The model cuts off as many tokens of text as it had before the blocks."""
+
+    def text_after_blocks(self, text, whole):
+        return whole(text)
+
 
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    joined=("single_transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    counts_text=True,
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    text_layers=TEXT_LAYERS,
-    tp_plan={
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        adapter=TextCountedBefore(),
+        per_token={"image_rotary_emb": ("joint", 0)},
+        text_layers=TEXT_LAYERS,
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        ignored=("y",),
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",
         "*.to_qkv_mlp_proj": "packed colwise",
@@ -27,17 +165,5 @@ FAMILY = Family(
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    context=references.rows,
-    conditioning=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
-    ignored=("y",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
     layout=LAYOUT,
 )

@@ -1,40 +1,175 @@
 """Flux.3 of Black Forest Labs, with reference pictures: blocks for image, references and text, each alone,
 then 28 over all; what is given is the same at every step."""
 
-from .calls import references
-from .calls.flux3 import adjust, forward_args, refusal
-from .layouts.flux3 import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
 
+from .blocks import APART, IMAGE_ONLY, Blocks
+from .common import references
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Positions count half a token along the picture's sides.
+POSITION_SCALE = 0.5
+
+
+def adjust(transformer, config):
+    """Modulation, which diffusers computes for every row, once for all rows of a kind."""
+    for layer in (
+        *transformer.early_stream_modulations.values(),
+        transformer.single_stream_modulations.txt,
+        transformer.norm_out.linear,
+    ):
+        layer.register_forward_pre_hook(lambda layer, args: (args[0][:, :1],))
+    for layer in (
+        transformer.single_stream_modulations.image,
+        transformer.single_stream_modulations.image_cond,
+    ):  # their rows are put one behind the other
+        layer.forward = lambda temb, own=layer.forward: own(temb[:, :1]).expand(-1, temb.shape[1], -1)
+
+
+def positions(grid, number, device):
+    """(tokens, 4) of (0, y, x, number); number: 0 for the picture that is made, -1, -2, ... for
+    references."""
+    return torch.nn.functional.pad(
+        references.positions(grid, device=device) * POSITION_SCALE, (0, 1), value=number
+    )
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Positions of text are (0, 0, 0, number)."""
+    batch, device, text, found = (
+        latent.shape[0],
+        latent.device,
+        cond["c_crossattn"],
+        references.grids(grid, cond),
+    )
+    rows = torch.arange(text.shape[1], device=device)[:, None]
+    given = (
+        dict(
+            image_cond_hidden_states=torch.cat(references.tokens(grid, cond), dim=1),
+            image_cond_ids=torch.cat([positions(one, -i, device) for i, one in enumerate(found, 1)]),
+        )
+        if found
+        else {}
+    )
+    return dict(
+        hidden_states=grid.to_tokens(latent),
+        encoder_hidden_states=text,
+        timestep=sigma.expand(batch),
+        img_ids=positions(grid, 0, device),
+        txt_ids=torch.nn.functional.pad(rows, (3, 0)),
+        **given,
+    )
+
+
+def refusal(config, grid, cond):
+    """Distilled models are told to which noise level a step leads, which no solver here tells them."""
+    if config["flow_map"]:
+        return (
+            "the model is a step-distilled Flux.3 (flow_map), which is not supported; use the "
+            "undistilled one."
+        )
+    return references.wrong_references(grid, cond)
+
+
+def config_from_shapes(shapes):
+    """Arguments of Flux3Transformer2DModel; RoPE has four equal axes."""
+    hidden, head = shapes["emb_in.image.weight"][0], shapes["single_blocks.0.norm.query_norm.scale"][0]
+    axis = head // 4 // 2 * 2
+    return dict(
+        in_channels=shapes["emb_in.image.weight"][1],
+        cond_in_channels=shapes["emb_in.image_cond.weight"][1],
+        num_layers=blocks_of(shapes, "content_mode_blocks.image"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=shapes["single_blocks.0.q_proj.weight"][0] // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+        timestep_channels=shapes["time_in.in_layer.weight"][1],
+        mlp_ratio=shapes["single_blocks.0.mlp_out.weight"][1] / hidden,
+        axes_dims_rope=(head - 3 * axis, axis, axis, axis),
+        flow_map="ref_time_in.in_layer.weight" in shapes,
+    )
+
+
+def block(theirs, ours):
+    pairs = {
+        "q_proj": "attn.to_q",
+        "k_proj": "attn.to_k",
+        "v_proj": "attn.to_v",
+        "attn_out": "attn.to_out.0",
+        "norm.query_norm.scale": "attn.norm_q.weight",
+        "norm.key_norm.scale": "attn.norm_k.weight",
+        "mlp_in": "ff.linear_in",
+        "mlp_out": "ff.linear_out",
+    }
+    return {f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{target}" for name, target in pairs.items()}
+
+
+LAYOUT = Layout(
+    signature=(
+        "emb_in.image.weight",
+        "txt_in.weight",
+        "early_stream_modulations.image.lin.weight",
+        "content_mode_blocks.image.0.q_proj.weight",
+        "txt_mode_blocks.0.q_proj.weight",
+        "single_blocks.0.q_proj.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
+    names=block("content_mode_blocks.image", "mode_blocks.image")
+    | block("content_mode_blocks.image_cond", "mode_blocks.image_cond")
+    | block("txt_mode_blocks", "txt_mode_blocks")
+    | block("single_blocks", "single_transformer_blocks")
+    | {
+        "emb_in.image": "x_embedders.image",
+        "emb_in.image_cond": "x_embedders.image_cond",
+        "txt_in": "context_embedder",
+        "time_in.in_layer": "timestep_embedder.linear_1",
+        "time_in.out_layer": "timestep_embedder.linear_2",
+        "ref_time_in.in_layer": "target_timestep_embedder.linear_1",
+        "ref_time_in.out_layer": "target_timestep_embedder.linear_2",
+        **{
+            f"{phase}_stream_modulations.{mode}.lin": f"{phase}_stream_modulations.{mode}.linear"
+            for phase in ("early", "single")
+            for mode in ("image", "image_cond", "txt")
+        },
+        "final_layer.image.linear": "proj_out",
+        "final_layer.image.adaLN_modulation.1": "norm_out.linear",
+    },
+)
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    prediction="flow",
-    block_lists=("mode_blocks.image", "single_transformer_blocks"),
-    image_first=("mode_blocks.image",),
-    text="encoder_hidden_states",
-    text_position="first",
-    returns=("text", "image"),
-    per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
-    context=references.rows,
-    float32=("*.norm_q.weight", "*.norm_k.weight"),
-    prompt_modules=(
-        "context_embedder",
-        "txt_mode_blocks.[0-9]",
-        "x_embedders.image_cond",
-        "mode_blocks.image_cond.[0-9]",
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
     ),
-    adjust=adjust,
-    tp_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "ref_latents"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    blocks=Blocks(
+        lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "ref_latents"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(
+        prompt_modules=(
+            "context_embedder",
+            "txt_mode_blocks.[0-9]",
+            "x_embedders.image_cond",
+            "mode_blocks.image_cond.[0-9]",
+        )
+    ),
+    build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), adjust=adjust),
+    tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
     layout=LAYOUT,
 )

@@ -1,51 +1,155 @@
 """HiDream I1 (full, dev, fast) of HiDream.ai: 16 double-stream and 32 single-stream blocks with experts; text
 last, of which every block reads a layer of Llama anew."""
 
-from .calls.hidream import adjust, forward_args
-from .layouts.hidream import LAYOUT
-from .spec import Family
+from functools import partial
 
+import torch
+
+from .blocks import APART, JOINED, BlockAdapter, Blocks
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+
+def patchify(patch, latent):
+    """As the model's own for squares: (B, C, H, W) -> rows (p1 p2 C), no mask, sizes, positions; its own pads
+    other pictures to the largest size."""
+    batch, (rows, columns) = latent.shape[0], (side // patch for side in latent.shape[2:])
+    tokens = (
+        latent.unflatten(3, (columns, patch))
+        .unflatten(2, (rows, patch))
+        .permute(0, 2, 4, 3, 5, 1)
+        .reshape(batch, rows * columns, -1)
+    )
+    ids = torch.stack(
+        torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
+    ).reshape(1, -1, 3)
+    return tokens, None, [(rows, columns)] * batch, ids.float().expand(batch, -1, -1).to(latent.device)
+
+
+def adjust(transformer, config):
+    """Pictures of any shape."""
+    transformer.patchify = partial(patchify, config["patch_size"])
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Llama's layers (B, layers, rows, width) in the order of the blocks; blocks behind the last layer read
+    that one."""
+    llama = cond["encoder_hidden_states_llama3"].unbind(1)
+    return dict(
+        hidden_states=grid.pad(latent),
+        timesteps=sigma.expand(latent.shape[0]) * 1000,
+        encoder_hidden_states_t5=cond["c_crossattn"],
+        encoder_hidden_states_llama3=[
+            llama[min(i, len(llama) - 1)] for i in range(max(config["llama_layers"]) + 1)
+        ],
+        pooled_embeds=cond["y"],
+    )
+
+
+#: Width of the released size, and the sizes of a head there and in narrower files: norms span all heads, so
+#: no shape tells.
+RELEASED, HEAD, NARROW = 2560, 128, 32
+
+
+def config_from_shapes(shapes):
+    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two
+    experts are asked."""
+    width, double, single = (
+        shapes["x_embedder.proj.weight"][0],
+        blocks_of(shapes, "double_stream_blocks"),
+        blocks_of(shapes, "single_stream_blocks"),
+    )
+    head = HEAD if width >= RELEASED else NARROW
+    out = shapes["final_layer.linear.weight"][0] // 4
+    return dict(
+        patch_size=2,
+        in_channels=shapes["x_embedder.proj.weight"][1] // 4,
+        out_channels=out,
+        num_layers=double,
+        num_single_layers=single,
+        attention_head_dim=head,
+        num_attention_heads=width // head,
+        caption_channels=[shapes[f"caption_projection.{i}.linear.weight"][1] for i in (double + single, 0)],
+        text_emb_dim=shapes["p_embedder.pooled_embedder.linear_1.weight"][1],
+        num_routed_experts=shapes["double_stream_blocks.0.block.ff_i.gate.weight"][0],
+        num_activated_experts=2,
+        axes_dims_rope=(head // 2, head // 4, head // 4),
+        max_resolution=(128, 128),
+        llama_layers=tuple(range(double + single)),
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "x_embedder.proj.weight",
+        "caption_projection.0.linear.weight",
+        "double_stream_blocks.0.block.ff_i.gate.weight",
+        "single_stream_blocks.0.block.attn1.q_rms_norm.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    names={},  # the file has diffusers' names
+)
+
+
+class LlamaInEveryBlock(BlockAdapter):
+    """Every block reads a layer of Llama anew, at the end of the text. The model counts the image's tokens
+    between its lists of blocks."""
+
+    def fresh_text(self, arguments):
+        return arguments["encoder_hidden_states_llama3"][0].shape[1]
+
+    def between_lists(self, image, whole):
+        return whole(image)
+
+
+#: Tensor parallelism: pattern of modules -> style.
+TENSOR_PLAN = {
+    **{f"*.attn1.to_{name}": "colwise" for name in ("q", "k", "v", "q_t", "k_t", "v_t")},
+    "*.attn1.to_out": "rowwise",
+    "*.attn1.to_out_t": "rowwise",
+    "*.q_rms_norm*": "norm",
+    "*.k_rms_norm*": "norm",
+    "*.w1": "colwise",
+    "*.w3": "colwise",
+    "*.w2": "rowwise",
+}
 FAMILY = Family(
     name="hidream",
     transformer="HiDreamImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("double_stream_blocks", "single_stream_blocks"),
-    joined=("single_stream_blocks",),
-    text="encoder_hidden_states",
-    text_position="last",
-    fresh_text=lambda arguments: arguments["encoder_hidden_states_llama3"][0].shape[1],
-    text_needs_a_row=True,
-    counts_image=True,
-    returns=("image", "text"),
-    modulation=("block.adaLN_modulation.1",),
-    prompt_modules=("caption_projection.*.linear",),
-    per_token={"image_rotary_emb": ("joint", 1)},
-    text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
-    shares={
-        "block.ff_i.experts.*": lambda config: config["num_activated_experts"] / config["num_routed_experts"]
-    },
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "y", "encoder_hidden_states_llama3"),
-    required=("c_crossattn", "y", "encoder_hidden_states_llama3"),
-    widths=lambda config: {
-        "c_crossattn": config["caption_channels"][0],
-        "encoder_hidden_states_llama3": config["caption_channels"][1],
-        "y": config["text_emb_dim"],
-    },
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(output),
-    tp_plan={
-        **{f"*.attn1.to_{name}": "colwise" for name in ("q", "k", "v", "q_t", "k_t", "v_t")},
-        "*.attn1.to_out": "rowwise",
-        "*.attn1.to_out_t": "rowwise",
-        "*.q_rms_norm*": "norm",
-        "*.k_rms_norm*": "norm",
-        "*.w1": "colwise",
-        "*.w3": "colwise",
-        "*.w2": "rowwise",
-    },
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"double_stream_blocks": APART, "single_stream_blocks": JOINED},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        needs_text_token=True,
+        adapter=LlamaInEveryBlock(),
+        per_token={"image_rotary_emb": ("joint", 1)},
+        text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
+        shares={
+            "block.ff_i.experts.*": lambda config: (
+                config["num_activated_experts"] / config["num_routed_experts"]
+            )
+        },
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "encoder_hidden_states_llama3"),
+        required=("c_crossattn", "y", "encoder_hidden_states_llama3"),
+        widths=lambda config: {
+            "c_crossattn": config["caption_channels"][0],
+            "encoder_hidden_states_llama3": config["caption_channels"][1],
+            "y": config["text_emb_dim"],
+        },
+    ),
+    cache=Cache(modulation=("block.adaLN_modulation.1",), prompt_modules=("caption_projection.*.linear",)),
+    build=Build(adjust=adjust),
+    tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

@@ -6,43 +6,197 @@ blocks on one stage would send the activation through every stage twice, which d
 and its bubbles, where the skips cost bytes alone.
 """
 
-from .calls.hunyuan_dit import adjust, forward_args, refusal, schedule
-from .layouts.hunyuan_dit import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
+from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
+
+from ..schedule import DiscreteSchedule
+from .blocks import APART, BlockAdapter, Blocks
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout, blocks_of
+
+TEXT, TEXT_T5 = 77, 256
+#: Tokens along a side of the picture to which rotary positions are scaled.
+BASE = 32
+
+
+def schedule(config):
+    """1.0 and 1.1 (told the picture's size) go on to stronger noise."""
+    return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
+
+
+def adjust(transformer, config):
+    """Timesteps are not rounded: diffusers rounds what it makes of them to their type."""
+    embed = transformer.time_extra_emb
+    embed.register_forward_pre_hook(
+        lambda embed, args, kwargs: (
+            args,
+            kwargs | {"hidden_dtype": embed.timestep_embedder.linear_1.weight.dtype},
+        ),
+        with_kwargs=True,
+    )
+
+
+def rotary(config, grid, device):
+    """(cos, sin), each (tokens, head size), of positions over the picture, fitted into the base square."""
+    rows, columns = grid.counts[1:]
+    height, width = (
+        (BASE, round(BASE / rows * columns)) if rows > columns else (round(BASE / columns * rows), BASE)
+    )
+    axes = [
+        round((BASE - size) / 2.0) + torch.arange(count, dtype=torch.float32) * (size / count)
+        for size, count in ((width, columns), (height, rows))
+    ]
+    positions = torch.stack(torch.meshgrid(*axes, indexing="xy")).unsqueeze(1)
+    return tuple(
+        table.to(device)
+        for table in get_2d_rotary_pos_embed_from_grid(config["attention_head_dim"], positions, use_real=True)
+    )
+
+
+def forward_args(config, grid, latent, timestep, cond):
+    """Two prompts, of CLIP and of mT5, whose padding the model replaces."""
+    batch, device = latent.shape[0], latent.device
+
+    def mask(name, length):
+        return cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
+
+    return dict(
+        hidden_states=grid.pad(latent),
+        timestep=timestep.expand(batch),
+        encoder_hidden_states=cond["c_crossattn"],
+        text_embedding_mask=mask("text_embedding_mask", TEXT),
+        encoder_hidden_states_t5=cond["encoder_hidden_states_t5"],
+        text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
+        image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,
+        style=torch.zeros(batch, dtype=torch.long, device=device),
+        image_rotary_emb=rotary(config, grid, device),
+    )
+
+
+def refusal(config, grid, cond):
+    """The padding that the model learned has these lengths."""
+    lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
+    return (
+        None
+        if lengths == (TEXT, TEXT_T5)
+        else f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; "
+        f"shorten the prompt."
+    )
+
+
+HEADS = 16
+
+
+def config_from_shapes(shapes):
+    """Arguments of HunyuanDiT2DModel."""
+    hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    return dict(
+        num_attention_heads=HEADS,
+        attention_head_dim=hidden // HEADS,
+        in_channels=channels,
+        patch_size=patch,
+        hidden_size=hidden,
+        num_layers=blocks_of(shapes, "blocks"),
+        mlp_ratio=shapes["blocks.0.mlp.fc1.weight"][0] / hidden,
+        learn_sigma=shapes["final_layer.linear.weight"][0] > channels * patch**2,
+        cross_attention_dim=shapes["text_embedding_padding"][1],
+        cross_attention_dim_t5=shapes["mlp_t5.0.weight"][1],
+        pooled_projection_dim=shapes["pooler.c_proj.weight"][0],
+        use_style_cond_and_image_meta_size="style_embedder.weight" in shapes,
+    )
+
+
+BLOCK = "blocks.{}"
+EXTRA = "time_extra_emb"
+LAYOUT = Layout(
+    signature=(
+        "mlp_t5.0.weight",
+        "text_embedding_padding",
+        "pooler.positional_embedding",
+        "x_embedder.proj.weight",
+        "extra_embedder.0.weight",
+        "blocks.0.attn1.Wqkv.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    names={
+        "mlp_t5.0": "text_embedder.linear_1",
+        "mlp_t5.2": "text_embedder.linear_2",
+        "x_embedder.proj": "pos_embed.proj",
+        "t_embedder.mlp.0": f"{EXTRA}.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": f"{EXTRA}.timestep_embedder.linear_2",
+        "extra_embedder.0": f"{EXTRA}.extra_embedder.linear_1",
+        "extra_embedder.2": f"{EXTRA}.extra_embedder.linear_2",
+        "style_embedder.weight": f"{EXTRA}.style_embedder.weight",
+        "pooler.positional_embedding": f"{EXTRA}.pooler.positional_embedding",
+        **{f"pooler.{part}_proj": f"{EXTRA}.pooler.{part}_proj" for part in "qkvc"},
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": "norm_out.linear",
+        f"{BLOCK}.norm1": f"{BLOCK}.norm1.norm",
+        f"{BLOCK}.default_modulation.1": f"{BLOCK}.norm1.linear",
+        f"{BLOCK}.norm3": f"{BLOCK}.norm2",
+        f"{BLOCK}.norm2": f"{BLOCK}.norm3",
+        f"{BLOCK}.attn1.Wqkv": f"{BLOCK}.attn1.to_q {BLOCK}.attn1.to_k {BLOCK}.attn1.to_v",
+        f"{BLOCK}.attn2.q_proj": f"{BLOCK}.attn2.to_q",
+        f"{BLOCK}.attn2.kv_proj": f"{BLOCK}.attn2.to_k {BLOCK}.attn2.to_v",
+        **{
+            f"{BLOCK}.{attention}.{theirs}": f"{BLOCK}.{attention}.{ours}"
+            for attention in ("attn1", "attn2")
+            for theirs, ours in (("q_norm", "norm_q"), ("k_norm", "norm_k"), ("out_proj", "to_out.0"))
+        },
+        f"{BLOCK}.mlp.fc1": f"{BLOCK}.ff.net.0.proj",
+        f"{BLOCK}.mlp.fc2": f"{BLOCK}.ff.net.2",
+    },
+)
+
+
+class LongSkips(BlockAdapter):
+    """A block of the second half takes what its mirror image in the first half made."""
+
+    skip_argument = "skip"
+
+    def skip_source(self, index, total):
+        return total - 1 - index if index > total // 2 else None
+
 
 FAMILY = Family(
     name="hunyuan-dit",
     transformer="HunyuanDiT2DModel",
-    prediction="v",
-    schedule=schedule,
-    block_lists=("blocks",),
-    returns=("image",),
-    per_token={"image_rotary_emb": ("image", 0)},
-    attention=("image", "cross"),
-    modulation=("norm1.linear",),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    skip="skip",
-    skip_source=lambda index, total: total - 1 - index if index > total // 2 else None,
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=(
-        "c_crossattn",
-        "text_embedding_mask",
-        "encoder_hidden_states_t5",
-        "text_embedding_mask_t5",
-        "image_meta_size",
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
     ),
-    required=("c_crossattn", "encoder_hidden_states_t5"),
-    widths=lambda config: {
-        "c_crossattn": config["cross_attention_dim"],
-        "encoder_hidden_states_t5": config["cross_attention_dim_t5"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
+    noise=Noise(prediction="v", schedule=schedule),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
+    ),
+    blocks=Blocks(
+        lists={"blocks": APART},
+        per_token={"image_rotary_emb": ("image", 0)},
+        attention=("image", "cross"),
+        adapter=LongSkips(),
+    ),
+    conditioning=Conditioning(
+        accepted=(
+            "c_crossattn",
+            "text_embedding_mask",
+            "encoder_hidden_states_t5",
+            "text_embedding_mask_t5",
+            "image_meta_size",
+        ),
+        required=("c_crossattn", "encoder_hidden_states_t5"),
+        widths=lambda config: {
+            "c_crossattn": config["cross_attention_dim"],
+            "encoder_hidden_states_t5": config["cross_attention_dim_t5"],
+        },
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -1,37 +1,194 @@
 """HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40
 single-stream blocks in the released size; text last, refined inside the model."""
 
-from .calls import hunyuan_guided
-from .calls.hunyuan_video import forward_args, refusal
-from .layouts.hunyuan_video import LAYOUT
-from .plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
-from .spec import Family
+import torch
 
+from .blocks import APART, Blocks
+from .common import references
+from .common.hunyuan_given_frame import GivenFrame, adjust, prepare
+from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout, blocks_of
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and
+    its mask as further channels (c_concat)."""
+    batch, text = latent.shape[0], cond["c_crossattn"]
+    mask = (
+        cond["attention_mask"]
+        if "attention_mask" in cond
+        else torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
+    )
+    guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
+    if "guiding_frame_index" in cond:  # v2: the first frame is given, at this timestep
+        frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
+        guidance = torch.stack([torch.zeros_like(frame) if guidance is None else guidance, frame], dim=1)
+    return dict(
+        hidden_states=grid.pad(references.with_channels(latent, cond)),
+        encoder_hidden_states=text,
+        encoder_attention_mask=mask,
+        pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
+        timestep=sigma.expand(batch) * 1000,
+        guidance=guidance,
+    )
+
+
+def refusal(config, grid, cond):
+    """What guidance-distilled and image to video models need."""
+    if config["guidance_embeds"] and "guidance" not in cond:
+        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+    if cond["y"].shape[1] < config["pooled_projection_dim"]:
+        return (
+            f"y has width {cond['y'].shape[1]}, but this model reads "
+            f"{config['pooled_projection_dim']}; encode the prompt with HunyuanVideo's text encoders."
+        )
+    return references.wrong_channels(config["in_channels"], grid, cond)
+
+
+def config_from_shapes(shapes):
+    """Arguments of HunyuanVideoTransformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    embedding, head = (
+        shapes["img_in.proj.weight"],
+        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
+    )
+    axis = 56 * head // 128 // 2 * 2
+    return dict(
+        in_channels=embedding[1],
+        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
+        patch_size=embedding[3],
+        patch_size_t=embedding[2],
+        num_attention_heads=embedding[0] // head,
+        attention_head_dim=head,
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
+        guidance_embeds="guidance_in.in_layer.weight" in shapes,
+        text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
+        pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
+        rope_axes_dim=(head - 2 * axis, axis, axis),
+    )
+
+
+TIME = "time_text_embed"
+TEXT = "context_embedder"
+DOUBLE = "transformer_blocks.{}"
+SINGLE = "single_transformer_blocks.{}"
+REFINER = "context_embedder.token_refiner.refiner_blocks.{}"
+FILE_REFINER = "txt_in.individual_token_refiner.blocks.{}"
+#: Names that HunyuanVideo and HunyuanVideo 1.5 share.
+NAMES = {
+    "img_in.proj": "x_embedder.proj",
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN_modulation.1": "norm_out.linear",
+    "txt_in.input_embedder": f"{TEXT}.proj_in",
+    "txt_in.t_embedder.in_layer": f"{TEXT}.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.out_layer": f"{TEXT}.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.c_embedder.in_layer": f"{TEXT}.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.out_layer": f"{TEXT}.time_text_embed.text_embedder.linear_2",
+    f"{FILE_REFINER}.norm1": f"{REFINER}.norm1",
+    f"{FILE_REFINER}.norm2": f"{REFINER}.norm2",
+    f"{FILE_REFINER}.adaLN_modulation.1": f"{REFINER}.norm_out.linear",
+    f"{FILE_REFINER}.self_attn.qkv": f"{REFINER}.attn.to_q {REFINER}.attn.to_k {REFINER}.attn.to_v",
+    f"{FILE_REFINER}.self_attn.proj": f"{REFINER}.attn.to_out.0",
+    f"{FILE_REFINER}.mlp.0": f"{REFINER}.ff.net.0.proj",
+    f"{FILE_REFINER}.mlp.2": f"{REFINER}.ff.net.2",
+    "double_blocks.{}.img_mod.lin": f"{DOUBLE}.norm1.linear",
+    "double_blocks.{}.txt_mod.lin": f"{DOUBLE}.norm1_context.linear",
+    "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
+    "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
+    f"{DOUBLE}.attn.add_v_proj",
+    "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
+    "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
+    "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
+    "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
+    "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
+    "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
+    "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.net.0.proj",
+    "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.net.2",
+    "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.net.0.proj",
+    "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.net.2",
+}
+#: Tencent's own spelling -> ComfyUI's.
+SPELLINGS = (
+    ("txt_in.t_embedder.mlp.0.", "txt_in.t_embedder.in_layer."),
+    ("txt_in.t_embedder.mlp.2.", "txt_in.t_embedder.out_layer."),
+    ("txt_in.c_embedder.linear_1.", "txt_in.c_embedder.in_layer."),
+    ("txt_in.c_embedder.linear_2.", "txt_in.c_embedder.out_layer."),
+    ("_mod.linear.", "_mod.lin."),
+    (".modulation.linear.", ".modulation.lin."),
+    ("_attn_qkv.", "_attn.qkv."),
+    ("_attn_proj.", "_attn.proj."),
+    ("mlp.fc1.", "mlp.0."),
+    ("mlp.fc2.", "mlp.2."),
+    ("_in.mlp.0.", "_in.in_layer."),
+    ("_in.mlp.2.", "_in.out_layer."),
+    ("_attn_q_norm.weight", "_attn.norm.query_norm.scale"),
+    ("_attn_k_norm.weight", "_attn.norm.key_norm.scale"),
+    (".q_norm.weight", ".norm.query_norm.scale"),
+    (".k_norm.weight", ".norm.key_norm.scale"),
+    (".query_norm.weight", ".query_norm.scale"),
+    (".key_norm.weight", ".key_norm.scale"),
+)
+LAYOUT = Layout(
+    signature=(
+        "img_in.proj.weight",
+        "txt_in.individual_token_refiner.blocks.0.norm1.weight",
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "single_blocks.0.linear1.weight",
+        "vector_in.in_layer.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=("cond_type_embedding.weight",),
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    spellings=SPELLINGS,
+    names=NAMES
+    | {
+        "time_in.in_layer": f"{TIME}.timestep_embedder.linear_1",
+        "time_in.out_layer": f"{TIME}.timestep_embedder.linear_2",
+        "vector_in.in_layer": f"{TIME}.text_embedder.linear_1",
+        "vector_in.out_layer": f"{TIME}.text_embedder.linear_2",
+        "guidance_in.in_layer": f"{TIME}.guidance_embedder.linear_1",
+        "guidance_in.out_layer": f"{TIME}.guidance_embedder.linear_2",
+        "single_blocks.{}.modulation.lin": f"{SINGLE}.norm.linear",
+        "single_blocks.{}.linear2": f"{SINGLE}.proj_out",
+        "single_blocks.{}.linear1": f"{SINGLE}.attn.to_q {SINGLE}.attn.to_k {SINGLE}.attn.to_v "
+        f"{SINGLE}.proj_mlp",
+        "single_blocks.{}.norm.query_norm.scale": f"{SINGLE}.attn.norm_q.weight",
+        "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
+    },
+)
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    text="encoder_hidden_states",
-    text_position="last",
-    text_needs_a_row=True,
-    returns=("image", "text"),
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-    per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
-    clean_inpaint=True,
-    patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    leading={"num_tokens": ("image",), "num_rows": ("text", "image")},
-    adjust=hunyuan_guided.adjust,
-    prepare=hunyuan_guided.prepare,
-    refusal=refusal,
-    conditioning=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output), prepare=prepare
+    ),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        needs_text_token=True,
+        text_layers=TEXT_LAYERS,
+        per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
+        adapter=GivenFrame(),
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
-    tp_plan=COMMON | PARALLEL_MLP,
 )

@@ -1,43 +1,158 @@
 """HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
 joined inside the model."""
 
-from .calls.hunyuan_video15 import adjust, forward_args, refusal
-from .layouts.hunyuan_video15 import LAYOUT
-from .plans import COMMON, TEXT_LAYERS
-from .spec import Family
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
+from .blocks import APART, Blocks
+from .common import references
+from .common.masked_text import MaskedText
+from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.timestep_precision import round_input
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .hunyuan_video import NAMES, SPELLINGS
+from .key_layout import Layout, blocks_of
+
+
+class KeyMask(HunyuanVideoAttnProcessor2_0):
+    """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of rows
+    x rows, gigabytes for a video."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
+    ):
+        if attention_mask is not None:
+            attention_mask = (
+                None
+                if bool(attention_mask.all())
+                else F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+            )
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+
+def adjust(transformer, config):
+    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's
+    float32, in the dtype of their layer."""
+    round_input(transformer.time_embed.timestep_embedder.linear_1)
+    for block in transformer.transformer_blocks:
+        block.attn.set_processor(KeyMask())
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text
+    to video."""
+    batch, text = latent.shape[0], cond["c_crossattn"]
+    image = (
+        cond["c_concat"]
+        if "c_concat" in cond
+        else latent.new_zeros(batch, config["in_channels"] - latent.shape[1], *latent.shape[2:])
+    )
+
+    def ones(x):
+        return torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+
+    glyphs = cond.get("txt_byt5", text.new_zeros(batch, 0, config["text_embed_2_dim"]))
+    return dict(
+        hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
+        timestep=sigma.expand(batch) * 1000,
+        encoder_hidden_states=text,
+        encoder_attention_mask=cond.get("attention_mask", ones(text)),
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=ones(glyphs),
+        image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])),
+    )
+
+
+def refusal(config, grid, cond):
+    """The image's channels are many, or left out for text to video."""
+    return references.wrong_channels(config["in_channels"], grid, cond) if "c_concat" in cond else None
+
+
+def config_from_shapes(shapes):
+    """Arguments of HunyuanVideo15Transformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    embedding, head = (
+        shapes["img_in.proj.weight"],
+        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
+    )
+    axis = 56 * head // 128 // 2 * 2
+    return dict(
+        in_channels=embedding[1],
+        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
+        patch_size=embedding[3],
+        patch_size_t=embedding[2],
+        num_attention_heads=embedding[0] // head,
+        attention_head_dim=head,
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
+        text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
+        text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
+        image_embed_dim=shapes["vision_in.proj.0.weight"][0],
+        rope_axes_dim=(head - 2 * axis, axis, axis),
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "img_in.proj.weight",
+        "txt_in.individual_token_refiner.blocks.0.norm1.weight",
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "byt5_in.fc1.weight",
+        "vision_in.proj.0.weight",
+        "cond_type_embedding.weight",
+    ),
+    absent=("vector_in.in_layer.weight",),  # HunyuanVideo
+    variants={"time_r_in.in_layer.weight": "HunyuanVideo 1.5 super resolution"},
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    spellings=SPELLINGS,
+    names=NAMES
+    | {
+        "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
+        "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
+        "cond_type_embedding.weight": "cond_type_embed.weight",
+        "byt5_in.layernorm": "context_embedder_2.norm",
+        **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
+        "vision_in.proj.0": "image_embedder.norm_in",
+        "vision_in.proj.1": "image_embedder.linear_1",
+        "vision_in.proj.3": "image_embedder.linear_2",
+        "vision_in.proj.4": "image_embedder.norm_out",
+    },
+)
+MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,"
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="last",
-    text_mask="attention_mask",
-    text_needs_a_row=True,
-    returns=("image", "text"),
-    text_layers=TEXT_LAYERS,
-    modulation=("norm1.linear", "norm1_context.linear"),
-    per_token={"freqs_cis": ("image", 0)},
-    adjust=adjust,
-    clean_inpaint=True,
-    patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
-    ignored=("guidance", "y"),
-    required=("c_crossattn",),
-    only={
-        "use_meanflow": (False, "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,")
-    },
-    widths=lambda config: {
-        "c_crossattn": config["text_embed_dim"],
-        "txt_byt5": config["text_embed_2_dim"],
-        "clip_fea": config["image_embed_dim"],
-    },
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
+        frames=True,
+    ),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        adapter=MaskedText("attention_mask"),
+        needs_text_token=True,
+        text_layers=TEXT_LAYERS,
+        per_token={"freqs_cis": ("image", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
+        required=("c_crossattn",),
+        widths=lambda config: {
+            "c_crossattn": config["text_embed_dim"],
+            "txt_byt5": config["text_embed_2_dim"],
+            "clip_fea": config["image_embed_dim"],
+        },
+        ignored=("guidance", "y"),
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
+    build=Build(adjust=adjust, only={"use_meanflow": (False, MEANFLOW)}),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -1,30 +1,155 @@
 """Ideogram 4: 34 blocks over one stream of text and image; the prompt is thirteen layers of the text encoder
 side by side, latents have 128 channels."""
 
-from .calls.ideogram4 import adjust, forward_args, output
-from .layouts.ideogram4 import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_ideogram4 import (
+    IMAGE_POSITION_OFFSET,
+    LLM_TOKEN_INDICATOR,
+    OUTPUT_IMAGE_INDICATOR,
+    Ideogram4AttnProcessor,
+)
 
+from .blocks import JOINED, Blocks
+from .common.tensor_plans import COMMON
+from .common.timestep_precision import round_input
+from .family import Build, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
+CELLS = 4
+
+
+class Whole(Ideogram4AttnProcessor):
+    """Attention without a mask where one sample is one segment."""
+
+    def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
+        return super().__call__(
+            attn, hidden_states, None if attention_mask.shape[-1] == 1 else attention_mask, image_rotary_emb
+        )
+
+
+class Prompt:
+    """The prompt's rows alone through its wide layers: diffusers sends the image's rows, zeros there, through
+    them too."""
+
+    def __init__(self, transformer):
+        self.norm, self.rows = transformer.llm_cond_norm.forward, None
+        transformer.register_forward_pre_hook(self.take, with_kwargs=True)
+        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.rows)
+        transformer.llm_cond_proj.register_forward_hook(
+            lambda layer, args, out: F.pad(out, (0, 0, 0, self.total - out.shape[1]))
+        )
+
+    def take(self, transformer, args, kwargs):
+        self.rows, self.total = kwargs["encoder_hidden_states"], kwargs["hidden_states"].shape[1]
+        return args, kwargs | {"encoder_hidden_states": self.rows.new_zeros(1, 1, 1)}
+
+
+def adjust(transformer, config):
+    """Less work where the released code does more than is needed; and sines of the timestep, made in float32,
+    in the dtype of their layer."""
+    Prompt(transformer)
+    round_input(transformer.t_embedding.mlp_in)
+    for layer in transformer.layers:
+        layer.attention.set_processor(Whole())
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of
+    their own. The timestep counts from noise (0) to picture (1)."""
+    text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
+    rows = text.shape[1]
+    image = (
+        torch.stack(
+            torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"),
+            dim=-1,
+        ).reshape(-1, 3)
+        + IMAGE_POSITION_OFFSET
+    )
+    positions = torch.cat([torch.arange(rows, device=device)[:, None].expand(rows, 3), image]).expand(
+        batch, -1, -1
+    )
+    kinds = torch.tensor(
+        [LLM_TOKEN_INDICATOR] * rows + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device
+    ).repeat(batch, 1)
+    segments = torch.ones(batch, 1, device=device)
+    if "attention_mask" in cond and not bool(cond["attention_mask"].all()):
+        shown = cond["attention_mask"].bool().expand(batch, rows)
+        kinds[:, :rows] *= shown
+        segments = F.pad(shown.long(), (0, len(image)), value=1)
+    cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
+    return dict(
+        hidden_states=F.pad(cells, (0, 0, rows, 0)),
+        timestep=(1.0 - sigma).expand(batch),
+        encoder_hidden_states=text,
+        position_ids=positions,
+        segment_ids=segments,
+        indicator=kinds,
+    )
+
+
+def output(output, grid):
+    """The image's rows, back in ComfyUI's order of cells."""
+    return -output[:, -grid.tokens :].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
+
+
+#: Frequencies of the position axes (time, height, width).
+SECTIONS = (24, 20, 20)
+
+
+def config_from_shapes(shapes):
+    """Arguments of Ideogram4Transformer2DModel."""
+    hidden, channels = shapes["input_proj.weight"]
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    most = [(head // 2 - 1 - axis) // 3 + 1 for axis in range(3)]
+    return dict(
+        in_channels=channels,
+        num_layers=blocks_of(shapes, "layers"),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        intermediate_size=shapes["layers.0.feed_forward.w1.weight"][0],
+        adaln_dim=shapes["adaln_proj.weight"][0],
+        llm_features_dim=shapes["llm_cond_norm.weight"][0],
+        mrope_section=tuple(map(min, SECTIONS, most)),
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "input_proj.weight",
+        "llm_cond_norm.weight",
+        "embed_image_indicator.weight",
+        "layers.0.attention.qkv.weight",
+        "layers.0.adaln_modulation.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    names={
+        "layers.{}.attention.qkv": " ".join(f"layers.{{}}.attention.to_{part}" for part in "qkv"),
+        "layers.{}.attention.o": "layers.{}.attention.to_out.0",
+    },
+)
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    prediction="flow",
-    block_lists=("layers",),
-    joined=("layers",),
-    text_position="first",
-    returns=("image",),
-    shares={"adaln_modulation": lambda config: 0},
-    per_token={"image_rotary_emb": ("joint", 1)},
-    adjust=adjust,
-    tp_plan=COMMON,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
-    forward_args=forward_args,
-    output=output,
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=output),
+    blocks=Blocks(
+        lists={"layers": JOINED},
+        text_position="first",
+        shares={"adaln_modulation": lambda config: 0},
+        per_token={"image_rotary_emb": ("joint", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
 )

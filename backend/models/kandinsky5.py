@@ -5,46 +5,186 @@ Attention is over every row, as in ComfyUI, also where a folder's configuration 
 (NABLA), which has the same weights: files do not tell of it.
 """
 
-from .calls.kandinsky5 import adjust, forward_args, refusal
-from .layouts.kandinsky5 import LAYOUT
-from .spec import Family
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
+from .blocks import APART, Blocks
+from .common import references
+from .common.timestep_precision import round_input
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Rows of the position tables of an axis and of text.
+MOST, MOST_TEXT = 128, 1024
+#: Latent pixels from which pro models of this width stretch positions further.
+PRO, LARGE = 4096, 14080
+
+
+class Exact(Kandinsky5AttnProcessor):
+    """Kandinsky's attention; diffusers' own rounds queries and keys to bf16 in every precision."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = (
+            layer(x).unflatten(-1, (attn.num_heads, -1))
+            for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
+        )
+        q, k = attn.query_norm(q), attn.key_norm(k)
+        if rotary_emb is not None:
+            q, k = (
+                (rotary_emb * x.float().unflatten(-1, (-1, 1, 2))).sum(dim=-1).flatten(-2).type_as(x)
+                for x in (q, k)
+            )
+        return attn.out_layer(
+            F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            .transpose(1, 2)
+            .flatten(-2)
+        )
+
+
+def adjust(transformer, config):
+    """The exact attention; and sines of the timestep, which diffusers leaves in float32, in the dtype of
+    their layer."""
+    for block in transformer.text_transformer_blocks:
+        block.self_attention.set_processor(Exact())
+    for block in transformer.visual_transformer_blocks:
+        block.self_attention.set_processor(Exact())
+        block.cross_attention.set_processor(Exact())
+    round_input(transformer.time_embeddings.in_layer)
+
+
+def stretch(config, grid):
+    """By what positions (t, y, x) are divided: 1 for pictures."""
+    if not config["visual_cond"]:
+        return (1.0, 1.0, 1.0)
+    side = 3.16 if config["model_dim"] == PRO and grid.extent[1] * grid.extent[2] >= LARGE else 2.0
+    return (1.0, side, side)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Channels last. Video models have the known frames' latent and their mask as further channels
+    (c_concat); known frames also replace the latent's."""
+    batch = latent.shape[0]
+    if "time_dim_replace" in cond:
+        known = cond["time_dim_replace"]
+        latent = torch.cat([known, latent[:, :, known.shape[2] :]], dim=2)
+    latent = grid.pad(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent)
+    return dict(
+        hidden_states=latent.reshape(*latent.shape[:2], *grid.padded.extent).movedim(1, -1),
+        encoder_hidden_states=cond["c_crossattn"],
+        pooled_projections=cond["y"],
+        timestep=sigma.expand(batch) * 1000,
+        visual_rope_pos=[torch.arange(count, device=latent.device) for count in grid.counts],
+        text_rope_pos=torch.arange(cond["c_crossattn"].shape[1], device=latent.device),
+        scale_factor=stretch(config, grid),
+    )
+
+
+def refusal(config, grid, cond):
+    """The position tables end; video models take further channels."""
+    if max(grid.counts) > MOST:
+        return (
+            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but Kandinsky 5 knows {MOST} a "
+            f"side; make it smaller."
+        )
+    if cond["c_crossattn"].shape[1] > MOST_TEXT:
+        return (
+            f"the prompt has {cond['c_crossattn'].shape[1]} rows, but Kandinsky 5 knows {MOST_TEXT}; "
+            f"shorten it."
+        )
+    known = cond.get("time_dim_replace")
+    if known is not None and (
+        known.shape[1] != grid.shape[0]
+        or known.shape[2] > grid.extent[0]
+        or known.shape[3:] != grid.extent[1:]
+    ):
+        return (
+            f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of "
+            f"{grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
+        )
+    if config["visual_cond"] and "c_concat" not in cond:
+        return (
+            "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; "
+            "send zeros for text to video."
+        )
+    return references.wrong_channels(
+        config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video models
+    have 16 + 1 more channels."""
+    width, embedding = shapes["visual_embeddings.in_layer.weight"]
+    out, head = (
+        shapes["out_layer.out_layer.weight"][0] // 4,
+        shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0],
+    )
+    axis = 3 * head // 8
+    return dict(
+        in_visual_dim=out,
+        out_visual_dim=out,
+        in_text_dim=shapes["text_embeddings.in_layer.weight"][1],
+        in_text_dim2=shapes["pooled_text_embeddings.in_layer.weight"][1],
+        visual_cond=embedding > 4 * out,
+        time_dim=shapes["time_embeddings.in_layer.weight"][0],
+        model_dim=width,
+        ff_dim=shapes["visual_transformer_blocks.0.feed_forward.in_layer.weight"][0],
+        patch_size=(1, 2, 2),
+        num_text_blocks=blocks_of(shapes, "text_transformer_blocks"),
+        num_visual_blocks=blocks_of(shapes, "visual_transformer_blocks"),
+        axes_dims=(head - 2 * axis, axis, axis),
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "visual_embeddings.in_layer.weight",
+        "pooled_text_embeddings.in_layer.weight",
+        "visual_transformer_blocks.0.cross_attention.key_norm.weight",
+        "text_transformer_blocks.0.text_modulation.out_layer.weight",
+        "out_layer.out_layer.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    names={},  # the file has diffusers' names
+)
+#: Tensor parallelism: pattern of modules -> style.
+TENSOR_PLAN = {
+    **{f"*attention.{name}": "colwise" for name in ("to_query", "to_key", "to_value")},
+    "*attention.out_layer": "rowwise",
+    "*.feed_forward.in_layer": "colwise",
+    "*.feed_forward.out_layer": "rowwise",
+}
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
-    prediction="flow",
-    block_lists=("visual_transformer_blocks",),
-    image="visual_embed",
-    returns=("image",),
-    per_token={"rope": ("image", 1)},
-    attention=("image", "cross"),
-    text_layers=(
-        "cross_attention.to_key",
-        "cross_attention.to_value",
-    ),  # text blocks take the timestep, so they change with it
-    modulation=("visual_modulation.out_layer",),
-    modulation_input="time_embed",
-    adjust=adjust,
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["out_visual_dim"],
-    heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
-    head_size=lambda config: sum(config["axes_dims"]),
-    conditioning=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
-    ignored=("attention_mask",),
-    required=("c_crossattn", "y"),
-    widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    tp_plan={
-        f"*attention.{name}": style
-        for name, style in (
-            ("to_query", "colwise"),
-            ("to_key", "colwise"),
-            ("to_value", "colwise"),
-            ("out_layer", "rowwise"),
-        )
-    }
-    | {"*.feed_forward.in_layer": "colwise", "*.feed_forward.out_layer": "rowwise"},
-    output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1)),
+    latent=Latent(
+        channels=lambda config: config["out_visual_dim"], patch=lambda config: tuple(config["patch_size"])
+    ),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
+    ),
+    blocks=Blocks(
+        lists={"visual_transformer_blocks": APART},
+        image="visual_embed",
+        per_token={"rope": ("image", 1)},
+        attention=("image", "cross"),
+        # text blocks take the timestep, so they change with it
+        text_layers=("cross_attention.to_key", "cross_attention.to_value"),
+        heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
+        head_size=lambda config: sum(config["axes_dims"]),
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
+        required=("c_crossattn", "y"),
+        widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
+        ignored=("attention_mask",),
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("visual_modulation.out_layer",), modulation_argument="time_embed"),
+    build=Build(adjust=adjust),
+    tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

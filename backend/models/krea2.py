@@ -1,31 +1,139 @@
 """Krea 2, with reference pictures: 28 blocks over one stream of text and image with grouped queries; the
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
-from .calls import references
-from .calls.krea2 import forward_args, given, refusal
-from .layouts.krea2 import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
 
+from .blocks import JOINED, Blocks
+from .common import references
+from .common.tensor_plans import COMMON
+from .family import Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+
+def given(cond):
+    """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
+    return cond if "ref_latents_method" in cond else {}
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The
+    prompt's layers come side by side."""
+    text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
+    image = references.all_positions(grid, given(cond), "index", latent.device)
+    return dict(
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, given(cond))], dim=1),
+        encoder_hidden_states=text,
+        timestep=sigma.expand(latent.shape[0]),
+        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
+    )
+
+
+def refusal(config, grid, cond):
+    """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one
+    timestep to all rows."""
+    wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
+    if wrong:
+        return wrong
+    return (
+        None
+        if grid.counts[0] == 1
+        else f"the latent has {grid.counts[0]} frames, but Krea 2 makes one picture; use a batch instead."
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of Krea2Transformer2DModel; RoPE axes are (4, 6, 6)/16 of the head size."""
+    head, text_head = (
+        shapes["blocks.0.attn.qknorm.qnorm.scale"][0],
+        shapes["txtfusion.layerwise_blocks.0.attn.qknorm.qnorm.scale"][0],
+    )
+    axis, text = 6 * (head // 16), "txtfusion.layerwise_blocks.0"
+    return dict(
+        in_channels=shapes["first.weight"][1],
+        num_layers=blocks_of(shapes, "blocks"),
+        attention_head_dim=head,
+        num_attention_heads=shapes["blocks.0.attn.wq.weight"][0] // head,
+        num_key_value_heads=shapes["blocks.0.attn.wk.weight"][0] // head,
+        intermediate_size=shapes["blocks.0.mlp.up.weight"][0],
+        timestep_embed_dim=shapes["tmlp.0.weight"][1],
+        text_hidden_dim=shapes[f"{text}.prenorm.scale"][0],
+        num_text_layers=shapes["txtfusion.projector.weight"][1],
+        text_num_attention_heads=shapes[f"{text}.attn.wq.weight"][0] // text_head,
+        text_num_key_value_heads=shapes[f"{text}.attn.wk.weight"][0] // text_head,
+        text_intermediate_size=shapes[f"{text}.mlp.up.weight"][0],
+        num_layerwise_text_blocks=blocks_of(shapes, "txtfusion.layerwise_blocks"),
+        num_refiner_text_blocks=blocks_of(shapes, "txtfusion.refiner_blocks"),
+        axes_dims_rope=(head - 2 * axis, axis, axis),
+    )
+
+
+def block(theirs, ours):
+    pairs = {
+        "prenorm.scale": "norm1.weight",
+        "postnorm.scale": "norm2.weight",
+        "attn.wq": "attn.to_q",
+        "attn.wk": "attn.to_k",
+        "attn.wv": "attn.to_v",
+        "attn.gate": "attn.to_gate",
+        "attn.wo": "attn.to_out.0",
+        "attn.qknorm.qnorm.scale": "attn.norm_q.weight",
+        "attn.qknorm.knorm.scale": "attn.norm_k.weight",
+        "mlp.gate": "ff.gate",
+        "mlp.up": "ff.up",
+        "mlp.down": "ff.down",
+    }
+    return {f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{target}" for name, target in pairs.items()}
+
+
+LAYOUT = Layout(
+    signature=(
+        "first.weight",
+        "tmlp.0.weight",
+        "tproj.1.weight",
+        "txtfusion.projector.weight",
+        "txtfusion.layerwise_blocks.0.prenorm.scale",
+        "blocks.0.mod.lin",
+        "last.linear.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    reshaped=("transformer_blocks.{}.scale_shift_table",),
+    names=block("blocks", "transformer_blocks")
+    | block("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks")
+    | block("txtfusion.refiner_blocks", "text_fusion.refiner_blocks")
+    | {
+        "first": "img_in",
+        "tmlp.0": "time_embed.linear_1",
+        "tmlp.2": "time_embed.linear_2",
+        "tproj.1": "time_mod_proj",
+        "txtfusion.projector": "text_fusion.projector",
+        "txtmlp.0.scale": "txt_in.norm.weight",
+        "txtmlp.1": "txt_in.linear_1",
+        "txtmlp.3": "txt_in.linear_2",
+        "blocks.{}.mod.lin": "transformer_blocks.{}.scale_shift_table",
+        "last.norm.scale": "final_layer.norm.weight",
+        "last.linear": "final_layer.linear",
+        "last.modulation.lin": "final_layer.scale_shift_table",
+    },
+)
 FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",
-    returns=("image",),
-    per_token={"image_rotary_emb": ("joint", 0)},
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    context=lambda config, grid, cond: references.rows(config, grid, given(cond)),
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-    ignored=("attention_mask",),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
+        ignored=("attention_mask",),
+        context_tokens=lambda config, grid, cond: references.rows(config, grid, given(cond)),
+        refusal=refusal,
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

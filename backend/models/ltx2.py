@@ -5,62 +5,310 @@ The prompt is Gemma's, behind a projection in the text encoder's file; the conne
 this one, as in ComfyUI.
 """
 
-from .calls.ltx2 import adjust, forward_args, refusal, variant
-from .layouts.ltx2 import BESIDE, LAYOUT
-from .plans import COMMON
-from .spec import Family, Nested
+import json
 
-#: Sound: channels and frequencies of a latent, one moment of which is a token.
-CHANNELS, FREQUENCIES = 8, 16
+import torch
+import torch.nn.functional as F
+
+from . import ltxv
+from .blocks import APART, Blocks
+from .common.ltx2_blocks import LATENTS, Attention, Block, Levels, VideoAndSound, hear_the_loudest, highest
+from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout, blocks_of
+from .ltxv import corners, guides, times
+
+#: What ComfyUI calls the masks of the video's latent and of the sound's.
+MASKS = ("denoise_mask", "audio_denoise_mask")
+
+
+def adjust(transformer, config):
+    """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise
+    level once, and the connectors."""
+    hear_the_loudest(transformer, config)
+    levels = (
+        transformer.time_embed,
+        transformer.audio_time_embed,
+        transformer.av_cross_attn_video_scale_shift,
+        transformer.av_cross_attn_audio_scale_shift,
+    )
+    for embed in levels:
+        embed.__class__ = Levels
+    for block in transformer.transformer_blocks:
+        block.__class__, block.levels = Block, levels
+        block.watch()
+        block.perturbed_attn = False
+        for name in (
+            "attn1",
+            "attn2",
+            "audio_to_video_attn",
+            "audio_attn1",
+            "audio_attn2",
+            "video_to_audio_attn",
+        ):
+            getattr(block, name).set_processor(Attention())
+    put_connectors(transformer, config)
+
+
+def variant(config):
+    """Keys and values of 2.3's prompt depend on the noise level."""
+    return (
+        {"cache.prompt_layers": ()}
+        if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
+        else {}
+    )
+
+
+def widths(config):
+    """(features of a prompt that the connectors have yet to finish, of the video's and the sound's part of a
+    finished one)."""
+    if config["use_prompt_embeddings"]:
+        return config["caption_channels"], (config["caption_channels"],) * 2
+    parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]
+    return sum(parts), parts
+
+
+def is_finished(config, cond):
+    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind
+    them."""
+    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(
+        widths(config)[1]
+    )
+
+
+def single_frames(grid, cond, device):
+    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those
+    of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
+    frames, size = grid.counts[0], grid.counts[1] * grid.counts[2]
+    marks = torch.zeros(frames, device=device)
+    marks[0] = 1.0
+    marks = marks.repeat_interleave(size)
+    marks[grid.tokens - guides(cond) :] = 0.0
+    first, count = cond["generated_keyframes"][0].long().tolist() if "generated_keyframes" in cond else (0, 0)
+    marks[first * size : (first + count) * size] = 1.0
+    return marks.view(1, -1, 1)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """A finished prompt is the video's and the sound's; LTX-2's that is not is both."""
+    (video, audio), text, mask, batch = (
+        grid.unpack(latent),
+        cond["c_crossattn"],
+        cond.get("attention_mask"),
+        latent.shape[0],
+    )
+    prompts = text.split(widths(config)[1], dim=2) if text.shape[2] == sum(widths(config)[1]) else [text] * 2
+    prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
+    levels = [
+        times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
+        for part, name in zip(grid.parts, MASKS)
+    ]
+    places = torch.stack([corners(grid.parts[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
+    marks = (
+        {"video_keyframes_mask": single_frames(grid.parts[0], cond, latent.device)}
+        if config.get("use_keyframes_abs_pos_embedding")
+        else {}
+    )
+    return dict(
+        hidden_states=grid.parts[0].to_tokens(video),
+        audio_hidden_states=grid.parts[1].to_tokens(audio),
+        encoder_hidden_states=prompts[0],
+        audio_encoder_hidden_states=prompts[1],
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        timestep=levels[0],
+        audio_timestep=levels[1],
+        sigma=highest(levels[0], batch),
+        audio_sigma=highest(levels[1], batch),
+        video_coords=places.expand(batch, -1, -1, -1),
+        audio_num_frames=grid.parts[1].counts[1],
+        **marks,
+    )
+
+
+def refusal(config, grid, cond):
+    """What a prompt, masks and guides must be."""
+    width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
+    if width not in (unfinished, sum(parts)):
+        known = " or ".join(map(str, sorted({unfinished, sum(parts)})))
+        return (
+            f"c_crossattn has width {width}, but this LTX-2 model takes {known}; encode the prompt "
+            f"with the text encoder of the same version."
+        )
+    finished = is_finished(config, cond)
+    if not finished and not config.get("connectors"):
+        return (
+            f"the prompt has not been through the connectors (width {width}), and a diffusers folder "
+            f"of the transformer alone has none; choose the pipeline's folder, or ComfyUI's single "
+            f"file."
+        )
+    if not finished and "attention_mask" in cond:
+        return (
+            "attention_mask is set for a prompt that the connectors have yet to finish, which lets "
+            "them have all rows; encode it with LTX-2's text encoder, which sends none."
+        )
+    return ltxv.refusal(config, grid.parts[0], cond)
+
+
+HEADS = 32
+
+
+def config_from_shapes(shapes):
+    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell
+    it in their header."""
+    (hidden, channels), (audio, heard) = shapes["patchify_proj.weight"], shapes["audio_patchify_proj.weight"]
+    block = {
+        key.removeprefix("transformer_blocks.0."): shape
+        for key, shape in shapes.items()
+        if key.startswith("transformer_blocks.0.")
+    }
+    gated, modulated, caption = (
+        "attn1.to_gate_logits.weight" in block,
+        block["scale_shift_table"][0] == 9,
+        shapes.get("caption_projection.linear_1.weight"),
+    )
+    return dict(
+        in_channels=channels,
+        out_channels=shapes["proj_out.weight"][0],
+        num_attention_heads=HEADS,
+        attention_head_dim=hidden // HEADS,
+        cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+        audio_in_channels=heard,
+        audio_out_channels=shapes["audio_proj_out.weight"][0],
+        audio_num_attention_heads=HEADS,
+        audio_attention_head_dim=audio // HEADS,
+        audio_cross_attention_dim=shapes["transformer_blocks.0.audio_attn2.to_k.weight"][1],
+        num_layers=blocks_of(shapes, "transformer_blocks"),
+        gated_attn=gated,
+        audio_gated_attn=gated,
+        cross_attn_mod=modulated,
+        audio_cross_attn_mod=modulated,
+        use_prompt_embeddings=caption is not None,
+        **({"caption_channels": caption[1]} if caption else {}),
+        ff_bias="ff.net.2.bias" in block,
+        audio_ff_bias="audio_ff.net.2.bias" in block,
+        use_prompt_adaln_single="prompt_adaln_single.linear.weight" in shapes,
+        use_keyframes_abs_pos_embedding="keyframes_abs_pos_embedding" in shapes,
+        rope_type="split",
+        rope_double_precision=True,
+        timestep_scale_multiplier=1000,
+        cross_attn_timestep_scale_multiplier=1,
+        connectors=[connector(shapes, f"{kind}_embeddings_connector") for kind in ("video", "audio")],
+    )
+
+
+def metadata(strings):
+    """Lightricks' own configuration."""
+    told = json.loads(strings.get("config", "{}")).get("transformer", {})
+    found = {
+        "rope_type": told.get("rope_type"),
+        "cross_attn_timestep_scale_multiplier": told.get("av_ca_timestep_scale_multiplier"),
+        "timestep_scale_multiplier": told.get("timestep_scale_multiplier"),
+    }
+    found["rope_double_precision"] = (
+        told["frequencies_precision"] == "float64" if "frequencies_precision" in told else None
+    )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+BLOCK = "transformer_blocks.{}"
+CROSS = "av_cross_attn"
+TIMES = {
+    "adaln_single": "time_embed",
+    "audio_adaln_single": "audio_time_embed",
+    "av_ca_video_scale_shift_adaln_single": f"{CROSS}_video_scale_shift",
+    "av_ca_audio_scale_shift_adaln_single": f"{CROSS}_audio_scale_shift",
+    "av_ca_a2v_gate_adaln_single": f"{CROSS}_video_a2v_gate",
+    "av_ca_v2a_gate_adaln_single": f"{CROSS}_audio_v2a_gate",
+    "prompt_adaln_single": "prompt_adaln",
+    "audio_prompt_adaln_single": "audio_prompt_adaln",
+}
+LAYOUT = Layout(
+    signature=(
+        "patchify_proj.weight",
+        "audio_patchify_proj.weight",
+        "audio_adaln_single.linear.weight",
+        "transformer_blocks.0.audio_to_video_attn.q_norm.weight",
+        "audio_embeddings_connector.learnable_registers",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    metadata=metadata,
+    companion=COMPANION,
+    names={
+        "patchify_proj": "proj_in",
+        "audio_patchify_proj": "audio_proj_in",
+        **{
+            f"{theirs}.{leaf}": f"{ours}.{leaf}"
+            for theirs, ours in TIMES.items()
+            for leaf in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
+        },
+        **{
+            f"{BLOCK}.{attention}.{theirs}": f"{BLOCK}.{attention}.{ours}"
+            for attention in (
+                "attn1",
+                "attn2",
+                "audio_attn1",
+                "audio_attn2",
+                "audio_to_video_attn",
+                "video_to_audio_attn",
+            )
+            for theirs, ours in (("q_norm", "norm_q"), ("k_norm", "norm_k"))
+        },
+        f"{BLOCK}.scale_shift_table_a2v_ca_video": f"{BLOCK}.video_a2v_cross_attn_scale_shift_table",
+        f"{BLOCK}.scale_shift_table_a2v_ca_audio": f"{BLOCK}.audio_a2v_cross_attn_scale_shift_table",
+        **CONNECTOR_NAMES,
+    },
+)
+#: Block arguments that have a row for every token of video or of sound.
+PER_TOKEN = {
+    "video_rotary_emb": ("video", -2),
+    "audio_rotary_emb": ("audio", -2),
+    "ca_video_rotary_emb": ("video", -2),
+    "ca_audio_rotary_emb": ("audio", -2),
+    "temb": ("video", 1),
+    "temb_audio": ("audio", 1),
+    "temb_ca_scale_shift": ("video", 1),
+    "temb_ca_audio_scale_shift": ("audio", 1),
+}
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    streams=("hidden_states", "audio_hidden_states"),
-    returns=("image",),
-    attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
-    per_token={
-        "video_rotary_emb": ("video", -2),
-        "audio_rotary_emb": ("audio", -2),
-        "ca_video_rotary_emb": ("video", -2),
-        "ca_audio_rotary_emb": ("audio", -2),
-        "temb": ("video", 1),
-        "temb_audio": ("audio", 1),
-        "temb_ca_scale_shift": ("video", 1),
-        "temb_ca_audio_scale_shift": ("audio", 1),
-    },
-    prompt_only=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
-    prompt_modules=("caption_projection", "audio_caption_projection"),
-    variant=variant,
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    nested=Nested(
-        ("video", "audio"),
-        patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)),
-        channels=lambda config: (config["in_channels"], CHANNELS),
-        order=(1, 0),
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), nested=LATENTS
     ),
-    conditioning=(
-        "c_crossattn",
-        "attention_mask",
-        "frame_rate",
-        "unprocessed_ltxav_embeds",
-        "denoise_mask",
-        "audio_denoise_mask",
-        "keyframe_idxs",
-        "generated_keyframes",
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        adapter=VideoAndSound(),
+        attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
+        per_token=PER_TOKEN,
+        per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
     ),
-    required=("c_crossattn",),
-    precise=("frame_rate",),
-    widths=lambda config: {},
-    clean_inpaint=True,
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda outputs, grid: grid.join(list(outputs)),
-    tp_plan={**COMMON, "*.to_gate_logits": "colwise"},
-    per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
+    conditioning=Conditioning(
+        accepted=(
+            "c_crossattn",
+            "attention_mask",
+            "frame_rate",
+            "unprocessed_ltxav_embeds",
+            "denoise_mask",
+            "audio_denoise_mask",
+            "keyframe_idxs",
+            "generated_keyframes",
+        ),
+        required=("c_crossattn",),
+        widths=lambda config: {},
+        precise=("frame_rate",),
+        refusal=refusal,
+    ),
+    cache=Cache(
+        prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
+        prompt_modules=("caption_projection", "audio_caption_projection"),
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},
     layout=LAYOUT,
-    beside=BESIDE,
+    variant=variant,
 )

@@ -1,32 +1,152 @@
 """LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token,
 the prompt read through cross-attention."""
 
-from .calls.ltxv import forward_args, refusal
-from .layouts.ltxv import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import json
 
+import torch
+
+from .blocks import APART, Blocks
+from .common.tensor_plans import COMMON
+from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .key_layout import Layout, blocks_of
+
+#: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
+PIXELS = (8, 32, 32)
+
+
+def guides(cond):
+    """How many of the last tokens are guides."""
+    return cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
+
+
+def corners(grid, cond, device, causal, side=0):
+    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``:
+    the video starts with a single frame. Guides, the last tokens, say theirs."""
+    frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
+    axes = [
+        (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
+        for count, pixels in zip(grid.counts, PIXELS)
+    ]
+    if causal:
+        axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
+    found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
+    if guides(cond):
+        told = cond["keyframe_idxs"][..., side].float().trunc()
+        found = torch.cat([found[:, :, : -guides(cond)].expand(told.shape[0], -1, -1), told], dim=2)
+    return torch.cat([found[:, :1] * (1.0 / frame_rate), found[:, 1:]], dim=1)
+
+
+def times(grid, mask, sigma, batch):
+    """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask,
+    that of a token's first value."""
+    return (
+        sigma.expand(batch)
+        if mask is None
+        else grid.to_tokens(mask.float())[..., 0] * sigma.expand(batch)[:, None]
+    )
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Prompts whose rows are all seen need no mask."""
+    batch, mask = latent.shape[0], cond.get("attention_mask")
+    return dict(
+        hidden_states=grid.to_tokens(latent),
+        encoder_hidden_states=cond["c_crossattn"],
+        timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
+        encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask,
+        video_coords=corners(
+            grid, cond, latent.device, config.get("causal_temporal_positioning", False)
+        ).expand(batch, -1, -1),
+    )
+
+
+def refusal(config, grid, cond):
+    """What the mask must hold, and the guides fit."""
+    mask = cond.get("denoise_mask")
+    if mask is not None and (mask < 0).any():
+        return (
+            "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is "
+            "not supported; give the guide in the latent's size."
+        )
+    if guides(cond) > grid.tokens:
+        return (
+            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides "
+            f"before the latent is changed."
+        )
+    return None
+
+
+HEADS = 32
+
+
+def config_from_shapes(shapes):
+    """Arguments of LTXVideoTransformer3DModel."""
+    hidden, channels = shapes["patchify_proj.weight"]
+    return dict(
+        in_channels=channels,
+        out_channels=shapes["proj_out.weight"][0],
+        num_attention_heads=HEADS,
+        attention_head_dim=hidden // HEADS,
+        cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+        num_layers=blocks_of(shapes, "transformer_blocks"),
+        caption_channels=shapes["caption_projection.linear_1.weight"][1],
+    )
+
+
+def metadata(strings):
+    """Lightricks' own configuration tells of causal positions (since 0.9.5), which no shape shows."""
+    told = json.loads(strings.get("config", "{}")).get("transformer", {})
+    return {"causal_temporal_positioning": bool(told.get("causal_temporal_positioning", False))}
+
+
+BLOCK = "transformer_blocks.{}"
+LAYOUT = Layout(
+    signature=(
+        "patchify_proj.weight",
+        "adaln_single.emb.timestep_embedder.linear_1.weight",
+        "caption_projection.linear_1.weight",
+        "scale_shift_table",
+        "transformer_blocks.0.attn1.q_norm.weight",
+        "proj_out.weight",
+    ),
+    absent=(
+        "audio_adaln_single.linear.weight",
+        "prompt_adaln_single.linear.weight",
+        "transformer_blocks.0.attn1.to_gate_logits.weight",
+    ),
+    config=config_from_shapes,
+    metadata=metadata,
+    names={
+        "patchify_proj": "proj_in",
+        "adaln_single.linear": "time_embed.linear",
+        "adaln_single.emb.timestep_embedder.linear_1": "time_embed.emb.timestep_embedder.linear_1",
+        "adaln_single.emb.timestep_embedder.linear_2": "time_embed.emb.timestep_embedder.linear_2",
+        f"{BLOCK}.attn1.q_norm": f"{BLOCK}.attn1.norm_q",
+        f"{BLOCK}.attn1.k_norm": f"{BLOCK}.attn1.norm_k",
+        f"{BLOCK}.attn2.q_norm": f"{BLOCK}.attn2.norm_q",
+        f"{BLOCK}.attn2.k_norm": f"{BLOCK}.attn2.norm_k",
+    },
+)
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    returns=("image",),
-    per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
-    attention=("image", "cross"),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    clean_inpaint=True,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
-    required=("c_crossattn",),
-    precise=("frame_rate",),
-    widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output,
+    latent=Latent(channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=True),
+    noise=Noise(clean_inpaint=True),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
+        attention=("image", "cross"),
+        per_feature=("image_rotary_emb",),
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+        precise=("frame_rate",),
+        refusal=refusal,
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
-    per_feature=("image_rotary_emb",),
 )

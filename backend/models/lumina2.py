@@ -1,40 +1,139 @@
 """Lumina Image 2.0 of Alpha-VLLM: two blocks over the image, then 26 over one stream of text and image, with
 grouped queries; two more refine the prompt."""
 
-from .calls.lumina2 import adjust, forward_args, refusal
-from .layouts.lumina2 import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
 
+from .blocks import IMAGE_ONLY, JOINED, Blocks
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Most rows of a prompt, and most tokens along a side of the picture, in the position tables; diffusers' own
+#: end at 300 and 512.
+LENGTHS = (4096, 1024, 1024)
+
+
+def adjust(transformer, config):
+    """Longer position tables: ComfyUI computes any position."""
+    rope = transformer.rope_embedder
+    rope.freqs_cis = rope._precompute_freqs_cis(rope.axes_dim, LENGTHS, rope.theta)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """The timestep counts from noise (0) to picture (1). ComfyUI's model reads every row of the prompt,
+    padding too."""
+    text = cond["c_crossattn"]
+    mask = torch.ones(text.shape[:2], dtype=torch.int32, device=text.device)
+    return dict(
+        hidden_states=grid.pad(latent),
+        timestep=(1.0 - sigma).expand(latent.shape[0]),
+        encoder_hidden_states=text,
+        encoder_attention_mask=mask,
+    )
+
+
+def refusal(config, grid, cond):
+    """Position tables have an end."""
+    rows = (cond["c_crossattn"].shape[1], *grid.counts[1:])
+    return (
+        None
+        if all(a < b for a, b in zip(rows, LENGTHS))
+        else f"{rows[0]} rows of text and {rows[1]} x {rows[2]} tokens are more than the {LENGTHS} that "
+        f"Lumina 2 counts; shorten the prompt or make the latent smaller."
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of Lumina2Transformer2DModel; RoPE has three equal axes."""
+    dim, head = shapes["layers.0.attention_norm1.weight"][0], shapes["layers.0.attention.q_norm.weight"][0]
+    axis, heads = head // 3 // 2 * 2, dim // head
+    return dict(
+        patch_size=2,
+        in_channels=shapes["x_embedder.weight"][1] // 4,
+        hidden_size=dim,
+        num_layers=blocks_of(shapes, "layers"),
+        num_refiner_layers=blocks_of(shapes, "noise_refiner"),
+        num_attention_heads=heads,
+        num_kv_heads=(shapes["layers.0.attention.qkv.weight"][0] // head - heads) // 2,
+        axes_dim_rope=(head - 2 * axis, axis, axis),
+        cap_feat_dim=shapes["cap_embedder.0.weight"][0],
+    )
+
+
+def block(name, modulated=True):
+    own = (
+        {
+            f"{name}.{{}}.attention_norm1": f"{name}.{{}}.norm1.norm",
+            f"{name}.{{}}.adaLN_modulation.1": f"{name}.{{}}.norm1.linear",
+        }
+        if modulated
+        else {f"{name}.{{}}.attention_norm1": f"{name}.{{}}.norm1"}
+    )
+    return own | {
+        f"{name}.{{}}.attention.qkv": " ".join(f"{name}.{{}}.attn.to_{part}" for part in "qkv"),
+        f"{name}.{{}}.attention.out": f"{name}.{{}}.attn.to_out.0",
+        f"{name}.{{}}.attention.q_norm": f"{name}.{{}}.attn.norm_q",
+        f"{name}.{{}}.attention.k_norm": f"{name}.{{}}.attn.norm_k",
+        f"{name}.{{}}.attention_norm2": f"{name}.{{}}.norm2",
+        **{f"{name}.{{}}.feed_forward.w{i}": f"{name}.{{}}.feed_forward.linear_{i}" for i in (1, 2, 3)},
+    }
+
+
+LAYOUT = Layout(
+    signature=(
+        "x_embedder.weight",
+        "cap_embedder.1.weight",
+        "noise_refiner.0.attention.qkv.weight",
+        "layers.0.attention.qkv.weight",
+        "layers.0.adaLN_modulation.1.weight",
+        "final_layer.adaLN_modulation.1.weight",
+    ),
+    absent=("x_pad_token", "clip_text_pooled_proj.0.weight"),
+    config=config_from_shapes,
+    names=block("noise_refiner")
+    | block("context_refiner", False)
+    | block("layers")
+    | {
+        "t_embedder.mlp.0": "time_caption_embed.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "time_caption_embed.timestep_embedder.linear_2",
+        "cap_embedder.0": "time_caption_embed.caption_embedder.0",
+        "cap_embedder.1": "time_caption_embed.caption_embedder.1",
+        "final_layer.linear": "norm_out.linear_2",
+        "final_layer.adaLN_modulation.1": "norm_out.linear_1",
+    },
+)
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
-    prediction="flow",
-    block_lists=("noise_refiner", "layers"),
-    image_first=("noise_refiner",),
-    joined=("layers",),
-    text_position="first",
-    returns=("image",),
-    per_token={"image_rotary_emb": ("joint", 1)},
-    modulation=("norm1.linear",),
-    prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
-    head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
-    adjust=adjust,
-    tp_plan={
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
+        text_position="first",
+        per_token={"image_rotary_emb": ("joint", 1)},
+        head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        refusal=refusal,
+    ),
+    cache=Cache(
+        modulation=("norm1.linear",),
+        prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
+    ),
+    build=Build(adjust=adjust),
+    tensor_plan={
         "*.feed_forward.linear_1": "colwise",
         "*.feed_forward.linear_3": "colwise",
         "*.feed_forward.linear_2": "rowwise",
         **COMMON,
     },
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(output),
     layout=LAYOUT,
 )

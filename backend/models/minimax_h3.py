@@ -1,52 +1,280 @@
 """MiniMax-H3: 50 blocks over one stream of text, stereo audio and video; both latents are denoised at once,
 each on a noise schedule of its own."""
 
-from .calls.minimax_h3 import adjust, carry, forward_args, output, refusal, text_rows
-from .layouts.minimax_h3 import LAYOUT
-from .plans import COMMON
-from .spec import Family, Nested
+import torch
 
+from .blocks import JOINED, Blocks
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
+from .key_layout import Layout, blocks_of
+
+#: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
+#: scaled by their ratio.
+SHIFT, AUDIO_SHIFT = 12.0, 3.0
+#: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24
+#: Hz).
+FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
+VIDEO, TEXT, AUDIO = range(3)
+KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
+#: Times of given pictures and given sound, which are almost, and quite, without noise.
+GIVEN_TIMES = (0.999, 1.0)
+
+
+def audio_sigma(sigma):
+    """The noise level of the audio where the video's is ``sigma``."""
+    base = sigma / (SHIFT + sigma * (1.0 - SHIFT))
+    return AUDIO_SHIFT * base / (1.0 + (AUDIO_SHIFT - 1.0) * base)
+
+
+def carry(sigma):
+    """The solvers' audio is the model's times the ratio of the two noise levels."""
+    sigma, scale = sigma.clamp(min=1e-6), SHIFT / AUDIO_SHIFT
+    audio, one = audio_sigma(sigma), torch.ones_like(sigma)
+    return [
+        (one, 0.0 * one, one),
+        (audio / sigma, (1.0 - scale) * (audio / sigma), 1.0 + (scale - 1.0) * audio),
+    ]
+
+
+def axis(length, other):
+    """Positions along a side of the picture, in thirty-seconds of the square of its area."""
+    ratio = length / (length * other) ** 0.5
+    return (torch.arange(length, dtype=torch.float64) * (ratio / length) + (1.0 - ratio) / 2.0) * 32.0
+
+
+def positions(grid, text, given, origin):
+    """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the
+    audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
+    (frames, rows, columns), (_, channels, length) = (part.counts for part in grid.parts)
+    y, x = axis(rows, columns), axis(columns, rows)
+    spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
+    clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + origin
+    heard = torch.arange(length, dtype=torch.float64) + origin
+    words = torch.arange(text, dtype=torch.float64)
+    nought = torch.zeros(1, dtype=torch.float64)
+
+    def box(*axes):
+        return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+
+    audio = [box(heard, nought, side[None]) for side in (x[0], x[-1])]
+    return torch.cat([box(words, nought, nought), given.double().cpu(), *audio, box(clock, y, x)]).float()
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references
+    and their sound, stand between text and audio."""
+    (video, audio), text, sigma, device = (
+        grid.unpack(latent),
+        cond["c_crossattn"],
+        sigma.clamp(min=1e-6),
+        latent.device,
+    )
+    rows, given = (
+        text.shape[1],
+        cond["given_tags"][0].long()
+        if "given_tags" in cond
+        else torch.empty(0, dtype=torch.long, device=device),
+    )
+
+    def full(value, count):
+        return torch.full((count,), value, device=device)
+
+    kinds = torch.cat(
+        [full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)]
+    )
+    moments = torch.cat(
+        [
+            full(0, rows),
+            torch.where(given == AUDIO, 3, 2),
+            full(1, grid.parts[1].tokens),
+            full(0, grid.parts[0].tokens),
+        ]
+    )
+    tags = torch.cat([cond["text_tags"][0].long(), kinds[rows:]]) if "text_tags" in cond else kinds
+    times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
+    if len(given):
+        clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
+        times += [torch.maximum(now, least) for now, least in zip(times, clean)]
+
+    def behind(name, tokens):
+        return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
+
+    places = positions(
+        grid,
+        rows,
+        cond["given_positions"][0] if len(given) else torch.empty(0, 3),
+        float(cond.get("origin", rows)),
+    )
+    return dict(
+        hidden_states=behind("given_video", grid.parts[0].to_tokens(video)),
+        audio_hidden_states=behind("given_audio", grid.parts[1].to_tokens(audio)),
+        encoder_hidden_states=text,
+        timestep=torch.stack(times),
+        timestep_indices=moments,
+        token_tags=tags,
+        position_ids=places.to(device),
+        **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()},
+    )
+
+
+def text_rows(cond):
+    """Rows before the audio: of text, and given ones."""
+    return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
+
+
+def output(outputs, grid):
+    """Without the given rows, which come first."""
+    return -grid.join([rows[:, -part.tokens :] for rows, part in zip(outputs, grid.parts)])
+
+
+def refusal(config, grid, cond):
+    """The audio's two channels stand at the sides of the picture; given rows are told of in full."""
+    channels = grid.parts[1].counts[1]
+    if channels != 2:
+        return (
+            f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape "
+            f"(batch, {config['audio_in_channels']}, 2, time)."
+        )
+    if "text_tags" in cond and not set(cond["text_tags"].flatten().tolist()) <= {VIDEO, TEXT, AUDIO}:
+        return (
+            f"text_tags are of {VIDEO} (a picture's row), {TEXT} (text) and {AUDIO} (sound), but these "
+            f"hold others; encode the prompt again."
+        )
+    if ("given_tags" in cond) != ("given_positions" in cond):
+        return (
+            "given_tags (what each given row is) and given_positions (where it stands) come together; "
+            "send both."
+        )
+    tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
+    for name, width in (
+        ("given_video", 4 * config["in_channels"]),
+        ("given_audio", config["audio_in_channels"]),
+    ):
+        if name in cond and cond[name].shape[2] != width:
+            return (
+                f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; "
+                f"encode it with the VAE of this model."
+            )
+    told = {
+        name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
+        for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
+    }
+    if any(count(name) != rows for name, rows in told.items()) or count("given_tags") != sum(told.values()):
+        return (
+            f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, "
+            f"but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of "
+            f"audio (2)."
+        )
+    return None
+
+
+def adjust(transformer, config):
+    """Files hold the rotary frequencies, which diffusers computes."""
+    transformer.rope.register_buffer("inv_freq", transformer.rope.inv_freq, persistent=True)
+
+
+def config_from_shapes(shapes):
+    """Arguments of MiniMaxH3Transformer3DModel."""
+    head, first = shapes["blocks.0.attn.q_norm.weight"][0], shapes["time_embedder.proj_in.weight"]
+    return dict(
+        patch_size=(1, 2, 2),
+        hidden_size=shapes["video_patch_proj.weight"][0],
+        in_channels=shapes["video_patch_proj.weight"][1] // 4,
+        audio_in_channels=shapes["audio_patch_proj.weight"][1],
+        num_layers=blocks_of(shapes, "blocks"),
+        num_refiner_layers=blocks_of(shapes, "token_refiner.blocks"),
+        attention_head_dim=head,
+        num_attention_heads=shapes["blocks.0.attn.qkv_proj.weight"][0] // (3 * head),
+        ffn_dim=shapes["blocks.0.mlp.fc2.weight"][1],
+        text_dim=shapes["condition_proj.weight"][1],
+        freq_dim=first[1],
+        time_embed_hidden_dim=first[0],
+        time_embed_dim=shapes["time_embedder.proj_out.weight"][0],
+        rope_freq_dim=shapes["rope.inv_freq"][0],
+    )
+
+
+def block(theirs, ours):
+    return {
+        f"{theirs}.{{}}.attn.qkv_proj": " ".join(f"{ours}.{{}}.attn.to_{part}" for part in "qkv"),
+        f"{theirs}.{{}}.attn.out_proj": f"{ours}.{{}}.attn.to_out.0",
+        f"{theirs}.{{}}.attn.q_norm": f"{ours}.{{}}.attn.norm_q",
+        f"{theirs}.{{}}.attn.k_norm": f"{ours}.{{}}.attn.norm_k",
+        f"{theirs}.{{}}.mlp.fc1": f"{ours}.{{}}.ff.net.0.proj",
+        f"{theirs}.{{}}.mlp.fc2": f"{ours}.{{}}.ff.net.2",
+        **{
+            f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{name}" for name in ("norm1", "norm2", "adaln_proj.linear")
+        },
+    }
+
+
+LAYOUT = Layout(
+    signature=(
+        "video_patch_proj.weight",
+        "audio_patch_proj.weight",
+        "time_embedder.proj_in.weight",
+        "token_refiner.blocks.0.attn.qkv_proj.weight",
+        "blocks.0.adaln_proj.linear.weight",
+        "final_layer.audio_out.weight",
+    ),
+    absent=(),
+    config=config_from_shapes,
+    swapped=("transformer_blocks.{}.ff.net.0.proj", "token_refiner.refiner_blocks.{}.ff.net.0.proj"),
+    names=block("blocks", "transformer_blocks")
+    | block("token_refiner.blocks", "token_refiner.refiner_blocks")
+    | {
+        "video_patch_proj": "proj_in",
+        "audio_patch_proj": "audio_proj_in",
+        "condition_proj": "context_embedder",
+        "time_embedder.proj_in": "time_embedder.linear_1",
+        "time_embedder.proj_out": "time_embedder.linear_2",
+        "final_layer.norm": "norm_out.norm",
+        "final_layer.adaln_proj.linear": "norm_out.linear",
+        "final_layer.video_out": "proj_out",
+        "final_layer.audio_out": "audio_proj_out",
+    },
+)
+#: Given tokens: their values, what each is, where and when it stands.
+GIVEN = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")
+LATENTS = Nested(
+    ("video", "audio"),
+    patches=lambda config: (tuple(config["patch_size"]), (1, 1, 1)),
+    channels=lambda config: (config["in_channels"], config["audio_in_channels"]),
+    order=(1, 0),
+    carry=carry,
+)
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",
-    returns=("image",),
-    per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
-    modulation=("adaln_proj.linear",),
-    modulation_shared=True,
-    float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
-    prompt_modules=("context_embedder", "token_refiner"),
-    adjust=adjust,
-    tp_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    nested=Nested(
-        ("video", "audio"),
-        patches=lambda config: (tuple(config["patch_size"]), (1, 1, 1)),
-        channels=lambda config: (config["in_channels"], config["audio_in_channels"]),
-        order=(1, 0),
-        carry=carry,
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: tuple(config["patch_size"]),
+        nested=LATENTS,
     ),
-    conditioning=(
-        "c_crossattn",
-        "text_tags",
-        "given_video",
-        "given_audio",
-        "given_tags",
-        "given_positions",
-        "given_times",
-        "origin",
+    io=ModelIO(arguments=forward_args, output=output),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",
+        per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
+        width=lambda config: config["hidden_size"],
     ),
-    precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
-    text_rows=text_rows,
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_dim"]},
-    width=lambda config: config["hidden_size"],
-    refusal=refusal,
-    forward_args=forward_args,
-    output=output,
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "text_tags", *GIVEN, "origin"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
+        text_tokens=text_rows,
+        refusal=refusal,
+    ),
+    cache=Cache(
+        modulation=("adaln_proj.linear",),
+        modulation_per_sample=False,
+        prompt_modules=("context_embedder", "token_refiner"),
+    ),
+    build=Build(
+        float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
+        adjust=adjust,
+    ),
+    tensor_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
     layout=LAYOUT,
 )

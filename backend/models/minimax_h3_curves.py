@@ -3,15 +3,84 @@ whose few coordinates small modulation layers work."""
 
 from dataclasses import replace
 
-from . import minimax_h3
-from .calls.minimax_h3_curves import adjust
-from .layouts.minimax_h3_curves import LAYOUT
+import torch
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MiniMaxH3AdaLayerNormModulation,
+    MiniMaxH3AdaLayerNormOut,
+)
+from torch import nn
 
+from . import minimax_h3
+from .family import Build
+
+
+class Curve(nn.Module):
+    """Times (n,) in [0, 1] -> coordinates (n, D), on the straight line between the table's nearest points."""
+
+    def __init__(self, points: int, width: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(points, width), requires_grad=False)
+
+    def forward(self, times):
+        place = times.clamp(0.0, 1.0) * (len(self.table) - 1)
+        low = place.floor().long().clamp(max=len(self.table) - 2)
+        return torch.lerp(self.table[low], self.table[low + 1], (place - low)[:, None])
+
+
+class Modulation(MiniMaxH3AdaLayerNormModulation):
+    """Without the activation, and in float32 up to its result."""
+
+    def forward(self, temb):
+        return (
+            self.linear(temb).view(-1, 6 * self.hidden_size).to(self.beside[0].weight.dtype).chunk(6, dim=-1)
+        )
+
+
+class Out(MiniMaxH3AdaLayerNormOut):
+    """The same of the last norm."""
+
+    def forward(self, hidden_states, temb, timestep_indices):
+        shift, scale = (
+            self.linear(temb).to(hidden_states.dtype).index_select(0, timestep_indices).chunk(2, dim=-1)
+        )
+        return self.norm(hidden_states) * (1.0 + scale) + shift
+
+
+def adjust(transformer, config):
+    """The table in place of sines and their layers."""
+    minimax_h3.adjust(transformer, config)
+    transformer.time_proj, transformer.time_embedder = (
+        nn.Identity(),
+        Curve(config["curve_points"], config["time_embed_dim"]),
+    )
+    for block in transformer.transformer_blocks:
+        block.adaln_proj.__class__, block.adaln_proj.beside = (
+            Modulation,
+            (block.norm1,),
+        )  # in a tuple: no submodule
+    transformer.norm_out.__class__ = Out
+
+
+def config_from_shapes(shapes):
+    """Those of MiniMax-H3, and the points of the table."""
+    points, width = shapes["adaln_t_table"]
+    embedder = {"time_embedder.proj_in.weight": (width, 256), "time_embedder.proj_out.weight": (width, width)}
+    return minimax_h3.config_from_shapes({**shapes, **embedder}) | {"curve_points": points}
+
+
+LAYOUT = replace(
+    minimax_h3.LAYOUT,
+    signature=("adaln_t_table", *(key for key in minimax_h3.LAYOUT.signature if "time_embedder" not in key)),
+    config=config_from_shapes,
+    names=minimax_h3.LAYOUT.names | {"adaln_t_table": "time_embedder.table"},
+)
 FAMILY = replace(
     minimax_h3.FAMILY,
     name="minimax-h3-curves",
-    adjust=adjust,
-    modulation=(),
-    float32=(*minimax_h3.FAMILY.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+    cache=replace(minimax_h3.FAMILY.cache, modulation=()),
+    build=Build(
+        adjust=adjust,
+        float32=(*minimax_h3.FAMILY.build.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+    ),
     layout=LAYOUT,
 )

@@ -1,41 +1,160 @@
 """Qwen-Image of Alibaba, and its Edit models (2509, 2511, several references): 60 joint blocks in the
 released size; text first, rotary tables for image and text."""
 
-from .calls import references
-from .calls.qwen_image import adjust, forward_args, refusal
-from .layouts.qwen_image import LAYOUT
-from .spec import Family
+import torch
 
+from .blocks import APART, Blocks
+from .common import references
+from .common.masked_text import MaskedText
+from .common.timestep_precision import keep_timestep
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+
+class Places(list):
+    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3) of latent and references, and
+    where text starts."""
+
+    def __init__(self, shapes, positions, text):
+        super().__init__(shapes)
+        self.positions, self.text = positions, text
+
+
+class Rotary(torch.nn.Module):
+    """Rotary tables, complex (rows, head size / 2), for any positions; diffusers' own has those of pictures
+    of even sides alone."""
+
+    def __init__(self, theta, axes):
+        super().__init__()
+        self.theta, self.axes = theta, axes
+
+    def table(self, positions):
+        parts = [
+            torch.outer(
+                p, 1.0 / self.theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=p.device) / size)
+            )
+            for p, size in zip(positions.double().unbind(-1), self.axes)
+        ]
+        angles = torch.cat(parts, dim=-1)
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+    def forward(self, places, max_txt_seq_len, device):
+        text = torch.arange(places.text, places.text + max_txt_seq_len, device=device)
+        return self.table(places.positions.to(device)), self.table(text[:, None].expand(-1, 3))
+
+
+def adjust(transformer, config):
+    """Positions as in ComfyUI, and timesteps that are not rounded."""
+    keep_timestep(
+        transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1
+    )
+    transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Latents travel packed 2x2, references behind; diffusers multiplies the timestep by 1000 itself."""
+    batch, how = latent.shape[0], references.method(cond, default_method(config))
+    rows = [(1, 1, grid.tokens), (1, 1, references.rows(config, grid, cond))]
+    marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is behind the first shape
+    return dict(
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        encoder_hidden_states=cond["c_crossattn"],
+        encoder_hidden_states_mask=cond.get("attention_mask"),
+        timestep=sigma.expand(batch),
+        img_shapes=Places(
+            [rows if marked else [(1, 1, rows[0][2] + rows[1][2])]] * batch,
+            references.all_positions(grid, cond, how, latent.device, centred=True),
+            max(grid.counts[1:]) // 2,
+        ),
+    )
+
+
+def default_method(config):
+    """How references are placed where the request does not say."""
+    return "index_timestep_zero" if config.get("zero_cond_t") else "index"
+
+
+def refusal(config, grid, cond):
+    """Only Edit 2511's blocks take two timesteps."""
+    return references.wrong_references(
+        grid,
+        cond,
+        ""
+        if config.get("zero_cond_t")
+        else "choose another method in Edit Model Reference Method, or load Qwen-Image-Edit 2511",
+    )
+
+
+#: Of a file whose model knows reference pictures by timestep zero (Edit 2511).
+ZERO_TIMESTEP = "__index_timestep_zero__"
+
+
+def config_from_shapes(shapes):
+    """Arguments of QwenImageTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    hidden, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    axis = 56 * head // 128 // 2 * 2
+    return dict(
+        patch_size=2,
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["proj_out.weight"][0] // 4,
+        num_layers=blocks_of(shapes, "transformer_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+        axes_dims_rope=(head - 2 * axis, axis, axis),
+        zero_cond_t=ZERO_TIMESTEP in shapes,
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "img_in.weight",
+        "txt_norm.weight",
+        "txt_in.weight",
+        "transformer_blocks.0.img_mod.1.weight",
+        "transformer_blocks.0.attn.norm_q.weight",
+        "proj_out.weight",
+    ),
+    absent=(),
+    variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
+    config=config_from_shapes,
+    names={},  # the file has diffusers' names
+)
 FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    text="encoder_hidden_states",
-    text_position="first",
-    text_mask="encoder_hidden_states_mask",
-    text_needs_a_row=True,
-    returns=("text", "image"),
-    text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
-    modulation=("img_mod.1", "txt_mod.1"),
-    per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
-    context=references.rows,
-    variant=lambda config: (
-        {"modulation": ()} if config.get("zero_cond_t") else {}
-    ),  # two timesteps a call: nothing that one GEMM of all calls could give
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-    required=("c_crossattn",),
-    only={
-        "use_additional_t_cond": (False, "Qwen-Image-Layered"),
-        "use_layer3d_rope": (False, "Qwen-Image-Layered"),
-        "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
-    },
-    widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, : grid.tokens],
+    latent=Latent(
+        channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART},
+        returns=("text", "image"),
+        text="encoder_hidden_states",
+        text_position="first",
+        adapter=MaskedText("encoder_hidden_states_mask"),
+        needs_text_token=True,
+        text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
+        per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        context_tokens=references.rows,
+        refusal=refusal,
+    ),
+    cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
+    build=Build(
+        adjust=adjust,
+        only={
+            "use_additional_t_cond": (False, "Qwen-Image-Layered"),
+            "use_layer3d_rope": (False, "Qwen-Image-Layered"),
+            "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
+        },
+    ),
     layout=LAYOUT,
+    # two timesteps a call: nothing that one GEMM of all calls could give
+    variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},
 )

@@ -1,35 +1,267 @@
 """Qwen-Image 2.1 of Alibaba, with reference pictures: 32 blocks over one sequence of text, references and
 image, of which the image alone attends to what follows."""
 
-from .calls.qwen_image21 import adjust, forward_args, refusal, text_rows
-from .layouts.qwen_image21 import LAYOUT
-from .spec import Family
+from functools import lru_cache
 
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers import transformer_qwenimage21 as theirs
+
+from .. import mixing
+from .blocks import JOINED, Blocks
+from .common import references
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+from .qwen_image import Rotary
+
+#: diffusers' model is told of pictures in slots of so many tokens, 2 x 2 of them.
+SLOT = 4
+
+
+class Places(list):
+    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (rows, 3) of
+    the whole sequence, tokens of a ``slot``."""
+
+    def __init__(self, shapes, positions, slot):
+        super().__init__(shapes)
+        self.positions, self.slot = positions, slot
+
+
+class Slotted(theirs.QwenImage21Transformer2DModel):
+    """diffusers' model with slots of as many tokens as its arguments say: pictures whose tokens four does not
+    divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
+
+    def forward(self, *args, img_shapes, **kwargs):
+        own, theirs._IMG_TOKENS_PER_SLOT = theirs._IMG_TOKENS_PER_SLOT, img_shapes[0].slot
+        try:
+            return super().forward(*args, img_shapes=img_shapes, **kwargs)
+        finally:
+            theirs._IMG_TOKENS_PER_SLOT = own
+
+
+class JointRotary(Rotary):
+    """Rotary tables of text and pictures in one sequence; diffusers' own are made number by number at every
+    step, and end at 8192."""
+
+    def forward(self, places, image_pad_mask, device):
+        return self.table(places.positions.to(device))
+
+
+class BlockCausal:
+    """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given
+    attends to what is before it and to its own picture, the image to everything. So rows are cut over ranks
+    and patches as those of other models."""
+
+    def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
+        def heads(layer):
+            return layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
+
+        def turned(norm, layer):
+            return theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(
+                1, 2
+            )
+
+        query, key, value = (
+            turned(attn.norm_q, attn.to_q),
+            turned(attn.norm_k, attn.to_k),
+            heads(attn.to_v).transpose(1, 2),
+        )
+        whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
+        rows, seen = mixing.text_rows(whole), None
+        if rows:
+            seen = before(tuple(segments), query.device)
+            seen = seen if visible is None else seen & visible[..., :whole]
+
+        def attend(query, *keys, mask):
+            return F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
+
+        out = torch.cat(
+            [
+                attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen),
+                attend(query[:, :, rows:], key, value, mask=visible),
+            ],
+            dim=2,
+        )
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
+
+
+@lru_cache(maxsize=4)
+def before(segments, device):
+    """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of
+    its pieces in order."""
+    ends = torch.cat(
+        [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
+    )
+    return (torch.arange(len(ends)) < ends[:, None])[None, None].to(device)
+
+
+def adjust(transformer, config):
+    """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
+    transformer.__class__ = Slotted
+    transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+    for block in transformer.transformer_blocks:
+        block.attn.set_processor(BlockCausal())
+
+
+def pieces(grid, cond):
+    """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is
+    made. References are behind the text where no slot is told."""
+    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][
+        : len(found)
+    ]
+    return list(zip((0, *slots), (*slots, rows), (*found, grid)))
+
+
+def positions(grid, cond, device):
+    """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the
+    middle on the others, where pictures of odd sides and of even ones agree."""
+    found, start = [], 0
+    for lo, hi, one in pieces(grid, cond):
+        found.append(
+            torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3)
+        )
+        start += hi - lo
+        middle = [
+            count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)
+        ]
+        axes = [
+            torch.full((1,), start, device=device, dtype=torch.float32),
+            *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2)),
+        ]
+        found.append(torch.cartesian_prod(*axes))
+        start += max(one.counts)
+    return torch.cat(found)
+
+
+def text_rows(cond):
+    """Rows of text, and of the references among it."""
+    return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by
+    1000 itself, and ComfyUI rounds it here as its pipeline does."""
+    batch, device, text, mask = (
+        latent.shape[0],
+        latent.device,
+        cond["c_crossattn"],
+        cond.get("attention_mask"),
+    )
+    rows, visible, marks = [], [], []
+    slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
+    for lo, hi, one in pieces(grid, cond):
+        slots = one.tokens // slot
+        rows += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
+        visible += (
+            []
+            if mask is None
+            else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
+        )
+        marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
+    shapes = [one.counts for *_, one in pieces(grid, cond)]
+    made = (
+        grid.tokens // slot - grid.tokens // SLOT
+    )  # of the latent's own slots diffusers adds those of 2 x 2
+    rows[-1], visible[-1:] = rows[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
+    return dict(
+        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
+        encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
+        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
+        timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
+        img_mask=torch.cat(marks).to(device)[None],
+        img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch,
+    )
+
+
+def refusal(config, grid, cond):
+    """What the sequence is made of must fit."""
+    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    wrong = references.wrong_references(grid, cond)
+    if wrong:
+        return wrong
+    if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
+        return (
+            "the references are placed by another method than index_timestep_zero, the only one that "
+            "this model has; remove Edit Model Reference Method."
+        )
+    if "image_slots" in cond and (cond["image_slots"] != cond["image_slots"][:1]).any():
+        return (
+            "image_slots differs from sample to sample, but the references of a batch stand at the "
+            "same places; sample the prompts one after the other."
+        )
+    slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
+    if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= rows for slot in slots):
+        return (
+            f"image_slots is {slots}, but it is where each of the {len(found)} references stands among "
+            f"the {rows} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+        )
+    mask = cond.get("attention_mask")
+    if not rows or mask is not None and (tuple(mask.shape[1:]) != (rows,) or not mask[:, 0].all()):
+        return (
+            f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {rows} "
+            f"rows of prompt; give it one for each row, with padding behind the prompt."
+        )
+    return None
+
+
+def config_from_shapes(shapes):
+    """Arguments of QwenImage21Transformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    hidden, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    axis = 56 * head // 128 // 2 * 2
+    return dict(
+        patch_size=1,
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["proj_out.weight"][0],
+        num_layers=blocks_of(shapes, "transformer_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=hidden // head,
+        context_in_dim=shapes["txt_in.in_layer.weight"][1],
+        mlp_ratio=shapes["transformer_blocks.0.img_mlp.gate_up.weight"][0] // 2 // hidden,
+        axes_dims_rope=(head - 2 * axis, axis, axis),
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "img_in.weight",
+        "txt_in.text_norm.weight",
+        "txt_in.in_layer.weight",
+        "modulation.1.weight",
+        "transformer_blocks.0.attn.norm_q.weight",
+        "transformer_blocks.0.img_mlp.gate_up.weight",
+    ),
+    absent=(),
+    variants={"control_img_in.weight": "Qwen-Image 2.1 Fun Control"},
+    config=config_from_shapes,
+    names={
+        "transformer_blocks.{}.img_mlp.gate_up": "transformer_blocks.{}.img_mlp.gate_layer "
+        "transformer_blocks.{}.img_mlp.proj"
+    },
+)
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    joined=("transformer_blocks",),
-    text_position="first",  # and references among it
-    once=True,
-    variant=lambda config: (
-        {} if config.get("causal_condition", True) else {"once": False}
-    ),  # the text is modulated by the step
-    text_rows=text_rows,
-    returns=("image",),
-    attention=("text", ("image", "joint")),
-    per_token={"rotary_emb": ("joint", 0), "target_token_mask": ("joint", 0)},
-    prompt_modules=("txt_in",),
-    adjust=adjust,
-    patch=lambda config: (1, 1, 1),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["context_in_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: output[:, -grid.tokens :],
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
+    blocks=Blocks(
+        lists={"transformer_blocks": JOINED},
+        text_position="first",  # and references among it
+        attention=("text", ("image", "joint")),
+        per_token={"rotary_emb": ("joint", 0), "target_token_mask": ("joint", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["context_in_dim"]},
+        text_tokens=text_rows,
+        refusal=refusal,
+    ),
+    cache=Cache(static_text=True, prompt_modules=("txt_in",)),
+    build=Build(adjust=adjust),
     layout=LAYOUT,
+    # the text is modulated by the step
+    variant=lambda config: {} if config.get("causal_condition", True) else {"cache.static_text": False},
 )

@@ -6,30 +6,156 @@ convolution reads a line above and below. ComfyUI does not have this model, so i
 folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
 """
 
-from .calls.sana import adjust, forward_args
-from .layouts.sana import LAYOUT
-from .plans import COMMON
-from .spec import Family
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
+from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
+from .. import mixing
+from .blocks import APART, Blocks
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+
+class LinearAttention(SanaLinearAttnProcessor2_0):
+    """relu(q) (sum over rows of relu(k) [v, 1]), whose last column divides the others."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        q, k = q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k)
+        q, k, v = (
+            x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
+        )
+        v = F.pad(v, (0, 1), value=1.0)
+        out = q @ mixing.whole_sum(lambda rows: k[:, :, rows].transpose(2, 3) @ v[:, :, rows])
+        out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
+        out = attn.to_out[1](attn.to_out[0](out))
+        return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
+
+
+class MixedMLP(GLUMBConv):
+    """The MLP over some rows, (B, D, n, 1), on as many whole lines of the picture (``width`` tokens each) as
+    they need."""
+
+    def forward(self, hidden_states):
+        n = hidden_states.shape[2]
+        rows, first, before = mixing.all_around(hidden_states[..., 0].transpose(1, 2), self.width + 1)
+        front = first % self.width
+        lines = F.pad(rows, (0, 0, front, -(front + rows.shape[1]) % self.width)).unflatten(
+            1, (-1, self.width)
+        )
+        out = super().forward(lines.permute(0, 3, 1, 2)).flatten(2)
+        return out[:, :, front + before : front + before + n, None]
+
+
+class Block(SanaTransformerBlock):
+    """SANA's block for any number of rows."""
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        timestep=None,
+        height=None,
+        width=None,
+    ):
+        self.ff.width = width
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            timestep,
+            hidden_states.shape[1],
+            1,
+        )
+
+
+def adjust(transformer, config):
+    """The same modules and weights, with the methods above."""
+    for block in transformer.transformer_blocks:
+        block.__class__, block.ff.__class__ = Block, MixedMLP
+        block.attn1.set_processor(LinearAttention())
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Timesteps run to 1000."""
+    return dict(
+        hidden_states=grid.pad(latent),
+        encoder_hidden_states=cond["c_crossattn"],
+        encoder_attention_mask=cond.get("attention_mask"),
+        timestep=sigma.expand(latent.shape[0]) * 1000 * config["timestep_scale"],
+    )
+
+
+#: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape
+#: tells).
+HEAD, CROSS_HEAD, CROSS_HEADS = 32, 112, {1152: 72}
+
+
+def config_from_shapes(shapes):
+    """Arguments of SanaTransformer2DModel."""
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    cross = CROSS_HEADS.get(width, CROSS_HEAD)
+    return dict(
+        in_channels=channels,
+        out_channels=shapes["proj_out.weight"][0] // patch**2,
+        num_attention_heads=width // HEAD,
+        attention_head_dim=HEAD,
+        num_layers=blocks_of(shapes, "transformer_blocks"),
+        num_cross_attention_heads=width // cross,
+        cross_attention_head_dim=cross,
+        cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+        caption_channels=shapes["caption_projection.linear_1.weight"][1],
+        mlp_ratio=shapes["transformer_blocks.0.ff.conv_point.weight"][1] / width,
+        attention_bias="transformer_blocks.0.attn1.to_q.bias" in shapes,
+        patch_size=patch,
+        qk_norm="rms_norm_across_heads" if "transformer_blocks.0.attn1.norm_q.weight" in shapes else None,
+        guidance_embeds="time_embed.guidance_embedder.linear_1.weight" in shapes,
+        timestep_scale=1.0,
+    )
+
+
+LAYOUT = Layout(
+    signature=(
+        "patch_embed.proj.weight",
+        "caption_norm.weight",
+        "time_embed.linear.weight",
+        "transformer_blocks.0.ff.conv_depth.weight",
+        "transformer_blocks.0.attn2.to_k.weight",
+        "proj_out.weight",
+    ),
+    absent=("transformer_blocks.0.ff.conv_temp.weight", "rope.freqs_cos"),  # SANA-Video
+    config=config_from_shapes,
+    names={},  # the file is diffusers'
+)
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    prediction="flow",
-    block_lists=("transformer_blocks",),
-    returns=("image",),
-    attention=("sum", "cross", "surroundings"),
-    prompt_only=("attn2.to_k", "attn2.to_v"),
-    prompt_modules=("caption_projection",),
-    adjust=adjust,
-    patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "attention_mask"),
-    required=("c_crossattn",),
-    only={"guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")},
-    widths=lambda config: {"c_crossattn": config["caption_channels"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
-    tp_plan=COMMON,
+    latent=Latent(
+        channels=lambda config: config["in_channels"],
+        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(
+        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
+    ),
+    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "attention_mask"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
+    build=Build(
+        adjust=adjust,
+        only={
+            "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
+        },
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..tokens import TokenGrid
+from .blocks import APART, JOINED
+from .family import Family
 from .probe import BlockCall, Trace
-from .spec import Family
 
 
 class Whole(Exception):
@@ -16,7 +17,7 @@ class Whole(Exception):
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Fields of Family that describe the blocks, from forwards of two sizes; Whole where they are of no known
+    """Fields of Blocks, from forwards of two sizes; Whole where they are of no known
     form.
 
     sizes: (image rows, text rows) of the two; another: runs the small one with another latent and the same
@@ -39,8 +40,7 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
         raise Whole("its lists of blocks name their arguments differently")
     texts = bool(joined) or "text" in streams
     return dict(
-        block_lists=tuple(lists),
-        joined=joined,
+        lists={name: JOINED if name in joined else APART for name in lists},
         image=streams["image"],
         text=streams.get("text"),
         returns=_returns(calls, streams, apart),
@@ -194,10 +194,10 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     from ..parallel.rows import patches as patch_rows
     from ..parallel.stage import Forward, Stage, model_output
 
-    lists = {name: list(getattr(transformer, name)) for name in cut.block_lists}
-    total = sum(len(getattr(transformer, name)) for name in cut.block_lists)
+    lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
+    total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
     with torch.inference_mode():
-        reference = cut.output(model_output(transformer, cut, arguments), grid)
+        reference = cut.io.output(model_output(transformer, cut, arguments), grid)
         stage, buffers = Stage(transformer, cut, mesh.single(), range(total)), KVBuffers(1)
         stage.begin_request("auto", buffers)
         stage.attention.install()
@@ -206,7 +206,7 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 rows = slice(None) if span is None else slice(span.lo, span.hi)
-                output = cut.output(
+                output = cut.io.output(
                     stage.forward(
                         arguments,
                         Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens),

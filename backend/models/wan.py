@@ -1,37 +1,204 @@
 """Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B: 30 to
 40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
 
-from .calls.wan import adjust, forward_args, refusal
-from .layouts.wan import LAYOUT
-from .plans import COMMON
-from .spec import Family
+from functools import partial
 
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+from .blocks import APART, Blocks
+from .common import references
+from .common.tensor_plans import COMMON
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+#: Tokens along a side of the video, at most, where the configuration does not tell.
+MOST = 1024
+
+
+class ImageFirst(WanAttnProcessor):
+    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows.
+    ``rows``: of image features."""
+
+    rows = 0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows :]
+
+        def apart(x):
+            return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+
+        query = apart(attn.norm_q(attn.to_q(hidden_states)))
+        pairs = [
+            (attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)),
+            (attn.norm_k(attn.to_k(text)), attn.to_v(text)),
+        ]
+        read = [F.scaled_dot_product_attention(query, apart(key), apart(value)) for key, value in pairs]
+        return attn.to_out[1](attn.to_out[0](sum(read).transpose(1, 2).flatten(2)))
+
+
+def embed_image(embedder, processor, features):
+    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned
+    positions, of which ComfyUI uses as many as there are rows."""
+    if embedder.pos_embed is not None:
+        features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
+    processor.rows = features.shape[1]
+    return embedder.norm2(embedder.ff(embedder.norm1(features)))
+
+
+def adjust(transformer, config):
+    """Image features and text of any length."""
+    embedder, processor = transformer.condition_embedder.image_embedder, ImageFirst()
+    if embedder is not None:
+        embedder.forward = partial(embed_image, embedder, processor)
+        for block in transformer.blocks:
+            block.attn2.set_processor(processor)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features
+    as clip_fea; 2.2's 5B is given frames by a timestep for each, the part of a frame that the mask has
+    denoised."""
+    timestep = sigma.expand(latent.shape[0]) * 1000
+    if "denoise_mask" in cond:
+        frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
+        timestep = frames.repeat_interleave(grid.counts[1] * grid.counts[2], dim=1)
+    return dict(
+        hidden_states=grid.pad(references.with_channels(latent, cond)),
+        encoder_hidden_states=cond["c_crossattn"],
+        encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
+        timestep=timestep,
+    )
+
+
+def refusal(config, grid, cond):
+    """2.1's image to video models read CLIP features; the position table ends."""
+    if max(grid.counts) > config.get("rope_max_seq_len", MOST):
+        return (
+            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but this model knows "
+            f"{config.get('rope_max_seq_len', MOST)} a side; make it smaller."
+        )
+    if config["image_dim"] and "clip_fea" not in cond:
+        return (
+            "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to "
+            "WanImageToVideo."
+        )
+    if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
+        return (
+            f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
+            f"{config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
+        )
+    return references.wrong_channels(config["in_channels"], grid, cond)
+
+
+def config_from_shapes(shapes):
+    """Arguments of WanTransformer3DModel; heads are 128 wide."""
+    embedding, image = shapes["patch_embedding.weight"], "img_emb.proj.1.weight" in shapes
+    return dict(
+        patch_size=embedding[2:],
+        num_attention_heads=embedding[0] // 128,
+        attention_head_dim=128,
+        in_channels=embedding[1],
+        out_channels=shapes["head.head.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
+        text_dim=shapes["text_embedding.0.weight"][1],
+        freq_dim=shapes["time_embedding.0.weight"][1],
+        ffn_dim=shapes["blocks.0.ffn.0.weight"][0],
+        num_layers=blocks_of(shapes, "blocks"),
+        cross_attn_norm="blocks.0.norm3.weight" in shapes,
+        qk_norm="rms_norm_across_heads" if "blocks.0.self_attn.norm_q.weight" in shapes else None,
+        image_dim=shapes["img_emb.proj.1.weight"][1] if image else None,
+        added_kv_proj_dim=embedding[0] if image else None,
+        pos_embed_seq_len=shapes["img_emb.emb_pos"][1] if "img_emb.emb_pos" in shapes else None,
+    )
+
+
+BLOCK = "blocks.{}"
+EMBEDDER = "condition_embedder"
+LAYOUT = Layout(
+    signature=(
+        "patch_embedding.weight",
+        "text_embedding.0.weight",
+        "time_projection.1.weight",
+        "blocks.0.self_attn.q.weight",
+        "blocks.0.ffn.0.weight",
+        "head.head.weight",
+        "head.modulation",
+    ),
+    absent=(),
+    variants={
+        "vace_patch_embedding.weight": "Wan VACE",
+        "control_adapter.conv.weight": "Wan Fun Camera",
+        "ref_conv.weight": "Wan Fun Control",
+        "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
+        "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
+        "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate",
+        "pose_patch_embedding.weight": "Wan Animate",
+        "patch_embedding_pose.weight": "SCAIL",
+        "patch_embedding_global.weight": "WanDancer",
+    },
+    config=config_from_shapes,
+    names={
+        "patch_embedding": "patch_embedding",
+        "head.head": "proj_out",
+        "head.modulation": "scale_shift_table",
+        "text_embedding.0": f"{EMBEDDER}.text_embedder.linear_1",
+        "text_embedding.2": f"{EMBEDDER}.text_embedder.linear_2",
+        "time_embedding.0": f"{EMBEDDER}.time_embedder.linear_1",
+        "time_embedding.2": f"{EMBEDDER}.time_embedder.linear_2",
+        "time_projection.1": f"{EMBEDDER}.time_proj",
+        "img_emb.proj.0": f"{EMBEDDER}.image_embedder.norm1",
+        "img_emb.proj.1": f"{EMBEDDER}.image_embedder.ff.net.0.proj",
+        "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2",
+        "img_emb.proj.4": f"{EMBEDDER}.image_embedder.norm2",
+        "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
+        f"{BLOCK}.modulation": f"{BLOCK}.scale_shift_table",
+        f"{BLOCK}.norm3": f"{BLOCK}.norm2",
+        f"{BLOCK}.ffn.0": f"{BLOCK}.ffn.net.0.proj",
+        f"{BLOCK}.ffn.2": f"{BLOCK}.ffn.net.2",
+        **{
+            f"{BLOCK}.{theirs}.{leaf}": f"{BLOCK}.{ours}.{target}"
+            for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+            for leaf, target in {
+                "q": "to_q",
+                "k": "to_k",
+                "v": "to_v",
+                "o": "to_out.0",
+                "norm_q": "norm_q",
+                "norm_k": "norm_k",
+                "k_img": "add_k_proj",
+                "v_img": "add_v_proj",
+                "norm_k_img": "norm_added_k",
+            }.items()
+        },
+    },
+)
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 GIVEN_FRAMES = {
-    "clean_inpaint": True,
-    "conditioning": ("c_crossattn", "denoise_mask", "clip_fea"),
-    "per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+    "noise.clean_inpaint": True,
+    "conditioning.accepted": ("c_crossattn", "denoise_mask", "clip_fea"),
+    "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
 }
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    prediction="flow",
-    block_lists=("blocks",),
-    returns=("image",),
-    per_token={"rotary_emb": ("image", 1)},
-    adjust=adjust,
-    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
-    attention=("image", "cross", "cross"),
-    prompt_only=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
-    refusal=refusal,
-    patch=lambda config: tuple(config["patch_size"]),
-    latent_channels=lambda config: config["out_channels"],
-    frames=True,
-    conditioning=("c_crossattn", "c_concat", "clip_fea"),
-    required=("c_crossattn",),
-    widths=lambda config: {"c_crossattn": config["text_dim"]},
-    forward_args=forward_args,
-    output=lambda output, grid: grid.padded.to_tokens(output),
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: tuple(config["patch_size"]),
+        frames=True,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "c_concat", "clip_fea"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
+    build=Build(adjust=adjust),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
+    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
 )

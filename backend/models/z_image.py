@@ -2,41 +2,149 @@
 rows, behind two refiner blocks for each."""
 
 import torch
+from diffusers.models.transformers.transformer_z_image import FeedForward
 
-from .calls.z_image import adjust, forward_args, refusal
-from .layouts.z_image import LAYOUT
-from .plans import COMMON
-from .spec import Family
+from .blocks import JOINED, Blocks
+from .common.tensor_plans import COMMON
+from .family import Build, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
 
+#: Text and image are padded to a multiple of this many rows.
+ROWS = 32
+
+
+def adjust(transformer, config):
+    """diffusers fixes these widths at what they are in the released size."""
+    if "feed_forward_width" not in config:
+        return
+    hidden, time = config["feed_forward_width"], config["time_width"]
+    for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
+        block.feed_forward = FeedForward(config["dim"], hidden)
+    first, _, last = transformer.t_embedder.mlp
+    transformer.t_embedder.mlp[0], transformer.t_embedder.mlp[2] = (
+        torch.nn.Linear(first.in_features, time),
+        torch.nn.Linear(time, last.out_features),
+    )
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Lists of samples, each with a time axis; the timestep counts from noise (0) to picture (1)."""
+    return dict(
+        x=list(grid.pad(latent).unsqueeze(2)),
+        t=(1.0 - sigma).expand(latent.shape[0]),
+        cap_feats=list(cond["c_crossattn"]),
+    )
+
+
+def refusal(config, grid, cond):
+    """Position tables have an end; the text, padded, comes first, and the image stands behind it."""
+    most, needed = (
+        tuple(config["axes_lens"]),
+        (-(-cond["c_crossattn"].shape[1] // ROWS) * ROWS + 2, *grid.counts[1:]),
+    )
+    return (
+        None
+        if all(a <= b for a, b in zip(needed, most))
+        else f"{needed[0] - 2} rows of text and {needed[1]} x {needed[2]} tokens are more than this "
+        f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The model holds
+    position tables of these lengths."""
+    dim, head = shapes["layers.0.attention_norm1.weight"][0], shapes["layers.0.attention.q_norm.weight"][0]
+    axis, queries = (
+        48 * head // 128 // 2 * 2,
+        shapes["layers.0.attention.qkv.weight"][0] - 2 * shapes["layers.0.attention.out.weight"][1],
+    )
+    return dict(
+        all_patch_size=(2,),
+        all_f_patch_size=(1,),
+        in_channels=shapes["x_embedder.weight"][1] // 4,
+        dim=dim,
+        n_layers=blocks_of(shapes, "layers"),
+        n_refiner_layers=blocks_of(shapes, "noise_refiner"),
+        n_heads=queries // head,
+        n_kv_heads=queries // head,
+        cap_feat_dim=shapes["cap_embedder.0.weight"][0],
+        axes_dims=[head - 2 * axis, axis, axis],
+        axes_lens=[4096, 1024, 1024],
+        feed_forward_width=shapes["layers.0.feed_forward.w1.weight"][0],
+        time_width=shapes["t_embedder.mlp.0.weight"][0],
+    )
+
+
+def block(name):
+    return {
+        f"{name}.{{}}.attention.qkv": " ".join(f"{name}.{{}}.attention.to_{part}" for part in "qkv"),
+        f"{name}.{{}}.attention.out": f"{name}.{{}}.attention.to_out.0",
+        f"{name}.{{}}.attention.q_norm": f"{name}.{{}}.attention.norm_q",
+        f"{name}.{{}}.attention.k_norm": f"{name}.{{}}.attention.norm_k",
+    }
+
+
+LAYOUT = Layout(
+    signature=(
+        "x_embedder.weight",
+        "cap_embedder.1.weight",
+        "x_pad_token",
+        "cap_pad_token",
+        "noise_refiner.0.attention.qkv.weight",
+        "layers.0.attention.qkv.weight",
+        "layers.0.adaLN_modulation.0.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=(),
+    variants={
+        "siglip_embedder.0.weight": "Z-Image Omni",
+        "clip_text_pooled_proj.0.weight": "NewBie",
+        "dec_net.cond_embed.weight": "Z-Image in pixels",
+    },
+    config=config_from_shapes,
+    names=block("noise_refiner")
+    | block("context_refiner")
+    | block("layers")
+    | {
+        "x_embedder": "all_x_embedder.2-1",
+        "final_layer.linear": "all_final_layer.2-1.linear",
+        "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    },
+)
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
-    prediction="flow",
-    block_lists=("layers",),
-    joined=("layers",),
-    image="x",
-    text_position="last",  # rows that pad the image to a multiple of 32 count as text
-    returns=("image",),
-    shares={"adaLN_modulation.*": lambda config: 0},
-    per_token={"freqs_cis": ("joint", 1)},
-    heads=lambda config: config["n_heads"],
-    head_size=lambda config: config["dim"] // config["n_heads"],
-    adjust=adjust,
-    patch=lambda config: (1, 2, 2),
-    latent_channels=lambda config: config["in_channels"],
-    frames=False,
-    conditioning=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    required=("c_crossattn",),
-    only={
-        "siglip_feat_dim": (None, "Z-Image Omni"),
-        "all_patch_size": ((2,), "a Z-Image of other patches"),
-        "all_f_patch_size": ((1,), "a Z-Image of other patches"),
-    },
-    widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
-    refusal=refusal,
-    forward_args=forward_args,
-    output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
+    latent=Latent(
+        channels=lambda config: config["in_channels"], patch=lambda config: (1, 2, 2), frames=False
+    ),
+    io=ModelIO(
+        arguments=forward_args,
+        output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
+    ),
+    blocks=Blocks(
+        lists={"layers": JOINED},
+        image="x",
+        text_position="last",  # rows that pad the image to a multiple of 32 count as text
+        shares={"adaLN_modulation.*": lambda config: 0},
+        per_token={"freqs_cis": ("joint", 1)},
+        heads=lambda config: config["n_heads"],
+        head_size=lambda config: config["dim"] // config["n_heads"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
+        required=("c_crossattn",),
+        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        refusal=refusal,
+    ),
+    build=Build(
+        adjust=adjust,
+        only={
+            "siglip_feat_dim": (None, "Z-Image Omni"),
+            "all_patch_size": ((2,), "a Z-Image of other patches"),
+            "all_f_patch_size": ((1,), "a Z-Image of other patches"),
+        },
+    ),
+    tensor_plan=COMMON,
     layout=LAYOUT,
-    tp_plan=COMMON,
 )

@@ -3,8 +3,8 @@ from the shapes of the block's weights.
 
 A row costs a linear layer or a convolution as many multiplications as it has weights, and two matrix products
 of attention cost 2 x rows of queries x rows of keys x width.
-Shapes do not tell which rows pass a layer: Family.text_layers, joined, image_first, prompt_only and
-modulation do, and Family.shares how much of the work of a layer a row costs.
+Shapes do not tell which rows pass a layer: Blocks.lists and text_layers, Cache.prompt_layers and modulation
+do, and Blocks.shares how much of the work of a layer a row costs.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ..models.blocks import IMAGE_ONLY
 from .tensor import QUERIES
 
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
@@ -28,7 +29,7 @@ def block_costs(
     return [
         _linear(block, blocks, family, config, image, text)
         + _attention(block, blocks, family, config, image, text)
-        for blocks in family.block_lists
+        for blocks in family.blocks.lists
         for block in transformer.get_submodule(blocks)
     ]
 
@@ -36,15 +37,15 @@ def block_costs(
 def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
     """Rows of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none where it is
     computed once a request and answers every row."""
-    if _matches(layer, (*family.prompt_only, *family.modulation)):
+    if _matches(layer, (*family.cache.prompt_layers, *family.cache.modulation)):
         return 0
-    if family.is_text_layer(layer):
+    if family.blocks.is_text_layer(layer):
         return text
     apart = (
-        family.once
-        or family.text_position is None
-        or blocks in family.image_first
-        or any(family.is_text_layer(name) for name, _ in block.named_modules())
+        family.cache.static_text
+        or family.blocks.text_position is None
+        or family.blocks.lists[blocks] == IMAGE_ONLY
+        or any(family.blocks.is_text_layer(name) for name, _ in block.named_modules())
     )
     return image if apart else image + text
 
@@ -62,7 +63,7 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
     def share(name):
         return next(
-            (part(config) for pattern, part in family.shares.items() if fnmatchcase(name, pattern)), 1
+            (part(config) for pattern, part in family.blocks.shares.items() if fnmatchcase(name, pattern)), 1
         )
 
     return sum(
@@ -79,7 +80,7 @@ def _attention(block, blocks, family, config, image, text) -> int:
         for module in block.modules()
         if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))
     ]
-    kinds = [kind for kind in family.attention if not (family.once and kind == "text")]
+    kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     return sum(
         _width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
         for module, kind in zip(modules, kinds)
@@ -89,17 +90,19 @@ def _attention(block, blocks, family, config, image, text) -> int:
 def _width(module, family, config) -> int:
     """Features of the queries of all heads."""
     layer = next((getattr(module, name) for name in QUERIES if hasattr(module, name)), None)
-    return family.heads(config) * family.head_size(config) if layer is None else layer.out_features
+    return (
+        family.blocks.heads(config) * family.blocks.head_size(config) if layer is None else layer.out_features
+    )
 
 
 def _pairs(kind, blocks, family, config, image, text) -> int:
     """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the
     head size in the keys' place."""
-    joint = image if blocks in family.image_first else image + text
+    joint = image if family.blocks.lists[blocks] == IMAGE_ONLY else image + text
     queries, keys = {
         "joint": (joint, joint),
         ("image", "joint"): (image, joint),
         "cross": (image, text),
-        "sum": (image, family.head_size(config)),
+        "sum": (image, family.blocks.head_size(config)),
     }.get(kind, (image, image))
     return 2 * queries * keys

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..models.spec import Family
+from ..models.blocks import IMAGE_ONLY, JOINED
+from ..models.family import Family
 from .attention import Attention, LayerCall
 from .comm import Pipe
 from .kv import KVBuffers
@@ -25,7 +26,7 @@ def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Ten
     """What a transformer returns, all of it where the latents are nested: of diffusers' classes some return a
     tuple, others the tensor itself."""
     output = transformer(**arguments, return_dict=False)
-    return output if isinstance(output, Tensor) or family.nested else output[0]
+    return output if isinstance(output, Tensor) or family.latent.nested else output[0]
 
 
 class StageDone(Exception):
@@ -63,25 +64,27 @@ class Stage:
     absent (meta tensors): they never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
-        self.family, self.blocks = family, blocks
+        self.family, self.adapter, self.blocks = family, family.blocks.adapter, blocks
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
-        self.known: set[tuple[str, int]] = set()  # branch and item whose text has run (Family.once)
+        self.known: set[tuple[str, int]] = set()  # branch and item whose text has run (Cache.static_text)
         self.like: Tensor | None = None
         self.transformer = transformer
         self.total = 0
         self.joined: list[bool] = []
         self.skip_sources: list[int | None] = []
-        for name in family.block_lists:
+        for name, kind in family.blocks.lists.items():
             modules = transformer.get_submodule(name)
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, self.total, block)
-                self.joined.append(name in family.joined)
+                self.joined.append(kind == JOINED)
                 self.total += 1
-        self.skip_sources = [family.skip_source(i, self.total) for i in range(self.total)]
+        self.skip_sources = [self.adapter.skip_source(i, self.total) for i in range(self.total)]
         self.entry = sum(
-            len(transformer.get_submodule(name)) for name in family.image_first
+            len(transformer.get_submodule(name))
+            for name, kind in family.blocks.lists.items()
+            if kind == IMAGE_ONLY
         )  # the block at which text enters
 
     def join(self, mesh: Mesh):
@@ -91,7 +94,7 @@ class Stage:
 
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""
-        for name in self.family.block_lists:
+        for name in self.family.blocks.lists:
             modules = self.transformer.get_submodule(name)
             for i, wrapped in enumerate(modules):
                 modules[i] = wrapped.block
@@ -132,14 +135,14 @@ class Stage:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
         all but the last stage."""
         self.current = forward
-        forward.fresh = self.family.fresh_text(arguments)
+        forward.fresh = self.adapter.fresh_text(arguments)
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
             return None
         finally:
             self.current = None
-            self.known |= set(forward.keys) if self.family.once else set()
+            self.known |= set(forward.keys) if self.family.cache.static_text else set()
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
@@ -148,14 +151,7 @@ class Stage:
         call = dict(zip(names, args)) | kwargs
         streams = self._streams(index, call)
         if index in (0, self.entry):
-            self.current.parts = (
-                tuple(
-                    (self.family.nested.names[i], call[self.family.streams[i]].shape[1])
-                    for i in self.family.nested.order
-                )
-                if self.family.streams
-                else ()
-            )
+            self.current.parts = self.adapter.latents(call)
             streams = self._enter(index, streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
             streams = self._receive(streams)
@@ -172,35 +168,28 @@ class Stage:
             streams = self._leave(streams)
         elif index == self.entry - 1:
             return self._whole(streams["image"])
-        elif self.family.counts_image and self.joined[index] != self.joined[index + 1]:
-            streams["image"] = self._whole(streams["image"])
+        elif self.joined[index] != self.joined[index + 1]:
+            streams["image"] = self.adapter.between_lists(streams["image"], self._whole)
+        return self._result(index, call, streams)
+
+    def _result(self, index, call, streams):
+        """What the block ``index`` itself would return."""
         if self.joined[index]:
             return self._join(streams)
         if index < self.entry:
             return streams["image"]
-        if self.family.streams:
-            return tuple(self._divide(streams["image"], call))
-        out = tuple(streams[name] for name in self.family.returns)
-        return out if len(out) > 1 else out[0]
+        return self.adapter.result(self.family.blocks, call, streams, self.current.rows)
 
     def _streams(self, index, call):
         """The image and text rows of a block's arguments; a joined block has both in one."""
-        image, rows = call.get(self.family.image), self.current.rows
-        enters = index in (0, self.entry)
-        if self.family.streams:
-            streams = {"image": self._join_parts([call[name] for name in self.family.streams]), "text": None}
-        elif not self.joined[index]:
-            streams = {
-                "image": image,
-                "text": call[self.family.text] if self.family.text and index >= self.entry else None,
-            }
+        blocks, rows, enters = self.family.blocks, self.current.rows, index in (0, self.entry)
+        if self.joined[index]:
+            both, known = call[blocks.image], self.current.tokens + self.current.context
+            text_rows = both.shape[1] - known if enters else rows.kept + rows.sequence.fresh
+            streams = self._split(both, text_rows)
         else:
-            streams = self._split(
-                image,
-                image.shape[1] - self.current.tokens - self.current.context
-                if enters
-                else rows.kept + rows.sequence.fresh,
-            )
+            text = call[blocks.text] if blocks.text and index >= self.entry else None
+            streams = {"image": self.adapter.image(blocks, call), "text": text}
         return streams if enters else self._own(streams)
 
     def _own(self, streams):
@@ -214,25 +203,6 @@ class Stage:
             text = torch.cat([text[:, : rows.kept], text[:, lo:hi]], dim=1)
         return {"text": text, "image": image}
 
-    def _join_parts(self, rows):
-        """Rows of the latents, each as wide as its part of the model, as one image stream; narrower rows end
-        in zeros."""
-        width = max(part.shape[2] for part in rows)
-        return torch.cat(
-            [F.pad(rows[i], (0, width - rows[i].shape[2])) for i in self.family.nested.order], dim=1
-        )
-
-    def _divide(self, image, call):
-        """The way back of _join_parts: what a block is given and returns."""
-        nested, rows = self.family.nested, self.current.rows
-        whole = image.shape[1] == rows.sequence.image
-        sizes = [
-            rows.sequence.rows_of(nested.names[i]) if whole else len(rows.local_positions(nested.names[i]))
-            for i in nested.order
-        ]
-        pieces = dict(zip(nested.order, image.split(sizes, dim=1)))
-        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(self.family.streams)]
-
     def _mine(self, image):
         """This rank's rows of the whole image stream."""
         share, tokens = self.current.rows.local, self.current.rows.sequence.image
@@ -243,7 +213,7 @@ class Stage:
         return torch.cat([latent, context], dim=1) if len(share.context) else latent
 
     def _split(self, joined, text_rows):
-        if self.family.text_position == "first":
+        if self.family.blocks.text_position == "first":
             return {"text": joined[:, :text_rows], "image": joined[:, text_rows:]}
         return {
             "image": joined[:, : joined.shape[1] - text_rows],
@@ -253,7 +223,7 @@ class Stage:
     def _join(self, streams):
         return torch.cat(
             [streams["text"], streams["image"]]
-            if self.family.text_position == "first"
+            if self.family.blocks.text_position == "first"
             else [streams["image"], streams["text"]],
             dim=1,
         )
@@ -264,7 +234,7 @@ class Stage:
         sequence = Sequence(
             0 if text is None else text.shape[1],
             image.shape[1] - context,
-            self.family.text_position,
+            self.family.blocks.text_position,
             forward.fresh,
             forward.parts,
             context,
@@ -288,53 +258,48 @@ class Stage:
 
     def _run(self, index, block, call, streams):
         forward, family = self.current, self.family
-        stand_in = family.text_needs_a_row and not self.joined[index] and streams["text"].shape[1] == 0
-        if stand_in:
-            streams = {
-                **streams,
-                "text": streams["text"].new_zeros(streams["text"].shape[0], 1, streams["text"].shape[2]),
-            }
-        if family.streams:
-            call |= zip(family.streams, self._divide(streams["image"], call))
-        else:
-            call[family.image] = self._join(streams) if self.joined[index] else streams["image"]
-        if family.text and not self.joined[index] and index >= self.entry:
-            call[family.text] = streams["text"]
-        if not forward.rows.is_everything:
-            for name, (kind, dim, *dims) in family.per_token.items():
-                if name in call and (not dims or call[name].ndim == dims[0]):
-                    call[name] = self._cut(call[name], kind, dim, stand_in)
-            for name, kinds in family.leading.items():
-                if call.get(name) is not None:
-                    call[name] = forward.rows.leading(call[name], kinds)
-        if self.skip_sources[index] is not None:
-            call[family.skip] = forward.skips.pop(self.skip_sources[index])
-        where = LayerCall(
+        dummy = family.blocks.needs_text_token and not self.joined[index] and streams["text"].shape[1] == 0
+        if dummy:
+            text = streams["text"]
+            streams = {**streams, "text": text.new_zeros(text.shape[0], 1, text.shape[2])}
+        self._give(index, call, streams, dummy)
+        self.attention.call = LayerCall(
             index,
             forward.branch,
             forward.rows,
-            family.attention,
+            family.blocks.attention,
             slice(forward.items.lo, forward.items.hi),
-            stand_in,
-            family.once,
+            dummy,
+            family.cache.static_text,
+            self.adapter.take_text_mask(call),
         )
-        if family.text_mask:
-            where.text_mask, call[family.text_mask] = call.get(family.text_mask), None
-        self.attention.call = where
         out = block(**call)
         self.attention.call = None
         if self.joined[index]:
             return self._split(out, streams["text"].shape[1])
         if index < self.entry:
             return {"text": None, "image": out}
-        if family.streams:
-            return {"text": None, "image": self._join_parts(out)}
-        streams = {"text": None, **dict(zip(family.returns, out if isinstance(out, tuple) else (out,)))}
-        return (
-            {**streams, "text": streams["text"][:, :0]}
-            if stand_in and streams["text"] is not None
-            else streams
-        )
+        streams = self.adapter.returned(family.blocks, out)
+        if dummy and streams["text"] is not None:
+            return {**streams, "text": streams["text"][:, :0]}
+        return streams
+
+    def _give(self, index, call, streams, dummy):
+        """Put the streams into a block's arguments, and cut what else has a row per token."""
+        forward, blocks = self.current, self.family.blocks
+        if self.joined[index]:
+            call[blocks.image] = self._join(streams)
+        else:
+            call |= self.adapter.given(blocks, call, streams["image"], forward.rows)
+            if blocks.text and index >= self.entry:
+                call[blocks.text] = streams["text"]
+        if not forward.rows.is_everything:
+            for name, (kind, dim, *dims) in blocks.per_token.items():
+                if name in call and (not dims or call[name].ndim == dims[0]):
+                    call[name] = self._cut(call[name], kind, dim, dummy)
+            call |= self.adapter.cut(call, forward.rows)
+        if self.skip_sources[index] is not None:
+            call[self.adapter.skip_argument] = forward.skips.pop(self.skip_sources[index])
 
     def _cut(self, value, kind, dim, stand_in):
         """This rank's rows of a per-token argument, one row where one stands for all; the same object comes
@@ -350,7 +315,9 @@ class Stage:
         if kept is None:
             positions = self.current.rows.local_positions(kind).to(value.device)
             if stand_in and kind != "image":
-                positions = F.pad(positions, (1, 0) if self.family.text_position == "first" else (0, 1))
+                positions = F.pad(
+                    positions, (1, 0) if self.family.blocks.text_position == "first" else (0, 1)
+                )
             kept = self.current.cuts[id(value), kind, dim, stand_in] = (
                 value,
                 value.index_select(dim, positions),
@@ -396,11 +363,15 @@ class Stage:
         if rows.is_everything:
             return streams
         text = streams["text"]
-        if (
-            self.joined[self.entry] or self.family.counts_text
-        ) and text is not None:  # the model's tail counts on the text rows that it handed in
-            text = text.new_zeros(text.shape[0], rows.sequence.text, text.shape[2])
+        if text is not None and self.joined[self.entry]:  # the model counts on the text that it handed in
+            text = self._whole_text(text)
+        elif text is not None:
+            text = self.adapter.text_after_blocks(text, self._whole_text)
         return {"image": self._whole(streams["image"]), "text": text}
+
+    def _whole_text(self, text):
+        """As many tokens of text as the model handed in, without values."""
+        return text.new_zeros(text.shape[0], self.current.rows.sequence.text, text.shape[2])
 
     def _whole(self, image):
         """The image stream of the sequence, of which this forward's rows of the latent carry values."""

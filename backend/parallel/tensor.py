@@ -113,7 +113,7 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
     layers = {
         name: module
         for name, module in transformer.named_modules()
-        if name.startswith(tuple(f"{blocks}." for blocks in family.block_lists))
+        if name.startswith(tuple(f"{blocks}." for blocks in family.blocks.lists))
     }
     if scheme != "megatron":
         return {
@@ -121,7 +121,7 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
             for name, module in layers.items()
             if isinstance(module, nn.Linear)
         }
-    plan = family.tp_plan or transformer._tp_plan
+    plan = family.tensor_plan or transformer._tp_plan
     if not plan:
         raise UnsupportedError(
             f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
@@ -229,11 +229,14 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
             for count in (*HEAD_COUNTS, ALL_HEADS):
                 if isinstance(getattr(module, count, None), int):
                     setattr(module, count, getattr(module, count) // tp.size)
-    for name in family.block_lists if family.per_feature else ():
+    for name in family.blocks.lists if family.blocks.per_feature else ():
         for block in transformer.get_submodule(name):
             block.register_forward_pre_hook(
                 partial(
-                    _own_features, signature=inspect.signature(block.forward), names=family.per_feature, tp=tp
+                    _own_features,
+                    signature=inspect.signature(block.forward),
+                    names=family.blocks.per_feature,
+                    tp=tp,
                 ),
                 with_kwargs=True,
             )

@@ -44,7 +44,7 @@ def loaded(request, tmp_path_factory):
     )
     info = {
         "config": json.loads(json.dumps(checkpoint.config)),
-        "conditioning": list(checkpoint.family.conditioning),
+        "conditioning": list(checkpoint.family.conditioning.accepted),
         "latent_format": None,
         "dtype": "float32",
     }
@@ -106,7 +106,7 @@ def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
         check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500
     )
     assert ("frames" in what) == (
-        family.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)
+        family.latent.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)
     ), what
 
 
@@ -132,7 +132,7 @@ def edits(request, tmp_path):
         checkpoint.family.name,
         {
             "config": checkpoint.config,
-            "conditioning": list(checkpoint.family.conditioning),
+            "conditioning": list(checkpoint.family.conditioning.accepted),
             "latent_format": None,
             "dtype": "float32",
         },

@@ -28,7 +28,7 @@ def loaded(folder, name, vae=None, **scheduler):
         checkpoint.family.name,
         {
             "config": checkpoint.config,
-            "conditioning": list(checkpoint.family.conditioning),
+            "conditioning": list(checkpoint.family.conditioning.accepted),
             "latent_format": None,
             "dtype": "float32",
             "generic": json.loads(json.dumps(checkpoint.generic)),
@@ -65,7 +65,7 @@ def test_noise_levels_of_a_discrete_scheduler_are_the_backends(tmp_path):
         prediction_type="v_prediction",
     )
     model = weightless_patcher(info).model
-    schedule = open_checkpoint(str(tmp_path)).family.schedule({})
+    schedule = open_checkpoint(str(tmp_path)).family.noise.schedule({})
     torch.testing.assert_close(model.model_sampling.sigmas, schedule.sigmas, rtol=1e-6, atol=0)
     assert "V_PREDICTION" in str(model.model_type)
 

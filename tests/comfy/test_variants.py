@@ -229,16 +229,19 @@ def test_one_call_is_comfyuis(name, tmp_path):
     checkpoint = open_checkpoint(str(tmp_path / "variant.safetensors"))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     family, config, ours = checkpoint.family, checkpoint.config, checkpoint.empty
-    grid = TokenGrid(tuple(latent.shape[1:]), family.patch(config))
-    assert set(cond) <= set(family.conditioning) and family.refusal(config, grid, cond) is None
-    if family.prepare:
-        family.prepare(ours, grid)
-    time = family.schedule(config).timestep(SIGMA) if family.schedule else SIGMA
-    out = family.output(
+    grid = TokenGrid(tuple(latent.shape[1:]), family.latent.patch(config))
+    assert (
+        set(cond) <= set(family.conditioning.accepted)
+        and family.conditioning.refusal(config, grid, cond) is None
+    )
+    if family.io.prepare:
+        family.io.prepare(ours, grid)
+    time = family.noise.schedule(config).timestep(SIGMA) if family.noise.schedule else SIGMA
+    out = family.io.output(
         model_output(
             ours,
             family,
-            family.forward_args(
+            family.io.arguments(
                 config, grid, latent, time, {key: value.clone() for key, value in cond.items()}
             ),
         ),
@@ -246,7 +249,9 @@ def test_one_call_is_comfyuis(name, tmp_path):
     )
 
     timestep = (
-        time[None].float() if family.schedule else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
+        time[None].float()
+        if family.noise.schedule
+        else SIGMA[None] * (1 if family.name in TAKE_SIGMA else 1000)
     )
     further = {key: value.clone() for key, value in cond.items() if key not in ("c_crossattn", "c_concat")}
     want = module(

@@ -1,9 +1,9 @@
 """Model arguments as ComfyUI names them, where they are the same in every family: what their dimensions
 are."""
 
-#: Argument -> its dimensions. "batch" is the latent's or 1, "width" the family's (Family.widths), "..." the
-#: sides of the (first) latent and "... of sound" of the
-#: last one; any other name is one size in all arguments of a prompt, a number that size.
+#: Argument -> its dimensions. "batch" is the latent's or 1, "width" the family's (Conditioning.widths), "..."
+#: the sides of the (first) latent and "... of sound" of the last one; any other name is one size in all
+#: arguments of a prompt, a number that size.
 DIMENSIONS = {
     "c_crossattn": ("batch", "tokens", "width"),
     "attention_mask": ("batch", "tokens"),

@@ -78,7 +78,7 @@ def grids(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[TokenGrid]:
 
 
 def rows(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
-    """Tokens of all references: Family.context."""
+    """Tokens of all references: Conditioning.context_tokens."""
     return sum(reference.tokens for reference in grids(grid, cond))
 
 

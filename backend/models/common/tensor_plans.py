@@ -24,5 +24,5 @@ PARALLEL_MLP = {
     "single_transformer_blocks.*.proj_mlp": "colwise",
     "single_transformer_blocks.*.proj_out": "rowwise behind attention",
 }
-#: Layers that diffusers' double blocks have for text alone (Family.text_layers).
+#: Layers that diffusers' double blocks have for text alone (Blocks.text_layers).
 TEXT_LAYERS = ("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*")

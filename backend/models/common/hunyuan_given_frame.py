@@ -8,6 +8,8 @@ import torch
 from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
+from ..blocks import BlockAdapter
+
 
 def _two_ways(norm, linear):
     """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
@@ -141,3 +143,15 @@ def adjust(transformer, config):
 def prepare(transformer, grid):
     """Tell the last norm how many rows a frame has."""
     transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
+
+
+class GivenFrame(BlockAdapter):
+    """num_tokens and num_rows count the given frame's tokens, which come first."""
+
+    def cut(self, call, rows):
+        counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
+        return {
+            name: rows.leading(call[name], kinds)
+            for name, kinds in counted.items()
+            if call.get(name) is not None
+        }

@@ -1,0 +1,140 @@
+"""The blocks of a transformer as the engine takes them apart: data (Blocks), and what single families do
+otherwise (BlockAdapter)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+#: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
+#: argument, or image tokens alone (the first lists: text enters after them).
+APART, JOINED, IMAGE_ONLY = "apart", "joined", "image only"
+
+
+def _heads(config) -> int:
+    return config["num_attention_heads"]
+
+
+def _head_size(config) -> int:
+    return config["attention_head_dim"]
+
+
+class BlockAdapter:
+    """How the engine takes a block's arguments and results apart and puts them together again, where that is
+    more than names: a family whose blocks want something else overrides methods, in its own file.
+
+    ``call``: a block's arguments by name; ``rows``: which tokens a forward computes here (parallel/rows.py);
+    streams: {"image": (B, tokens, D), "text": (B, tokens, D) or None}. Blocks of lists that
+    are JOINED or IMAGE_ONLY have one stream: the engine knows what they take and return.
+    """
+
+    #: The argument that takes an earlier block's image tokens (skip_source).
+    skip_argument = ""
+
+    def skip_source(self, index: int, total: int) -> int | None:
+        """Return the block whose image tokens block ``index`` of ``total`` takes as a long skip, or None."""
+        return None
+
+    def fresh_text(self, arguments: Mapping[str, Any]) -> int:
+        """Count the tokens at the end of the text (text_position "last") that every block is given anew and
+        that go no further, from the arguments of the transformer's forward."""
+        return 0
+
+    def latents(self, call: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        """Name the latents that follow each other in the image stream, and count their tokens, where blocks
+        attend to them apart: their names are kinds like "image"."""
+        return ()
+
+    def image(self, blocks: "Blocks", call: Mapping[str, Any]) -> Tensor:
+        """Return the image stream among a block's arguments."""
+        return call[blocks.image]
+
+    def given(self, blocks: "Blocks", call: Mapping[str, Any], image: Tensor, rows) -> dict[str, Tensor]:
+        """Return the arguments through which a block is given the image stream."""
+        return {blocks.image: image}
+
+    def returned(self, blocks: "Blocks", out) -> dict[str, Tensor | None]:
+        """Return the streams that a block returned as ``out``."""
+        return {"text": None, **dict(zip(blocks.returns, out if isinstance(out, tuple) else (out,)))}
+
+    def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, rows):
+        """Return what the block itself would return of ``streams``."""
+        out = tuple(streams[name] for name in blocks.returns)
+        return out if len(out) > 1 else out[0]
+
+    def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the image stream as the model gets it between lists that are joined and that are not;
+        ``whole`` fills it up to the tokens of the sequence, for a model that counts them there."""
+        return image
+
+    def text_after_blocks(self, text: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the text as the model gets it from the last block, if its first list is not joined: a model
+        that cuts it off counts either what the first lists returned, which ``text`` has, or what it handed
+        in, as ``whole`` makes it."""
+        return text
+
+    def cut(self, call: Mapping[str, Any], rows) -> dict[str, Any]:
+        """Return arguments, besides those that per_token names, that differ for a block which is given
+        ``rows`` alone."""
+        return {}
+
+    def take_text_mask(self, call: dict[str, Any]) -> Tensor | None:
+        """Take the mask (B, text) that hides text tokens from every query out of the arguments: attention
+        applies it in the block's place."""
+        return None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a transformer's blocks are called, and which tokens pass which of their layers.
+
+    lists: names of the transformer's ModuleLists in pipeline order -> APART, JOINED (the image argument, and
+    only result, carries text and image in the order of text_position) or IMAGE_ONLY.
+    returns: what a block returns, in order ("image", "text").
+    image, text: names of the arguments that carry image tokens and text tokens (text None: the prompt is
+    read through cross-attention).
+    text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
+    needs_text_token: blocks fail on a text stream without tokens, so where they have none they are given a
+    dummy token that attention leaves out.
+    per_token: arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's
+    elements, dimension); with a third entry, only where the tensor has that many dimensions. One row stands
+    for all.
+    per_feature: arguments whose last dimension runs over the features of all heads (rotation before the
+    heads are told apart), or, of four, whose second runs over heads.
+    attention: kind of each attention call of a block, in order ("joint" | "image" | "text" | "cross", or two:
+    whose queries, whose keys), and of each call of mixing.py ("sum" | "surroundings").
+    heads: config -> number of attention heads; head_size: config -> features of a head; width: config ->
+    features of a token between blocks, where they are not those of all heads.
+    text_layers: layers of a block (patterns) that text tokens alone pass through.
+    shares: layers of a block (patterns) -> transformer config -> part of their work that a token costs, where
+    it is not all: a token passes some experts, one row stands for all.
+    whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None where it can.
+    adapter: what no data here says: see BlockAdapter.
+    """
+
+    lists: Mapping[str, str]
+    returns: tuple[str, ...] = ("image",)
+    image: str = "hidden_states"
+    text: str | None = None
+    text_position: str | None = None
+    needs_text_token: bool = False
+    per_token: Mapping[str, tuple] = field(default_factory=dict)
+    per_feature: tuple[str, ...] = ()
+    attention: tuple[str | tuple[str, str], ...] = ("joint",)
+    heads: Callable[[Mapping], int] = _heads
+    head_size: Callable[[Mapping], int] = _head_size
+    width: Callable[[Mapping], int] | None = None
+    text_layers: tuple[str, ...] = ()
+    shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
+    whole_only: str | None = None
+    adapter: BlockAdapter = BlockAdapter()
+
+    def hidden_width(self, config: Mapping) -> int:
+        """Features of a token between blocks."""
+        return self.width(config) if self.width else self.heads(config) * self.head_size(config)
+
+    def is_text_layer(self, name: str) -> bool:
+        """Does the layer ``name`` of a block see text tokens alone?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.text_layers)

@@ -1,0 +1,208 @@
+"""Blocks of LTX-2: how the engine joins and divides their two streams, and what ComfyUI's order of hearing,
+empty rows and noise levels of single rows change in diffusers' modules."""
+
+from functools import wraps
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AdaLayerNormSingle,
+    LTX2AudioVideoAttnProcessor,
+    LTX2VideoTransformerBlock,
+    apply_interleaved_rotary_emb,
+    apply_split_rotary_emb,
+)
+
+from ..blocks import BlockAdapter
+from ..family import Nested
+
+#: Sound: channels and frequencies of a latent, one moment of which is a token.
+CHANNELS, FREQUENCIES = 8, 16
+LATENTS = Nested(
+    ("video", "audio"),
+    patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)),
+    channels=lambda config: (config["in_channels"], CHANNELS),
+    order=(1, 0),
+)
+#: Arguments, and results, of a block: the tokens of each latent.
+STREAMS = ("hidden_states", "audio_hidden_states")
+
+
+class VideoAndSound(BlockAdapter):
+    """Video and sound, each as wide as its part of the model, as one image stream: sound first, the narrower
+    of them ending in zeros."""
+
+    def latents(self, call):
+        return tuple((LATENTS.names[i], call[STREAMS[i]].shape[1]) for i in LATENTS.order)
+
+    def image(self, blocks, call):
+        return self.joined([call[name] for name in STREAMS])
+
+    def given(self, blocks, call, image, rows):
+        return dict(zip(STREAMS, self.divided(call, image, rows)))
+
+    def returned(self, blocks, out):
+        return {"text": None, "image": self.joined(out)}
+
+    def result(self, blocks, call, streams, rows):
+        return tuple(self.divided(call, streams["image"], rows))
+
+    def joined(self, latents):
+        width = max(latent.shape[2] for latent in latents)
+        return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
+
+    def divided(self, call, image, rows):
+        """The way back of joined, for all tokens or this rank's."""
+        whole = image.shape[1] == rows.sequence.image
+        names = [LATENTS.names[i] for i in LATENTS.order]
+        sizes = [rows.sequence.rows_of(name) if whole else len(rows.local_positions(name)) for name in names]
+        pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
+        return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
+
+
+class Attention(LTX2AudioVideoAttnProcessor):
+    """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may
+    hold no sound."""
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        query_rotary_emb=None,
+        key_rotary_emb=None,
+    ):
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+        if query_rotary_emb is not None:
+            rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
+            q, k = (
+                rotate(x, emb) if x.shape[1] else x
+                for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb))
+            )
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, None if attention_mask is None else attention_mask[:, None]
+        )
+        if attn.to_gate_logits is not None:
+            out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+class Levels(LTX2AdaLayerNormSingle):
+    """The modulation of each noise level once, where rows have levels of their own: a mask has a few, and
+    video of 1280 x 704 pixels and 121 frames 14080 rows, of 9 x 4096 numbers each. Blocks are given which
+    level a row has."""
+
+    def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
+        if timestep.numel() == batch_size:
+            return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
+        levels, rows = timestep.unique(return_inverse=True)
+        self.modulation, embedding = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        return rows[:, None], embedding[rows]
+
+    def of(self, rows):
+        """What get_mod_params takes for a block's ``rows`` of what forward gave, (B, rows, features)."""
+        return rows if rows.is_floating_point() else (self.modulation, rows[..., 0])
+
+
+class Block(LTX2VideoTransformerBlock):
+    """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both
+    hear what was before."""
+
+    @wraps(LTX2VideoTransformerBlock.forward)
+    def forward(
+        self,
+        hidden_states,
+        audio_hidden_states,
+        encoder_hidden_states,
+        audio_encoder_hidden_states,
+        temb,
+        temb_audio,
+        temb_ca_scale_shift,
+        temb_ca_audio_scale_shift,
+        temb_ca_gate,
+        *args,
+        **kwargs,
+    ):
+        temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
+            levels.of(rows)
+            for levels, rows in zip(
+                self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)
+            )
+        )
+        self.times = temb_ca_scale_shift, temb_ca_gate
+        return super().forward(
+            hidden_states,
+            audio_hidden_states,
+            encoder_hidden_states,
+            audio_encoder_hidden_states,
+            temb,
+            temb_audio,
+            temb_ca_scale_shift,
+            temb_ca_audio_scale_shift,
+            temb_ca_gate,
+            *args,
+            **kwargs,
+        )
+
+    @staticmethod
+    def get_mod_params(scale_shift_table, temb, batch_size):
+        """As diffusers', for any number of rows, and for a few levels of many."""
+        if isinstance(temb, tuple):
+            levels, rows = temb
+            return tuple(
+                values[rows]
+                for values in (
+                    scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))
+                ).unbind(dim=1)
+            )
+        return (
+            scale_shift_table[None, None].to(temb.device)
+            + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))
+        ).unbind(dim=2)
+
+    def listen(self, attention, args, kwargs):
+        """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
+        batch, (times, gates), table = (
+            self.video.shape[0],
+            self.times,
+            self.video_a2v_cross_attn_scale_shift_table,
+        )
+        (gate,) = self.get_mod_params(table[4:], gates, batch)
+        scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
+        video = self.audio_to_video_norm(self.video + gate * self.heard) * (1 + scale) + shift
+        self.video = self.heard = self.times = None
+        return args, {**kwargs, "encoder_hidden_states": video}
+
+    def watch(self):
+        """Keep what listen needs."""
+        self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "heard", out))
+        self.audio_to_video_norm.register_forward_pre_hook(
+            lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
+        )
+        self.video_to_audio_attn.register_forward_pre_hook(self.listen, with_kwargs=True)
+        self.video = None
+
+
+def highest(times, batch):
+    """(B, tokens), (B,) or flattened -> the highest noise level of every sample, (B,)."""
+    return times.reshape(batch, -1).amax(dim=1)
+
+
+def hear_the_loudest(transformer, config):
+    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI
+    (there among those of the whole batch); diffusers' by its own rows'."""
+    factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
+    for heard, gate in (
+        (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
+        (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate),
+    ):
+        heard.register_forward_pre_hook(
+            lambda module, args, kwargs, gate=gate: setattr(
+                gate, "loudest", highest(args[0], kwargs["batch_size"])
+            ),
+            with_kwargs=True,
+        )
+        gate.register_forward_pre_hook(lambda module, args: (module.loudest * factor,))

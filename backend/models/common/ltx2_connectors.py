@@ -1,0 +1,130 @@
+"""Connectors of LTX-2, which finish a prompt before the blocks read it: their modules, their keys in single
+files and their folder in a diffusers pipeline."""
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.embeddings import PixArtAlphaTextProjection
+from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
+from torch import nn
+
+from ..key_layout import CompanionFolder, blocks_of
+
+#: Rows of a connected prompt, at least.
+ROWS = 1024
+#: Heads of the released connectors, by their width, and of smaller ones.
+CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}
+SMALL_CONNECTOR_HEADS = 4
+
+
+def finish(connector, prompt):
+    """What the connector makes of a prompt (B, rows, width) that it has yet to finish, which comes with a
+    feature more, of zeros; of others nothing."""
+    if prompt.shape[2] == connector.inner_dim:
+        return prompt
+    rows, registers = prompt.shape[1], connector.num_learnable_registers
+    spare = -(-max(ROWS, rows) // registers) * registers - rows
+    known = torch.arange(rows + spare, device=prompt.device) < rows
+    return connector(
+        F.pad(prompt[..., :-1], (0, 0, 0, spare)),
+        torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1),
+    )[0]
+
+
+class Prompt(PixArtAlphaTextProjection):
+    """LTX-2's projection of a prompt, behind its connector."""
+
+    def forward(self, prompt):
+        return super().forward(finish(self.connector, prompt))
+
+
+class Unprojected(nn.Module):
+    """The connector alone, in the projection's place: 2.3's prompts have the blocks' width."""
+
+    def forward(self, prompt):
+        return finish(self.connector, prompt)
+
+
+def put_connectors(transformer, config):
+    """Put the connectors of ``config`` in front of the projections of the prompt, or in their place."""
+    for name, sizes in zip(("caption_projection", "audio_caption_projection"), config.get("connectors", ())):
+        if config["use_prompt_embeddings"]:
+            getattr(transformer, name).__class__ = Prompt
+        else:
+            setattr(transformer, name, Unprojected())
+            transformer.register_to_config(use_prompt_embeddings=True)
+        getattr(transformer, name).connector = LTX2ConnectorTransformer1d(**{"rope_type": "split", **sizes})
+
+
+def connector(shapes, name):
+    """Arguments of LTX2ConnectorTransformer1d."""
+    (registers, width), gates = (
+        shapes[f"{name}.learnable_registers"],
+        shapes.get(f"{name}.transformer_1d_blocks.0.attn1.to_gate_logits.weight"),
+    )
+    heads = gates[0] if gates else CONNECTOR_HEADS.get(width, SMALL_CONNECTOR_HEADS)
+    return dict(
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
+        num_layers=blocks_of(shapes, f"{name}.transformer_1d_blocks"),
+        num_learnable_registers=registers,
+        gated_attention=gates is not None,
+    )
+
+
+def pipeline_connectors(told):
+    """The same, of the connectors' folder of a diffusers pipeline."""
+    return {
+        "connectors": [
+            dict(
+                **{
+                    name: told[f"{kind}_connector_{name}"]
+                    for name in (
+                        "num_attention_heads",
+                        "attention_head_dim",
+                        "num_layers",
+                        "num_learnable_registers",
+                    )
+                },
+                gated_attention=told.get(f"{kind}_gated_attn", False),
+                rope_type=told["rope_type"],
+                rope_double_precision=told["rope_double_precision"],
+            )
+            for kind in ("video", "audio")
+        ]
+    }
+
+
+COMPANION = CompanionFolder(
+    "connectors",
+    pipeline_connectors,
+    {
+        "caption_projection.connector.": "video_connector.",
+        "audio_caption_projection.connector.": "audio_connector.",
+    },
+)
+CONNECTORS = {
+    "video_embeddings_connector": "caption_projection.connector",
+    "audio_embeddings_connector": "audio_caption_projection.connector",
+}
+PARTS = (
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "attn1.to_gate_logits",
+    "ff.net.0.proj",
+    "ff.net.2",
+)
+CONNECTOR_NAMES = {
+    **{f"{theirs}.learnable_registers": f"{ours}.learnable_registers" for theirs, ours in CONNECTORS.items()},
+    **{
+        f"{theirs}.transformer_1d_blocks.{{}}.{part}": f"{ours}.transformer_blocks.{{}}.{part}"
+        for theirs, ours in CONNECTORS.items()
+        for part in PARTS
+    },
+    **{
+        f"{theirs}.transformer_1d_blocks.{{}}.attn1.{a}": f"{ours}.transformer_blocks.{{}}.attn1.{b}"
+        for theirs, ours in CONNECTORS.items()
+        for a, b in (("q_norm", "norm_q"), ("k_norm", "norm_k"))
+    },
+}

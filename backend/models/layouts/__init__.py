@@ -1,1 +1,0 @@
-"""Key layouts of single files, one a family: names, and the configuration that shapes tell."""
