@@ -31,12 +31,12 @@ DEMO = str(Path(__file__).parents[1] / "demo" / "shapes-flux")
 #: What is odd -> (message, what the refusal says).
 MESSAGES = {
     "a path with NUL": (Load("/a\0b.safetensors"), "is no path .embedded null"),
-    "a path of 5,000 characters": (Load("/" + "a" * 5000), "is no path .*too long"),
+    "a path of 5,000 characters": (Load("/" + "a" * 5000), "not below a folder"),
     "a path of a lone surrogate": (Load("/a\ud800.safetensors"), "is no path .*surrogates not allowed"),
     "a path that is empty": (Load(""), ""),
     "a path that is a device": (Load("/dev/zero"), ""),
     "a weight_dtype of a surrogate": (Load(DEMO, "\ud800"), "weight_dtype is"),
-    "a lora path of 5,000 characters": (Load(DEMO, loras=[["/" + "a" * 5000, 1.0]]), "is no path .*too long"),
+    "a lora path of 5,000 characters": (Load(DEMO, loras=[["/" + "a" * 5000, 1.0]]), "not below a folder"),
     "a lora that is a number": (Load(DEMO, loras=[7]), "not a pair"),
     "a lora that is deep": (Load(DEMO, loras=[json.loads("[" * 500 + "]" * 500)]), "not a pair"),
     "a degree of 10^20": (Arrange({"ulysses_degree": 10**20}), "is 1000+; use at most"),
