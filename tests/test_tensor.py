@@ -17,6 +17,7 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
 from backend.mesh import Axis
+from backend.models.blocks import APART, Blocks
 from backend.parallel import tensor
 
 
@@ -61,7 +62,7 @@ def test_heads_of_keys_and_values_must_divide(tmp_path):
 
 
 def test_a_class_without_plan_is_refused():
-    family = SimpleNamespace(block_lists=("blocks",), tp_plan=None)
+    family = SimpleNamespace(blocks=Blocks(lists={"blocks": APART}), tensor_plan=None)
     transformer = nn.Module()
     transformer.blocks, transformer._tp_plan = nn.ModuleList([nn.Linear(4, 4)]), None
     with pytest.raises(UnsupportedError, match="has no plan for split_scheme megatron"):
@@ -69,7 +70,7 @@ def test_a_class_without_plan_is_refused():
 
 
 def test_gated_layers_keep_both_halves():
-    family = SimpleNamespace(block_lists=("blocks",), tp_plan={"*.0": "gated colwise"})
+    family = SimpleNamespace(blocks=Blocks(lists={"blocks": APART}), tensor_plan={"*.0": "gated colwise"})
     transformer = nn.Module()
     transformer.blocks = nn.ModuleList([nn.Linear(4, 8)])
     spans = tensor.shards(transformer, family, "megatron", place(2, 1))["blocks.0"].outputs
