@@ -10,28 +10,28 @@ from dataclasses import astuple, replace
 import torch
 from torch import Tensor
 
-from .check_tensors import check_numbers
-from .checks import check_family, check_model, check_sample, check_workload, refusing
 from .config import ParallelConfig
-from .denoise import Callbacks, Denoiser
-from .describe import describe as describe
 from .errors import UnsupportedError
-from .folders import ANYWHERE, Folders
-from .kept import KeptArguments
+from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint, open_checkpoint
-from .loading.fused import FusedWeights
-from .loading.lora import LoraUse
-from .loading.report import LoadReport, forget_peak, peak_bytes
-from .memo import remember
-from .mesh import Mesh
-from .model_call import OneCall, build_call, check_call, rows_of_replica
+from .loading.load_report import LoadReport, forget_peak, peak_bytes
+from .loading.lora_fusion import FusedWeights
+from .loading.lora_keys import LoraUse
 from .models.family import Family
-from .parallel import comm, sharding, tensor
-from .parallel.rows import Span
-from .parallel.stage import Stage
+from .parallel import comm, fsdp, tensor_parallel
+from .parallel.mesh import Mesh
+from .parallel.modulation_cache import remember
+from .parallel.pipeline_stage import Stage
+from .parallel.sequence import Span
 from .protocol import LORAS, Describe, ModelCall, Sample
-from .request import Request, build
-from .runner import LoadedModel, running
+from .rank_plan import describe as describe
+from .sampling.model_call import OneCall, build_call, check_call, rows_of_replica
+from .sampling.model_runner import LoadedModel, running
+from .sampling.request import Request, build
+from .sampling.step_loop import Callbacks, Denoiser
+from .sampling.tensor_validation import check_numbers
+from .sampling.validation import check_family, check_model, check_sample, check_workload, refusing
+from .serving.argument_cache import KeptArguments
 
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -60,7 +60,7 @@ class Engine:
         checkpoint = open_checkpoint(path, self.folders)
         self._check_degrees(checkpoint)
         if self.mesh.tp.size > 1:
-            tensor.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
+            tensor_parallel.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
         return checkpoint
 
     def _check_degrees(self, checkpoint: Checkpoint):
@@ -94,8 +94,8 @@ class Engine:
         blocks, held = stages.blocks[own], {name: holder == own for name, holder in stages.holders.items()}
         cuts = {}
         if self.mesh.tp.size > 1:
-            cuts = tensor.shards(transformer, family, self.config.split_scheme, self.mesh)
-            tensor.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
+            cuts = tensor_parallel.shards(transformer, family, self.config.split_scheme, self.mesh)
+            tensor_parallel.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress)
@@ -113,7 +113,7 @@ class Engine:
         )
         memos.go_home()
         if sharded:
-            sharding.shard(transformer, family.blocks.lists, self.mesh)
+            fsdp.shard(transformer, family.blocks.lists, self.mesh)
         stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
         shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(
@@ -170,7 +170,7 @@ class Engine:
 
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
-        tensor.regroup(model.transformer, old, self.mesh)
+        tensor_parallel.regroup(model.transformer, old, self.mesh)
         model.memos.mesh = self.mesh
         staged = self._is_staged(model.family)
         if model.stage and staged:

@@ -1,6 +1,6 @@
 """How a rank begins: its command line, its configuration, rank 0's token, and where the ranks meet.
 
-The launcher (nodes/launcher.py) holds the write end of a pipe that is standard input of every rank. Its first
+The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. Its first
 line, which rank 0 reads, is {"token": ..., "config": ...}: neither is ever on a command line or in an
 environment, which other programs can read, nor in a file. Who starts a backend by hand gives the
 configuration on the command line and the token in a private file or in the environment (docs/security.md).
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import mesh
 from .config import ConfigError, ParallelConfig
-from .folders import ANYWHERE, Folders
-from .handshake import MIN_TOKEN
+from .loading.allowed_folders import ANYWHERE, Folders
+from .parallel import mesh
+from .protocol.handshake import MIN_TOKEN
 
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
 #: Key of the ranks' store under which rank 0 leaves the configuration that it has read.

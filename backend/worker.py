@@ -20,16 +20,12 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from . import mesh as meshes
 from . import start
-from .checks import refusing
 from .config import ConfigError, ParallelConfig
-from .denoise import Callbacks
-from .denoise import Cancelled as Stopped
-from .dispatch import Dispatcher
 from .engine import Engine
 from .errors import UnsupportedError
-from .loading.lora import LoraUse, lora_stack
+from .loading.lora_keys import LoraUse, lora_stack
+from .parallel import mesh as meshes
 from .protocol import (
     LORAS,
     Arrange,
@@ -48,7 +44,11 @@ from .protocol import (
     Unload,
     Welcome,
 )
-from .server import Job, Previews, Server, progress
+from .sampling.step_loop import Callbacks
+from .sampling.step_loop import Cancelled as Stopped
+from .sampling.validation import refusing
+from .serving.broadcast import Dispatcher
+from .serving.server import Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 HEARTBEAT_SECONDS = 60.0

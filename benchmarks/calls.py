@@ -14,11 +14,12 @@ import time
 import common
 import torch
 from diffusers import FluxTransformer2DModel
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.protocol import ModelCall
-from parallel_dit.backend.tokens import TokenGrid
-from parallel_dit.nodes import backends
-from parallel_dit.nodes.kept import KeptArguments
+
+from backend.client import pool
+from backend.client.argument_cache import KeptArguments
+from backend.config import ParallelConfig
+from backend.models.latent_tokens import TokenGrid
+from backend.protocol import ModelCall
 
 #: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks, beside the
 #: transfer of the latent and the output.
@@ -51,9 +52,9 @@ def call(model: str) -> ModelCall:
 @torch.inference_mode()
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
     """Milliseconds of each call."""
-    backends.allow(model)
+    pool.allow(model)
     backend, kept, forward = (
-        backends.backend_for(config),
+        pool.backend_for(config),
         KeptArguments(),
         plain(model) if config.device == "cpu" else None,
     )
@@ -109,4 +110,4 @@ def measure(count: int, device: str) -> dict[str, list[float]]:
                 for kind, values in overheads(config, folder, count).items()
             }
         finally:
-            backends.close_all()
+            pool.close_all()

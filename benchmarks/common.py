@@ -20,17 +20,17 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for every rank
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import pack  # noqa: F401, it makes parallel_dit importable
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import psutil
 import report
 import torch
 import torch.distributed as dist
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.denoise import Callbacks
-from parallel_dit.backend.engine import Engine
-from parallel_dit.backend.mesh import Mesh, build, single
-from parallel_dit.backend.protocol import Sample
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel.mesh import Mesh, build, single
+from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks
 
 #: Flux's shape at 177M parameters: 14 blocks of equal work at 1024 image and 128 text tokens.
 FLUX = dict(

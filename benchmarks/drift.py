@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 
-from backend import mesh
 from backend.config import ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine
+from backend.parallel import mesh
 from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks
 from demo import shapes
 
 PROMPTS = shapes.random_prompts(6, seed=11)
@@ -162,8 +162,8 @@ Written by `python benchmarks/drift.py`. The demo model (Flux architecture, 256 
 {prompts} prompts, Euler, schedule shift {shift:g}, float32: PSNR of the decoded picture against the serial
 run (mean and worst prompt), and relative error of the latent. With one patch, and during warm-up, there is
 no drift: the results are equal. More than about 40 dB cannot be seen. The numbers hold for any
-`pipefusion_degree`: which rows are stale depends on M alone (tests/test_ranks.py holds pipelines of 2 to 8
-ranks to the one process that computes this table, to 1e-5).
+`pipefusion_degree`: which rows are stale depends on M alone (tests/ranks/test_ranks.py holds pipelines of 2
+to 8 ranks to the one process that computes this table, to 1e-5).
 
 {table}
 

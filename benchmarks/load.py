@@ -14,9 +14,10 @@ from pathlib import Path
 
 import common
 import report
-from parallel_dit.backend import mesh
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.engine import Engine
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
 
 #: Elements of the smallest page (4 KiB) of the widest dtype.
 PAGE = 512

@@ -5,7 +5,8 @@ from unittest.mock import patch
 
 import torch
 from diffusers import ContextParallelConfig, FluxTransformer2DModel
-from parallel_dit.backend.protocol import Sample
+
+from backend.protocol import Sample
 
 
 class PlainLoop:

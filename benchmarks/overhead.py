@@ -13,7 +13,8 @@ import tempfile
 import common
 import loops
 import report
-from parallel_dit.backend.denoise import Callbacks
+
+from backend.sampling.step_loop import Callbacks
 
 #: The engine's time over the plain loop's.
 GOAL = 1.02

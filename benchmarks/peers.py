@@ -14,8 +14,9 @@ import os
 import common
 import loops
 import report
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.denoise import Callbacks
+
+from backend.config import ParallelConfig
+from backend.sampling.step_loop import Callbacks
 
 #: diffusers' time over ours.
 GOAL = 1.0

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import common
 import psutil
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.nodes import backends
+
+from backend.client import pool
+from backend.config import ParallelConfig
 
 #: Most percent of sampling that previews may cost, at the rate of the nodes (seconds between two), and the
 #: ways of two ranks in which that is measured.
@@ -35,8 +36,8 @@ def sampled(backend, message, seconds: float) -> dict:
 
 def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Percent of sampling, of each round."""
-    backends.allow(model)
-    backend, found = backends.backend_for(config), {"made": [], "slower": [], "CPU": []}
+    pool.allow(model)
+    backend, found = pool.backend_for(config), {"made": [], "slower": [], "CPU": []}
     message = common.request(
         model,
         steps,
@@ -72,4 +73,4 @@ def measure(rounds: int, steps: int, device: str, ways: list[str]) -> dict[str, 
                 ).items()
             }
         finally:
-            backends.close_all()
+            pool.close_all()

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import common
 import report
-from parallel_dit.backend.config import ParallelConfig
+
+from backend.config import ParallelConfig
 
 #: Steps of the runs that are called 28 steps.
 WHOLE = 28

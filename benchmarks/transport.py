@@ -25,9 +25,11 @@ import common
 import previews
 import report
 import torch
-from parallel_dit.backend import frames, protocol
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.nodes import backends
+
+from backend import protocol
+from backend.client import pool
+from backend.config import ParallelConfig
+from backend.protocol import framing
 
 #: Latent -> shape, and most milliseconds for its round trip.
 LATENTS = {
@@ -50,9 +52,9 @@ def echo(path: str):
     with connection:
         try:
             while True:
-                frames.send(
+                framing.send(
                     connection,
-                    protocol.Result(tensors={"samples": frames.receive(connection).tensors["noise"]}),
+                    protocol.Result(tensors={"samples": framing.receive(connection).tensors["noise"]}),
                 )
         except ConnectionError:
             return
@@ -76,8 +78,8 @@ def round_trips(sock: socket.socket, shape: tuple, count: int) -> list[float]:
     message, found = protocol.Sample("model", "euler", 1.0, 0, tensors={"noise": torch.randn(shape)}), []
     for _ in range(count + 1):
         began = time.perf_counter()
-        frames.send(sock, message)
-        frames.receive(sock)
+        framing.send(sock, message)
+        framing.receive(sock)
         found.append(1000 * (time.perf_counter() - began))
     return found[1:]
 
@@ -96,13 +98,13 @@ def measure_latents(count: int) -> dict[str, list[float]]:
 def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
     """Milliseconds around each one-step request of a Flux latent of 1024 px that the engine does not count as
     its own."""
-    backends.allow(model)
-    backend, found = backends.backend_for(config), []
+    pool.allow(model)
+    backend, found = pool.backend_for(config), []
     backend.load(model)
     for _ in range(count + 2):
         message = common.request(model, 1, side=128)
         began = time.perf_counter()
-        backend = backends.backend_for(config)
+        backend = pool.backend_for(config)
         result = backend.sample(replace(message, model=backend.load(model).model))
         found.append(1000 * (time.perf_counter() - began - result.stats["seconds"]))
     return found[2:]
@@ -118,7 +120,7 @@ def measure_requeue(count: int, device: str) -> dict[str, list[float]]:
         try:
             return {f"re-queue, {name}": requeue(config, folder, count) for name, config in configs.items()}
         finally:
-            backends.close_all()
+            pool.close_all()
 
 
 def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> list[tuple]:

@@ -5,13 +5,13 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import ComfyExtension
 
-from .demo import ParallelDemoLoader
-from .load import LoadParallelDiT
-from .load_parts import LoadDiffusersCLIPVAE
-from .lora import ParallelLoRA
+from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
+from .load_parallel_dit import LoadParallelDiT
 from .parallel_config import ParallelConfigNode
+from .parallel_demo_loader import ParallelDemoLoader
+from .parallel_lora import ParallelLoRA
 from .parallel_model import ParallelModel
-from .sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
+from .parallel_sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 

@@ -18,13 +18,13 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from comfy_api.latest import io
 
+from ..backend.client.argument_cache import KeptArguments
+from ..backend.client.pool import Backend
 from ..backend.protocol import ModelCall, RefusedError, Result
-from .backends import Backend
-from .conditioning import as_tensors, fill_zeros
-from .families import ElsewhereModule, family_named, weightless_patcher
-from .handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
-from .kept import KeptArguments
-from .load import ParallelDiTType
+from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
+from .host.conditioning import as_tensors, fill_zeros
+from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
+from .load_parallel_dit import ParallelDiTType
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
 REFUSED_OPTIONS = {

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from backend import mesh
 from backend.config import ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.autodetect.fallback import is_video
 from backend.loading.checkpoint import Checkpoint, open_checkpoint
-from backend.models.fallback import is_video
+from backend.parallel import mesh
 from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks
 
 METHODS = [
     dict(cfg_degree=2),
@@ -179,7 +179,8 @@ def start_ranks() -> int:
     """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
     do; the exit status."""
     import pack  # noqa: F401
-    from parallel_dit.nodes.launcher import closed_doors, rendezvous_flags
+
+    from backend.client.launcher import closed_doors, rendezvous_flags
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
         environment = os.environ | closed_doors(os.environ)

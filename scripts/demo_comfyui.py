@@ -7,10 +7,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pack
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 from comfy_server import CannotStart, ComfyServer
 
-WORKFLOW = pack.ROOT / "workflows" / "demo.api.json"
+WORKFLOW = ROOT / "workflows" / "demo.api.json"
 #: Where a ComfyUI checkout usually has its own Python.
 PYTHONS = (".venv/bin/python", "venv/bin/python", "../python_embeded/python.exe")
 
@@ -29,7 +30,7 @@ def run(comfyui: Path, out: Path):
     server = None
     try:
         print(f"Starting {comfyui} with {os.environ['COMFYUI_PYTHON']} ...")
-        server = ComfyServer(folder, {"parallel-dit": pack.ROOT})
+        server = ComfyServer(folder, {"parallel-dit": ROOT})
         result = server.run(
             json.loads(WORKFLOW.read_text()), lambda step: print(f"\r  step {step}", end="", flush=True)
         )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from backend.config import ConfigError, ParallelConfig
-from backend.describe import describe
 from backend.errors import UnsupportedError
+from backend.rank_plan import describe
 
 
 def options() -> argparse.Namespace:

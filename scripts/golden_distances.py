@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/support")]
 import torch
 from families import CASES, golden, to_vae_units
 from tiny import FLUX_CASES, error_in_std, golden_request, write_checkpoint
 
-from backend import mesh
 from backend.config import ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine
+from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
 
 DISTANCES = ROOT / "tests/golden_distances.json"
 

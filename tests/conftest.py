@@ -1,9 +1,8 @@
-"""Makes the pack importable as ``parallel_dit``, with no ComfyUI around."""
+"""Fixtures of all tests: rank programs run in the background while the tests of one process do."""
 
 import gc
 import os
 import shutil
-import sys
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only get in each other's way
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import launch  # noqa: E402
-import pack  # noqa: E402
+import launch  # noqa: E402 (after the environment is set)
+
+from backend.client import pool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -42,9 +41,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def allowed_folders(tmp_path_factory):
     """Backends may load what the tests write, and the demo model."""
-    from parallel_dit.nodes import backends
 
-    backends.allow(tmp_path_factory.getbasetemp(), pack.ROOT / "demo")
+    pool.allow(tmp_path_factory.getbasetemp(), Path(__file__).parents[1] / "demo")
 
 
 @pytest.fixture(scope="session", autouse=True)

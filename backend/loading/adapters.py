@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..parallel.rows import Span
-from .files import TensorFiles
+from ..parallel.sequence import Span
+from .safetensors_files import TensorFiles
 
 Spans = Iterable[Span]
 Matrix = tuple[int, int]

@@ -17,19 +17,20 @@ from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError, quoted, reason, some
-from ..folders import ANYWHERE, Folders
-from ..models import FAMILIES, fallback, family_of_class
+from ..models import FAMILIES, family_of_class
 from ..models.family import Family
 from ..models.key_layout import PREFIXES
-from ..parallel import cost, split
-from ..parallel.split import Stages
-from ..parallel.tensor import Shard
-from ..regular import read_json
-from .files import TensorFiles, Weights, folder_files
+from ..parallel import block_cost, stage_split
+from ..parallel.stage_split import Stages
+from ..parallel.tensor_parallel import Shard
+from .allowed_folders import ANYWHERE, Folders
+from .autodetect import fallback
+from .config_limits import build, check_config
 from .gguf_files import GGUFFile
-from .layout import Source, from_diffusers, numbered, sources
-from .plausible import build, check_config
-from .scaled import ScaledFiles
+from .parameter_sources import Source, from_diffusers, numbered, sources
+from .quantized import ScaledFiles
+from .regular_files import read_json
+from .safetensors_files import TensorFiles, Weights, folder_files
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Checkpoint:
     @property
     def block_costs(self) -> list[int]:
         """Work of every block (parallel/cost.py)."""
-        return cost.block_costs(self.empty, self.family, self.config)
+        return block_cost.block_costs(self.empty, self.family, self.config)
 
     def modulation(self, block: str) -> list[str]:
         """The modulation layers (family.cache.modulation) of a block."""
@@ -116,7 +117,9 @@ class Checkpoint:
             for block in self.block_names
         ]
         weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
-        return split.plan(self.block_costs, weights, layers, config.pipefusion_degree, config.stage_counts)
+        return stage_split.plan(
+            self.block_costs, weights, layers, config.pipefusion_degree, config.stage_counts
+        )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
-from .files import ALL, CPU
 from .gguf_header import check_gguf
-from .guarded import check_names
+from .header_limits import check_names
+from .safetensors_files import ALL, CPU
 
 #: Where a tensor was stored in another shape, for blocks to fit, its own is in the metadata under this name.
 SHAPE = "comfy.gguf.orig_shape."

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UnsupportedError, quoted
-from ..regular import open_regular
-from .guarded import MOST_HEADER
+from .header_limits import MOST_HEADER
+from .regular_files import open_regular
 
 VERSIONS = (2, 3)
 #: Bytes of a metadata value, by type; strings and arrays are read.

@@ -4,10 +4,10 @@ discrete schedule; text first."""
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
-from ..schedule import DiscreteSchedule
 from .blocks import APART, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
+from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 

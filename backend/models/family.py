@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..schedule import DiscreteSchedule
-from ..tokens import NestedGrid, TokenGrid
 from .blocks import Blocks
+from .discrete_schedule import DiscreteSchedule
 from .key_layout import Layout
+from .latent_tokens import NestedGrid, TokenGrid
 
 #: How one stream or per-token argument relates to the sequence: its tokens are "text", "image" or both
 #: ("joint").

@@ -9,9 +9,9 @@ and its bubbles, where the skips cost bytes alone.
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
-from ..schedule import DiscreteSchedule
 from .blocks import APART, BlockAdapter, Blocks
 from .common.tensor_plans import COMMON
+from .discrete_schedule import DiscreteSchedule
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 

@@ -4,9 +4,9 @@ cross-attention."""
 import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
-from ..schedule import DiscreteSchedule
 from .blocks import APART, Blocks
 from .common.tensor_plans import COMMON
+from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_qwenimage21 as theirs
 
-from .. import mixing
 from .blocks import JOINED, Blocks
-from .common import references
+from .common import references, token_mixing
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 from .qwen_image import Rotary
@@ -67,7 +66,7 @@ class BlockCausal:
             heads(attn.to_v).transpose(1, 2),
         )
         whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
-        rows, seen = mixing.text_rows(whole), None
+        rows, seen = token_mixing.text_rows(whole), None
         if rows:
             seen = before(tuple(segments), query.device)
             seen = seen if visible is None else seen & visible[..., :whole]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
-from .. import mixing
 from .blocks import APART, Blocks
+from .common import token_mixing
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -28,7 +28,7 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
             x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
         )
         v = F.pad(v, (0, 1), value=1.0)
-        out = q @ mixing.whole_sum(lambda rows: k[:, :, rows].transpose(2, 3) @ v[:, :, rows])
+        out = q @ token_mixing.whole_sum(lambda rows: k[:, :, rows].transpose(2, 3) @ v[:, :, rows])
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
@@ -40,7 +40,7 @@ class MixedMLP(GLUMBConv):
 
     def forward(self, hidden_states):
         n = hidden_states.shape[2]
-        rows, first, before = mixing.all_around(hidden_states[..., 0].transpose(1, 2), self.width + 1)
+        rows, first, before = token_mixing.all_around(hidden_states[..., 0].transpose(1, 2), self.width + 1)
         front = first % self.width
         lines = F.pad(rows, (0, 0, front, -(front + rows.shape[1]) % self.width)).unflatten(
             1, (-1, self.width)

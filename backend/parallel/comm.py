@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh import Axis
+from .mesh import Axis
 
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
 #: outputs, modulation, sums, surroundings).

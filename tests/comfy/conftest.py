@@ -10,11 +10,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pack  # before parallel_dit, which it makes importable as ComfyUI does
 import tiny
 import variants
 from comfy_server import ComfyServer
 from families import LATENT_FORMATS
+from parallel_dit.backend.client import pool
 from servers import comfy_over
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_of_the_pack(tmp_path_factory):
+    """What tests/conftest.py allows, for the pack under its name in ComfyUI."""
+    pool.allow(tmp_path_factory.getbasetemp(), pack.ROOT / "demo")
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +66,10 @@ def family_comfy(tmp_path_factory):
 def pairs(folder):
     """Name of a golden family -> its Pair."""
     from pairs import Pair  # here, since it imports ComfyUI
-    from parallel_dit.nodes import backends
+    from parallel_dit.backend.client import pool
 
     yield functools.cache(lambda name: Pair(name, folder))
-    backends.close_all()
+    pool.close_all()
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from parallel_dit.backend import protocol as client_protocol
 from tiny import facts, weights_module, write_checkpoint
 from versions import skip_without_class
 
-from backend import mesh, protocol
+from backend import protocol
 from backend.config import ConfigError, ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
 
 with comfy_modules():
     if "nodes" not in sys.modules:  # ComfyUI's, whatever else on the path has that name
@@ -26,9 +27,9 @@ with comfy_modules():
     import comfy.model_patcher
     import comfy.supported_models
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
-    from parallel_dit.nodes import remote_solver
-    from parallel_dit.nodes.families import weightless_patcher
-    from parallel_dit.nodes.handle import ParallelDiT
+    from parallel_dit.nodes.comfy_models.registry import weightless_patcher
+    from parallel_dit.nodes.host import remote_solver
+    from parallel_dit.nodes.host.handle import ParallelDiT
 
 
 def native_model(family: str) -> comfy.model_patcher.ModelPatcher:

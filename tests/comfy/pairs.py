@@ -13,7 +13,7 @@ with comfy_modules():
     import comfy.sample
     import comfy.supported_models
     from comfy.nested_tensor import NestedTensor
-    from parallel_dit.nodes import handle
+    from parallel_dit.nodes.host import handle
     from parallel_dit.nodes.parallel_model import remote_model
 
 CONFIG = ParallelConfig(cfg_degree=2, device="cpu")

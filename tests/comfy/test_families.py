@@ -10,21 +10,26 @@ from families import LATENT_FORMATS, golden, load, to_vae_units
 from tiny import facts, write_checkpoint
 from versions import skip_without_class
 
-from backend.checks import check_workload
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Describe, Loaded
+from backend.sampling.validation import check_workload
 
 with comfy_modules():
     import comfy.samplers
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes.conditioning import check_conditioning, fill_zeros, latent_shapes, model_arguments
-    from parallel_dit.nodes.families import FAMILIES as NODE_FAMILIES
-    from parallel_dit.nodes.families import weightless_patcher
-    from parallel_dit.nodes.handle import ParallelDiT
-    from parallel_dit.nodes.plan import assumed_latent
+    from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES
+    from parallel_dit.nodes.comfy_models.registry import weightless_patcher
+    from parallel_dit.nodes.host.conditioning import (
+        check_conditioning,
+        fill_zeros,
+        latent_shapes,
+        model_arguments,
+    )
+    from parallel_dit.nodes.host.handle import ParallelDiT
+    from parallel_dit.nodes.host.plan import assumed_latent
 
 
 def test_every_family_of_the_backend_has_a_node_side():

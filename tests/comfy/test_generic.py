@@ -13,7 +13,7 @@ from backend.protocol import Loaded
 
 with comfy_modules():
     import comfy.samplers
-    from parallel_dit.nodes.families import family_named, weightless_patcher
+    from parallel_dit.nodes.comfy_models.registry import family_named, weightless_patcher
 
 
 def loaded(folder, name, vae=None, **scheduler):

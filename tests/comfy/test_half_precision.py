@@ -5,8 +5,8 @@ import pytest
 import torch
 from families import LATENT_FORMATS
 from pairs import Pair, ksampler, parts
-from parallel_dit.nodes import backends
-from parallel_dit.nodes.families import OURS
+from parallel_dit.backend.client import pool
+from parallel_dit.nodes.comfy_models.registry import OURS
 from tiny import facts
 
 #: Relative distance of two steps from the second noise level on (the first is 1, which no rounding changes):
@@ -19,7 +19,7 @@ SHARP = {"krea2": 0.025}
 @pytest.fixture(scope="module", autouse=True)
 def ranks():
     yield
-    backends.close_all()
+    pool.close_all()
 
 
 @pytest.mark.parametrize(

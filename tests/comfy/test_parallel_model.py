@@ -11,8 +11,8 @@ import torch
 from comfy_modules import comfy_modules
 from families import LATENT_FORMATS
 from pairs import CONFIG, Pair, ksampler
+from parallel_dit.backend.client import pool
 from parallel_dit.backend.protocol import BackendError, Ping
-from parallel_dit.nodes import backends
 from tiny import facts
 
 with comfy_modules():
@@ -22,8 +22,8 @@ with comfy_modules():
     from comfy.patcher_extension import WrappersMP
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
     from comfy_extras.nodes_easycache import EasyCacheNode
-    from parallel_dit.nodes import kept
-    from parallel_dit.nodes.families import OURS
+    from parallel_dit.backend.client import argument_cache
+    from parallel_dit.nodes.comfy_models.registry import OURS
     from parallel_dit.nodes.parallel_model import remote_model
 
 #: Families whose timesteps are noise levels times 1000 (Wan, SD3), or of a discrete schedule (PixArt,
@@ -189,8 +189,8 @@ def test_loading_is_free_and_prompts_are_called_together(flux):
 def test_prompts_are_sent_once(flux, monkeypatch):
     """Regions call the model several times a step, with other prompts; after an unload the ranks are told
     again."""
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
-    backend, messages = backends.backend_for(CONFIG), []
+    monkeypatch.setattr(argument_cache, "LEAST_BYTES", 1)
+    backend, messages = pool.backend_for(CONFIG), []
     sample = backend.sample
     monkeypatch.setattr(
         backend, "sample", lambda message, **rest: messages.append(message) or sample(message, **rest)
@@ -214,8 +214,8 @@ def test_prompts_are_sent_once(flux, monkeypatch):
 
 def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):
     """One number of it, at a place where values are not told apart."""
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
-    monkeypatch.setattr(kept, "PROBES", 1)
+    monkeypatch.setattr(argument_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(argument_cache, "PROBES", 1)
 
     def changing(model):
         model, calls = model.clone(), []
@@ -240,11 +240,11 @@ def test_uneven_work_is_told_once(flux, caplog):
 
 
 def test_unload_models_frees_the_ranks_and_the_next_sampling_loads_again(flux):
-    backend = backends.backend_for(CONFIG)
+    backend = pool.backend_for(CONFIG)
     assert flux.error(ksampler(flux)) <= 1e-4
     comfy.model_management.unload_all_models()
     assert flux.error(ksampler(flux)) <= 1e-4
-    assert backends.backend_for(CONFIG) is backend
+    assert pool.backend_for(CONFIG) is backend
     comfy.model_management.unload_all_models()
     assert flux.dit.loaded.model not in backend.client.request(Ping()).models
 
@@ -252,7 +252,7 @@ def test_unload_models_frees_the_ranks_and_the_next_sampling_loads_again(flux):
 def test_interrupt_within_a_call_keeps_the_weights(flux):
     """A large latent: the first call lasts longer than the wait."""
     backend, noise = (
-        backends.backend_for(CONFIG),
+        pool.backend_for(CONFIG),
         torch.randn(1, 16, 96, 96, generator=torch.Generator().manual_seed(5)),
     )
     ksampler(flux, steps=1)(flux.ours)
@@ -263,11 +263,11 @@ def test_interrupt_within_a_call_keeps_the_weights(flux):
     assert time.monotonic() - began < 20
     assert flux.dit.loaded.model in backend.client.request(Ping()).models
     assert flux.error(ksampler(flux)) <= 1e-4
-    assert backends.backend_for(CONFIG) is backend
+    assert pool.backend_for(CONFIG) is backend
 
 
 def test_killed_rank_is_named_and_the_next_sampling_starts_another(flux):
-    pids = backends.backend_for(CONFIG).welcome.pids
+    pids = pool.backend_for(CONFIG).welcome.pids
 
     def kill(step, *_):
         if step == 1:
@@ -276,4 +276,4 @@ def test_killed_rank_is_named_and_the_next_sampling_starts_another(flux):
     with pytest.raises(BackendError, match="rank 1 was killed by SIGKILL"):
         ksampler(flux, steps=50, callback=kill)(flux.ours)
     assert flux.error(ksampler(flux)) <= 1e-4
-    assert backends.backend_for(CONFIG).welcome.pids != pids
+    assert pool.backend_for(CONFIG).welcome.pids != pids

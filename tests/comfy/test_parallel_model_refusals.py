@@ -5,8 +5,8 @@ import pytest
 import torch
 from comfy_modules import comfy_modules
 from pairs import CONFIG, ksampler
+from parallel_dit.backend.client import pool
 from parallel_dit.backend.protocol import RefusedError
-from parallel_dit.nodes import backends
 
 with comfy_modules():
     import comfy.hooks
@@ -88,12 +88,12 @@ STEPS_REFUSED = {
 
 @pytest.mark.parametrize("change, conditioning, says", STEPS_REFUSED.values(), ids=STEPS_REFUSED)
 def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioning, says):
-    pids = backends.backend_for(CONFIG).welcome.pids
+    pids = pool.backend_for(CONFIG).welcome.pids
     positive = [[flux.positive[0][0], {**flux.positive[0][1], **(conditioning or {})}]]
     with pytest.raises(RefusedError, match=says) as error:
         ksampler(flux, positive=positive)(change(flux.ours))
     assert "\n" not in str(error.value)
-    assert backends.backend_for(CONFIG).welcome.pids == pids
+    assert pool.backend_for(CONFIG).welcome.pids == pids
 
 
 def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):

@@ -16,8 +16,8 @@ with comfy_modules():
     from comfy_extras import nodes_custom_sampler as custom
     from comfy_extras import nodes_model_advanced as advanced
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes import sampler as ours
-    from parallel_dit.nodes.shift import apply_shift
+    from parallel_dit.nodes import parallel_sampler as ours
+    from parallel_dit.nodes.host.shift import apply_shift
 
     import nodes
 
@@ -82,7 +82,7 @@ def pairs(tmp_path_factory):
         if family not in made:
             made[family] = Pair(family, folder, patch)
         patch.setattr(
-            "parallel_dit.nodes.remote_solver.ensure_loaded",
+            "parallel_dit.nodes.host.remote_solver.ensure_loaded",
             lambda handle: (made[family].rank, made[family].dit.loaded),
         )
         return made[family]

@@ -8,10 +8,10 @@ import torch
 from comfy_modules import comfy_modules
 from toy import BATCH, GRID, Toy, fresh_noise, solve
 
-from backend.prediction import EPS, FLOW, V
-from backend.request import Inpaint
-from backend.samplers import Problem, is_finite
-from backend.solver_names import BROWNIAN, SOLVERS
+from backend.protocol.solver_names import BROWNIAN, SOLVERS
+from backend.sampling.prediction import EPS, FLOW, V
+from backend.sampling.request import Inpaint
+from backend.sampling.solver_registry import Problem, is_finite
 
 with comfy_modules():
     import comfy.model_sampling as model_sampling

@@ -7,8 +7,8 @@ from comfy_modules import comfy_modules
 from safetensors.torch import save_file
 
 from backend.loading.checkpoint import open_checkpoint
-from backend.parallel.stage import model_output
-from backend.tokens import TokenGrid
+from backend.models.latent_tokens import TokenGrid
+from backend.parallel.pipeline_stage import model_output
 
 with comfy_modules():
     import comfy.ops

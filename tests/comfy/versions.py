@@ -38,6 +38,6 @@ def skip_without_nodes(prompt: dict, known: dict):
 def skip_without_class(name: str):
     """The same for a class of comfy.supported_models, or one of the pack's own."""
     import comfy.supported_models
-    from parallel_dit.nodes.families import OURS
+    from parallel_dit.nodes.comfy_models.registry import OURS
 
     skip_without([] if name in OURS or hasattr(comfy.supported_models, name) else [name])

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[:0] = [
     os.environ.get("COMFYUI_PATH", str(Path.home() / "ComfyUI")),
     str(Path(__file__).parent),
-    str(Path(__file__).parents[2] / "scripts"),
+    str(Path(__file__).parents[1] / "support"),
 ]
 sys.argv, NAMES = sys.argv[:1], sys.argv[1:]  # ComfyUI reads the arguments as its own
 import torch
@@ -34,7 +34,7 @@ from diffusers.loaders.single_file_utils import (
     convert_flux3_transformer_checkpoint_to_diffusers,
     convert_qwen_image21_transformer_checkpoint_to_diffusers,
 )
-from parallel_dit.nodes.families import OURS
+from parallel_dit.nodes.comfy_models.registry import OURS
 
 import nodes
 

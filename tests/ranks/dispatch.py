@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from backend import slab
-from backend.dispatch import Dispatcher
 from backend.protocol import Ping, Result
+from backend.serving import shared_memory
+from backend.serving.broadcast import Dispatcher
 
 #: Bodies longer than this do not fit the shared memory.
 FITS = 1 << 20
@@ -48,7 +48,7 @@ def tell_all(dispatcher: Dispatcher) -> dict:
 
 def main(out: str):
     dist.init_process_group("gloo")
-    slab.MAX_BYTES = FITS
+    shared_memory.MAX_BYTES = FITS
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
     alone.slab = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}

@@ -19,12 +19,12 @@ from families import LATENT_FORMATS, golden, model_call
 from safetensors.torch import load_file
 from tiny import relative, save_whole, write_checkpoint
 
-from backend import mesh
 from backend.config import ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine
 from backend.models import FAMILIES
+from backend.parallel import mesh
 from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks
 
 TRANSFORMERS = [
     getattr(diffusers, family.transformer) for family in FAMILIES.values()

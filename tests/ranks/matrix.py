@@ -20,13 +20,12 @@ from families import golden, model_call
 from tiny import FLUX_CASES, batch_request, error_in_std, golden_request, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 
-from backend import memo, mesh
 from backend.config import ParallelConfig
-from backend.denoise import Callbacks
 from backend.engine import Engine, describe
 from backend.loading.checkpoint import Checkpoint
-from backend.loading.lora import lora_stack
-from backend.parallel import sharding
+from backend.loading.lora_keys import lora_stack
+from backend.parallel import fsdp, mesh, modulation_cache
+from backend.sampling.step_loop import Callbacks
 
 gc.freeze()  # what is imported stays: no collection looks through it again
 AXES = (
@@ -281,7 +280,7 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
             if not p.is_meta
         ]
 
-    sharding.reshard(model)
+    fsdp.reshard(model)
     before = held()
     (samples, _), _ = run(
         engine,
@@ -320,7 +319,7 @@ def lora_row(engine: Engine, config: ParallelConfig, checkpoint: str, reference)
 def together(checkpoint: str, rank: int) -> list[dict]:
     """Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the
     modulation in host memory, which are asked for it at every step."""
-    memo.AHEAD = 1
+    modulation_cache.AHEAD = 1
     path, rows = str(Path(checkpoint).with_name("fp8.safetensors")), []
     reference = SingleProcess(path) if rank == 0 else None
     for config in (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...protocol import REFERENCE_METHODS
-from ...tokens import TokenGrid
+from ..latent_tokens import TokenGrid
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")

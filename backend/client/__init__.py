@@ -1,0 +1,1 @@
+"""Starts backends and talks to them; needs no ComfyUI."""

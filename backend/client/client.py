@@ -1,0 +1,225 @@
+"""The client's end of a backend's socket: one request at a time, with progress and cancel while a sample
+runs.
+
+Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
+"""
+
+import selectors
+import socket
+import threading
+import time
+
+from .. import protocol
+from ..config import ConfigError
+from ..protocol import BackendError, Failure, RefusedError, framing, handshake
+
+#: How often a wait looks whether somebody wants to stop.
+POLL_SECONDS = 0.1
+#: The ranks get this long a start before what is done meanwhile: on a machine whose cores are busy it would
+#: keep them from reading the request.
+START_SECONDS = 0.01
+#: A peer that stops in the middle of a frame for this long is gone.
+FRAME_SECONDS = 60.0
+#: A backend lets a client in within this long, also while its ranks work; another program is not waited for.
+GREET_SECONDS = 30.0
+#: Longest wait for the end of the step that runs when Cancel is sent.
+CANCEL_SECONDS = 120.0
+
+
+def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
+    """A connected socket for "unix:PATH" or "tcp:HOST:PORT"; OSError where nobody listens, ConfigError for
+    another form."""
+    scheme, _, place = address.partition(":")
+    host, _, port = place.rpartition(":")
+    if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
+        family, target = socket.AF_UNIX, place
+    elif scheme == "tcp" and host and port.isdigit():
+        family, target = socket.AF_INET, (host, int(port))
+    else:
+        raise ConfigError(
+            f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or "
+            f"tcp:HOST:PORT, or leave it empty to launch a backend."
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(seconds)
+    try:
+        sock.connect(target)
+    except OSError:
+        sock.close()
+        raise
+    if scheme == "tcp":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+class BackendClient:
+    """A connection whose two ends have proved to each other that they know the token.
+
+    ``welcome`` says what runs behind it, ``check`` is as in ``request``.
+    Not thread-safe: one caller at a time. Raises OSError where nobody listens at ``address``, BackendError
+    where the peer hangs up or does not let us in.
+    """
+
+    def __init__(self, address: str, token: str, check=lambda: None):
+        self.address = address
+        self.closed = False
+        self._socket = open_socket(address)
+        self._socket.settimeout(FRAME_SECONDS)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self.welcome = self._greet(token, check)
+
+    def request(
+        self,
+        message,
+        check=lambda: None,
+        on_progress=lambda progress: None,
+        limit: int = framing.MAX_BODY,
+    ):
+        """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this
+        thread.
+
+        ``check()`` is called about ten times a second during the wait. What it raises closes the connection,
+        because the reply that is still to come could be taken for the next one's; so does what
+        ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
+        BackendError: it ended. A reply of more than ``limit`` bytes is not read.
+        """
+        self._send(message)
+        try:
+            while (reply := self._next(limit)) is None or isinstance(reply, protocol.Progress):
+                if reply is not None:
+                    on_progress(reply)
+                check()
+        except BaseException:
+            self.close()
+            raise
+        return self._accepted(reply)
+
+    def sample(
+        self,
+        message: protocol.Sample | protocol.ModelCall,
+        on_progress=lambda progress: None,
+        should_cancel=lambda: False,
+        meanwhile=lambda: None,
+    ):
+        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it.
+        ``meanwhile()`` runs once it is sent, while the ranks work.
+
+        ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end
+        and is raised again, so that the connection stays usable.
+        """
+        self._send(message)
+        try:
+            self._selector.select(START_SECONDS)
+            meanwhile()
+            while not should_cancel():
+                reply = self._next()
+                if isinstance(reply, protocol.Progress):
+                    on_progress(reply)
+                elif reply is not None:
+                    return self._accepted(reply)
+        except (BackendError, RefusedError):
+            raise
+        except BaseException:
+            self._cancel()
+            raise
+        self._cancel()
+        return None
+
+    def send(self, message):
+        """Send a message that has no reply."""
+        self._send(message)
+
+    def close(self):
+        """Hang up; more than once is fine."""
+        if not self.closed:
+            self.closed = True
+            self._selector.close()
+            self._socket.close()
+
+    def _greet(self, token: str, check) -> protocol.Welcome:
+        """The handshake (handshake.py); the backend proves itself before anything that depends on the token
+        is sent."""
+        # one deadline for all of it: a listener that sends a byte now and then must not keep us
+        deadline = threading.Timer(GREET_SECONDS, self._hang_up)
+        deadline.start()
+        try:
+            ours = handshake.new_nonce()
+            challenge = self._asked(protocol.Hello(ours), protocol.Challenge, check)
+            if not handshake.is_nonce(challenge.nonce) or not handshake.is_proof(
+                challenge.proof, token, handshake.BACKEND, ours, challenge.nonce
+            ):
+                raise BackendError("it does not know our token, so nothing of ours was sent to it")
+            mine = handshake.proof(token, handshake.CLIENT, ours, challenge.nonce)
+            return self._asked(protocol.Proof(mine), protocol.Welcome, check)
+        except (BackendError, RefusedError) as error:
+            self.close()
+            raise BackendError(
+                f"The backend at {self.address} did not let this client in ({error}); check that "
+                f"PARALLEL_DIT_TOKEN is the token that it was started with."
+            ) from error
+        finally:
+            deadline.cancel()
+
+    def _asked(self, message, kind: type, check):
+        """The answer of the class ``kind`` to a message of the handshake; a short one, whoever it is from."""
+        reply = self.request(message, check, limit=framing.MAX_HELLO)
+        if not isinstance(reply, kind):
+            raise BackendError(
+                f"it answered {type(reply).__name__} where {kind.__name__} belongs; it is another program or "
+                f"another version"
+            )
+        return reply
+
+    def _hang_up(self):
+        """End both directions, from another thread; the one that reads sees it and closes."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster
+
+    def _cancel(self):
+        self._send(protocol.Cancel())
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while time.monotonic() < deadline:
+            reply = self._next()
+            if isinstance(reply, Failure) and reply.fatal:
+                self._accepted(reply)
+            if reply is not None and not isinstance(reply, protocol.Progress):
+                return
+        self.close()
+        raise BackendError(f"The backend did not stop within {CANCEL_SECONDS:.0f} s of Cancel")
+
+    def _next(self, limit: int = framing.MAX_BODY):
+        """The next message, or None where none begins within POLL_SECONDS; a frame that began is read to its
+        end."""
+        if self.closed:
+            raise BackendError(f"The connection to the backend at {self.address} is closed")
+        try:
+            return framing.receive(self._socket, limit) if self._selector.select(POLL_SECONDS) else None
+        except OSError as error:
+            self.close()
+            raise BackendError(
+                f"The connection to the backend at {self.address} was lost ({error})"
+            ) from error
+
+    def _send(self, message):
+        if self.closed:
+            raise BackendError(f"The connection to the backend at {self.address} is closed")
+        try:
+            framing.send(self._socket, message)
+        except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
+            raise RefusedError(f"The request cannot be sent: {error}") from error
+        except OSError as error:
+            self.close()
+            raise BackendError(
+                f"The connection to the backend at {self.address} was lost ({error})"
+            ) from error
+
+    def _accepted(self, reply):
+        if not isinstance(reply, Failure):
+            return reply
+        if not reply.fatal:
+            raise RefusedError(reply.message)
+        self.close()
+        raise BackendError(reply.message)

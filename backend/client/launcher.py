@@ -1,0 +1,282 @@
+"""Starts one backend on this machine and ends it: a torchrun agent, its ranks, and the private folder of
+their socket and logs.
+
+Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
+"""
+
+import atexit
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ..config import ParallelConfig
+from ..protocol import BackendError, Shutdown
+from .client import BackendClient
+from .exit_report import first_failure
+
+PACK = Path(__file__).resolve().parents[2]
+#: Starting takes seconds on a warm disk and minutes on a cold network one.
+READY_SECONDS = 300.0
+#: After a rank has ended, torchrun needs this long at most to end the others and to write why.
+VERDICT_SECONDS = 8.0
+#: Longest path that every system takes for a unix socket.
+_LONGEST_SOCKET_PATH = 100
+#: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
+_DROPPED = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    # of this process as a client of other backends, not for those that it starts
+    "PARALLEL_DIT_TOKEN",
+    "PARALLEL_DIT_ADDRESSES",
+}
+_DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def closed_doors(parent: dict) -> dict:
+    """Settings of an agent and ranks of one machine under which none of them listens on a network.
+
+    The agent opens no TCPStore of its own for its ranks: they meet in a file, see rendezvous_flags. gloo
+    always listens on loopback. NCCL finds its peers through a socket too, and takes the first network
+    interface for it unless told. What it carries then still goes over NVLink, PCIe or shared memory: it
+    chooses those by where the GPUs are, not by this. Its status service (RAS) would answer anybody on this
+    machine: off. Whoever has set these two of NCCL's keeps his values.
+    """
+    doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if sys.platform == "linux":
+        doors["GLOO_SOCKET_IFNAME"] = "lo"
+        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", "lo")
+    doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
+    return doors
+
+
+def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
+    """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with
+    ours."""
+    env = {
+        name: value
+        for name, value in parent.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
+    env["PYTHONUNBUFFERED"] = "1"
+    env["CUDA_VISIBLE_DEVICES"] = (
+        _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), config) if device == "cuda" else ""
+    )
+    env |= closed_doors(parent)
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
+    env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
+    """The ranks' devices, as seen by a process that may itself see a selection only."""
+    names = visible.split(",") if visible else None
+    return ",".join(names[index].strip() if names else str(index) for index in config.gpu_indices)
+
+
+def rendezvous_flags(folder: Path) -> list[str]:
+    """torchrun's flags for an agent that keeps its state in a file of the private ``folder``.
+
+    Its usual store is a TCP server on all interfaces that asks nobody who he is, and the agent unpickles what
+    lies in it: whoever reaches the port could run code. One agent has nobody to show that it lives, so it
+    writes its heartbeat rarely: the file only grows.
+    """
+    return [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        str(folder / "rdzv"),
+        "--rdzv-conf",
+        "store_type=file,keep_alive_interval=3600",
+    ]
+
+
+def launch_command(
+    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = ()
+) -> list[str]:
+    """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
+    own. Everybody on this machine can read it: token and configuration go through the pipe. Files are loaded
+    from below ``models`` alone."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *rendezvous_flags(folder),
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(config.world_size),
+        "--max-restarts",
+        "0",
+        "--monitor-interval",
+        "0.1",
+        "--log-dir",
+        str(folder / "ranks"),
+        "--tee",
+        "3",
+        "-m",
+        "backend.worker",
+        "--address",
+        address,
+        "--store",
+        str(folder / "ranks-store"),
+        "--parent-pipe",
+        "--models",
+        *models,
+    ]
+
+
+class _NotReady(Exception):
+    """Ends wait_ready at its deadline, from inside a connection's own wait."""
+
+
+class BackendProcess:
+    """A backend that this process started and owns.
+
+    Every rank inherits the read end of a pipe that only we hold open: token and configuration come through
+    it, and it ends with us, however we end.
+    """
+
+    def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
+        """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see
+        ParallelConfig.resolve_device). ``models``: folders below which they may load files."""
+        self.models = frozenset(models)
+        self.folder = _private_folder()
+        self.log = self.folder / "backend.log"
+        self.address = _free_address(self.folder)
+        self._token = secrets.token_hex(32)
+        self._client = None
+        self._log_was_named = False
+        # the ranks see their own devices only, numbered from 0
+        seen = replace(config, device=device, gpus="", address="")
+        with open(self.log, "wb") as log:
+            self._agent = subprocess.Popen(
+                launch_command(config, self.address, self.folder, sorted(self.models)),
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=sanitized_environment(dict(os.environ), config, device),
+                start_new_session=True,
+            )
+        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py)
+        line = json.dumps({"token": self._token, "config": asdict(seen)})
+        self._agent.stdin.write(line.encode() + b"\n")
+        self._agent.stdin.flush()
+        atexit.register(self.close)
+
+    def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
+        """A client connected to rank 0, once every rank has loaded its code and joined.
+
+        ``check()`` is called ten times a second and may raise to give up. BackendError, which names the cause
+        and the log, where the backend ends first or needs longer than ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+
+        def wait_on():
+            check()
+            if time.monotonic() > deadline:
+                raise _NotReady
+
+        try:
+            while (client := self._try_to_connect(wait_on)) is None:
+                wait_on()
+                time.sleep(0.1)
+        except _NotReady:
+            self._log_was_named = True
+            raise BackendError(
+                f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}."
+            ) from None
+        self._client = client
+        return client
+
+    def _try_to_connect(self, check) -> BackendClient | None:
+        try:
+            return BackendClient(self.address, self._token, check)
+        except OSError:  # nobody listens yet, or nobody will
+            if self.running:
+                return None
+            raise BackendError(self.verdict()) from None
+        except BackendError as error:
+            raise BackendError(self.verdict()) from error
+
+    @property
+    def running(self) -> bool:
+        return self._agent.poll() is None
+
+    def verdict(self) -> str:
+        """One sentence on why the backend ended, with the rank where it is known; waits until torchrun has
+        written it."""
+        self._log_was_named = True
+        try:
+            self._agent.wait(VERDICT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"The backend's connection was lost while its processes still run; its log is {self.log}."
+        cause = first_failure(self.folder) or f"its launcher exited with code {self._agent.returncode}"
+        return f"The backend ended because {cause}; its log is {self.log}."
+
+    def close(self):
+        """End every rank: ask, then close their pipe, then signal what is left of our own processes. More
+        than once is fine."""
+        atexit.unregister(self.close)
+        if self._client is not None and not self._client.closed:
+            try:
+                self._client.send(Shutdown())
+                self._wait(3)
+            except BackendError:
+                pass  # it hung up first, which is what was asked for
+            self._client.close()
+        self._agent.stdin.close()
+        if not self._wait(3):
+            self._agent.terminate()
+            if not self._wait(8):
+                self._agent.kill()
+        self._agent.wait()
+        if not self._log_was_named:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait(self, seconds: float) -> bool:
+        try:
+            self._agent.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can enter, short enough for a socket in it."""
+    folder = tempfile.mkdtemp(prefix="parallel-dit-")
+    if len(folder) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="parallel-dit-", dir="/tmp")
+    return Path(folder)
+
+
+def _free_address(folder: Path) -> str:
+    if hasattr(socket, "AF_UNIX") and sys.platform != "win32":
+        return f"unix:{folder / 'backend.sock'}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp:127.0.0.1:{probe.getsockname()[1]}"

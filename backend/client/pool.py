@@ -1,0 +1,283 @@
+"""The backends that this process uses: reused while they live and their topology fits, launched or connected
+otherwise.
+
+Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
+"""
+
+import logging
+import os
+import threading
+from dataclasses import asdict, replace
+
+import torch
+
+from ..config import ConfigError, ParallelConfig
+from ..protocol import (
+    Arrange,
+    BackendError,
+    Describe,
+    Described,
+    Load,
+    Loaded,
+    ModelCall,
+    Ping,
+    Sample,
+    Unload,
+)
+from .client import BackendClient
+from .launcher import BackendProcess
+
+#: Environment variable with the addresses that a graph may name.
+ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
+
+_lock = threading.Lock()
+#: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
+_backends: dict[tuple, "Backend"] = {}
+#: Folders below which backends that we launch may load files.
+_folders: set[str] = set()
+
+
+class Backend:
+    """A connected backend, its process where we launched it, and the models that it has loaded for us."""
+
+    def __init__(self, config: ParallelConfig, client: BackendClient, process: BackendProcess | None = None):
+        self.config = config
+        self.client = client
+        self.process = process
+        self.models: dict[tuple[str, str], str] = {}
+        self._busy = threading.Lock()
+
+    @property
+    def welcome(self):
+        return self.client.welcome
+
+    def load(
+        self,
+        path: str,
+        weight_dtype: str = "default",
+        keep=None,
+        check=lambda: None,
+        loras=(),
+        on_progress=lambda progress: None,
+    ) -> Loaded:
+        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights
+        somebody still needs; with it, all others make room first. ``check`` and ``on_progress`` as in
+        BackendClient.request. ``loras``: (path, strength) of each, in order."""
+        key = (path, weight_dtype)
+        with self._busy:
+            for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
+                self._request(Unload(self.models.pop(other)), check)
+            loaded = self._request(
+                Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress
+            )
+            replaced, self.models[key] = self.models.get(key, loaded.base), loaded.base
+            if replaced != loaded.base:  # the file has changed since
+                self._request(Unload(replaced), check)
+            return loaded
+
+    def describe(self, message: Describe) -> Described:
+        """What each rank would hold and send; nothing runs."""
+        with self._busy:
+            return self._request(message)
+
+    def unload(self, path: str, weight_dtype: str):
+        """Free a transformer on every rank; nothing happens where it is not loaded or while a request
+        runs."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            model = self.models.pop((path, weight_dtype), None)
+            if model is not None:
+                self._request(Unload(model))
+        finally:
+            self._busy.release()
+
+    def sample(
+        self,
+        message: Sample | ModelCall,
+        on_progress=lambda progress: None,
+        should_cancel=lambda: False,
+        meanwhile=lambda: None,
+    ):
+        """BackendClient.sample, with the rank and the reason where the backend ends."""
+        with self._busy:
+            return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
+
+    def can_become(self, config: ParallelConfig) -> bool:
+        """Whether our ranks can run ``config`` without starting again."""
+        return self.process is not None and self.may_load and self.config.same_ranks(config)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether it may load from all folders that are allowed by now; of one that we did not launch, its
+        owner has said from which."""
+        return self.process is None or _folders <= self.process.models
+
+    def become(self, config: ParallelConfig, check=lambda: None):
+        """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no
+        longer loaded."""
+        with self._busy:
+            self.client.welcome = self._request(
+                Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check
+            )
+            left = self._request(Ping(), check).models
+        self.config, self.models = config, {key: model for key, model in self.models.items() if model in left}
+
+    def alive(self, check=lambda: None) -> bool:
+        """Whether the backend answers; False for good where it does not."""
+        if self.client.closed or (self.process is not None and not self.process.running):
+            return False
+        with self._busy:
+            try:
+                self.client.request(Ping(), check)
+            except BackendError:
+                return False
+        return True
+
+    def close(self):
+        """Hang up, and end the processes where they are ours."""
+        if self.process is not None:
+            self.process.close()
+        self.client.close()
+
+    def _request(self, message, *watching):
+        return self._explained(lambda: self.client.request(message, *watching))
+
+    def _explained(self, action):
+        try:
+            return action()
+        except BackendError as error:
+            if self.process is None:
+                raise BackendError(f"{error}; the next run connects again.") from error
+            raise BackendError(self.process.verdict()) from error
+        finally:
+            if self.client.closed:
+                self.close()
+
+
+def allow(*folders: str | os.PathLike):
+    """Let backends that are launched from now on load files below ``folders``. One that was launched before
+    ends when it is next needed. Without a call nothing can be loaded: what a client may read is for this
+    process to say, not for who reaches the backend's socket."""
+    _folders.update(os.path.abspath(folder) for folder in folders)
+
+
+def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
+    """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new
+    launch.
+
+    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up. ``check``
+    is called ten times a second during a launch and may raise to give up.
+    """
+    key = config.validate().topology()
+    with _lock:
+        backend = _backends.get(key)
+        if backend is not None and backend.may_load and backend.alive(check):
+            return backend
+        _drop(key)
+        _backends[key] = (
+            _connect(config) if config.address else _changed(config, check) or _launch(config, check)
+        )
+        return _backends[key]
+
+
+def keeps_weights(config: ParallelConfig, check=lambda: None) -> bool:
+    """Whether ``backend_for(config)`` would find the weights of a backend that runs where they belong."""
+    return any(
+        running.can_become(config) and running.config.same_weights(config) and running.alive(check)
+        for running in list(_backends.values())
+    )
+
+
+def backend_at_hand(config: ParallelConfig) -> Backend | None:
+    """The backend of this topology where there is one already, alive or not; never starts anything."""
+    return _backends.get(config.topology())
+
+
+def close_all():
+    """End every backend that this process launched and hang up on the others."""
+    with _lock:
+        for key in list(_backends):
+            _drop(key)
+
+
+def _drop(key: tuple):
+    backend = _backends.pop(key, None)
+    if backend is not None:
+        backend.close()
+
+
+def _changed(config: ParallelConfig, check) -> Backend | None:
+    """The backend that we launched, changed into ``config``; None where there is none or it has to end, since
+    GPUs are ours once."""
+    for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
+        before = running.config
+        if running.can_become(config) and running.alive(check):
+            try:
+                running.become(config, check)
+            except BackendError as error:
+                logging.warning("parallel-dit: %s", error)
+            else:
+                logging.info(
+                    "parallel-dit: the ranks for %s go on as %s: %s",
+                    before.product,
+                    config.product,
+                    "each keeps its weights, which are the same"
+                    if before.same_weights(config)
+                    else "the model is loaded again, since each rank's share of the weights is another",
+                )
+                return _backends.pop(key)
+        logging.info(
+            "parallel-dit: the ranks for %s end and the model is loaded again: %s are other ranks",
+            before.product,
+            config.product,
+        )
+        _drop(key)
+    return None
+
+
+def _launch(config: ParallelConfig, check) -> Backend:
+    device = config.resolve_device(torch.cuda.device_count())
+    process = BackendProcess(config, device, _folders)
+    logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
+    try:
+        return Backend(config, process.wait_ready(check=check), process)
+    except BaseException:
+        process.close()
+        raise
+
+
+def _check_address(address: str):
+    """ConfigError for an address that whoever started this process has not listed: graphs come from
+    strangers, and one that names any host could have this machine speak to it."""
+    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
+    if address not in allowed:
+        raise ConfigError(
+            f"address is {address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may name only "
+            f"backends that whoever starts ComfyUI allows there (exact addresses, with commas), or clear "
+            f"address to launch one here."
+        )
+
+
+def _connect(config: ParallelConfig) -> Backend:
+    _check_address(config.address)
+    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
+    if not token:
+        raise ConfigError(
+            f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the "
+            f"token that this backend was started with."
+        )
+    try:
+        client = BackendClient(config.address, token)
+    except OSError as error:
+        raise BackendError(
+            f"No backend listens at {config.address} ({error}); start one there, or clear address to "
+            f"launch one here."
+        ) from error
+    if client.welcome.degrees != config.degrees:
+        client.close()
+        raise ConfigError(
+            f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the "
+            f"same degrees."
+        )
+    return Backend(config, client)

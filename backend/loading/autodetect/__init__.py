@@ -1,0 +1,1 @@
+"""Models without a family of their own: found by their structure."""

@@ -1,0 +1,387 @@
+"""Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
+
+The family is made from the class's signature and from what a shallow copy with random weights does
+(probe.py). CFG and data parallelism are always there; the methods that cut rows (Ulysses, ring, PipeFusion)
+where a self-check passes: every patch run alone against full key/value buffers equals the full forward. What
+a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity
+where there is none.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError, quoted, reason
+from ...models.blocks import Blocks
+from ...models.discrete_schedule import DiscreteSchedule
+from ...models.family import Conditioning, Family, Latent, ModelIO, Noise
+from ...models.key_layout import Layout
+from ...models.latent_tokens import TokenGrid
+from .probe import Trace, shallow, trace
+from .structure import Whole, check_patches, structure
+
+#: Parameter of a forward -> names that configurations have for its width.
+WIDTHS = {
+    "encoder_hidden_states": (
+        "joint_attention_dim",
+        "text_embed_dim",
+        "caption_channels",
+        "caption_projection_dim",
+        "cross_attention_dim",
+        "text_dim",
+        "cap_feat_dim",
+        "context_in_dim",
+    ),
+    "pooled_projections": ("pooled_projection_dim",),
+}
+#: Parameter of a forward -> ComfyUI's name of what fills it.
+CONDITIONING = {
+    "encoder_hidden_states": "c_crossattn",
+    "pooled_projections": "y",
+    "guidance": "guidance",
+    "encoder_attention_mask": "attention_mask",
+}
+#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand
+#: behind it), which its forward does not tell.
+POSITIONS = {
+    "FluxTransformer2DModel": (False, False),
+    "ChromaTransformer2DModel": (False, False),
+    "OvisImageTransformer2DModel": (True, False),
+    "LongCatImageTransformer2DModel": (True, True),
+}
+#: Pixels of a latent cell's side, for classes that want the picture's size.
+PIXELS = 8
+#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells
+#: what it counts.
+PROBES = (((6, 5), 7), ((6, 7), 11))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
+    latent has a time axis; scale: of sigma to its timestep;
+    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler);
+    counts, behind: as in POSITIONS."""
+
+    names: tuple[str, ...]
+    packed: bool
+    video: bool
+    scale: float = 1.0
+    guided: bool = False
+    inverted: bool = False
+    counts: bool = False
+    behind: bool = False
+
+    def __call__(
+        self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
+    ) -> dict:
+        """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
+        batch = latent.shape[0]
+        values = {
+            "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
+            "encoder_hidden_states": lambda: cond["c_crossattn"],
+            "timestep": lambda: (
+                ((1.0 - sigma if self.inverted else sigma) * self.scale).expand(batch).to(latent.device)
+            ),
+            "pooled_projections": lambda: cond["y"],
+            "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
+            "encoder_attention_mask": lambda: cond.get(
+                "attention_mask",
+                torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device),
+            ),
+            "img_ids": lambda: _positions(
+                grid, latent.device, cond["c_crossattn"].shape[1] if self.behind else 0
+            ),
+            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
+            "original_size": lambda: _pixels(grid, latent),
+            "target_size": lambda: _pixels(grid, latent),
+            "crop_coords": lambda: latent.new_zeros(batch, 2),
+            "num_frames": lambda: grid.counts[0],
+            "height": lambda: grid.counts[1],
+            "width": lambda: grid.counts[2],
+        }
+        return {name: values[name]() for name in self.names}
+
+
+#: What Inputs can fill.
+FILLABLE = (
+    "hidden_states",
+    "timestep",
+    "img_ids",
+    "txt_ids",
+    "original_size",
+    "target_size",
+    "crop_coords",
+    "num_frames",
+    "height",
+    "width",
+    *CONDITIONING,
+)
+
+
+def _positions(grid, device, start):
+    """(tokens, 3) of (kind, y, x); ``start``: rows of text in front."""
+    y, x = torch.meshgrid(
+        *(
+            torch.arange(start, start + count, device=device, dtype=torch.float32)
+            for count in grid.counts[1:]
+        ),
+        indexing="ij",
+    )
+    return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
+
+
+def _text_positions(text, counts):
+    rows = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
+    return torch.cat([torch.zeros_like(rows), rows, rows], dim=1)
+
+
+def _pixels(grid, latent):
+    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
+
+
+def unknown(cls: type) -> Family:
+    """A family of which nothing is known but its class: enough to compare a configuration with a file."""
+    return Family(
+        name=cls.__name__,
+        transformer=cls.__name__,
+        prediction="flow",
+        block_lists=(),
+        returns=("image",),
+        patch=lambda config: (1, 1, 1),
+        latent_channels=lambda config: 1,
+        conditioning=(),
+        required=(),
+        widths=lambda config: {},
+        forward_args=lambda *arguments: {},
+        output=lambda output, grid: output,
+        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
+    )
+
+
+def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
+    """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's
+    scheduler_config.json, where there is one.
+
+    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut,
+    Blocks.whole_only says why.
+    """
+    return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
+
+
+@lru_cache(maxsize=4)
+def _family(cls: type, config: str, scheduler: str) -> Family:
+    config, scheduler = json.loads(config), json.loads(scheduler)
+    inputs = _inputs(cls, config)
+    probe = _Probe(cls, config, inputs)
+    first, schedule = probe.run(*PROBES[0]), _schedule(scheduler)
+    _check_inputs(cls, first)
+    channels, patch, heads, head_size = (
+        probe.channels,
+        probe.patch,
+        first.heads,
+        first.head_size,
+    )  # nothing below may hold on to the probe
+    widths = {CONDITIONING[name]: probe.width(name) for name in WIDTHS if name in inputs.names}
+    inputs = replace(
+        inputs,
+        scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep,
+        inverted=bool(scheduler and scheduler.get("invert_sigmas")),
+    )
+
+    def tokens(output, grid):
+        return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
+
+    whole = Family(
+        name=cls.__name__,
+        transformer=cls.__name__,
+        latent=Latent(channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video),
+        noise=Noise(_prediction(scheduler), (lambda config: schedule) if schedule else None),
+        io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
+        blocks=Blocks(lists={}, heads=lambda config: max(1, heads), head_size=lambda config: head_size),
+        conditioning=Conditioning(
+            accepted=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
+            required=(*widths, *["guidance"] * inputs.guided),
+            widths=lambda config: widths,
+        ),
+        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
+    )
+    try:
+        sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
+        facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
+        return _checked(replace(whole, blocks=replace(whole.blocks, **facts)), probe)
+    except Whole as reason:
+        return whole.changed({"blocks.whole_only": str(reason)})
+
+
+def _checked(family: Family, probe: "_Probe") -> Family:
+    """The family, once its patches have been checked; blocks that fail on a text stream without rows are
+    given one."""
+    request = probe.request(*PROBES[0])
+    try:
+        check_patches(probe.transformer, family, *request)
+    except Whole:
+        family = family.changed({"blocks.needs_text_token": True})
+        if family.blocks.text is None:
+            raise
+        check_patches(probe.transformer, family, *request)
+    return family
+
+
+def _check_inputs(cls: type, first: Trace):
+    """Refuse a class that would run, but on inputs of which it cannot be seen whether they are right."""
+    if not first.timestep:
+        raise UnsupportedError(
+            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+            f"timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000. "
+            f"docs/adding_a_model.md says how to add a family."
+        )
+    for call in first.blocks:
+        for name, value in call.arguments.items():
+            if value is None and ("rotary" in name or "rope" in name):
+                raise UnsupportedError(
+                    f"the transformer class {cls.__name__} has no family file, and cannot run without one: "
+                    f"its pipeline computes {name!r}, which the blocks are not given here. "
+                    f"docs/adding_a_model.md says how to add a family."
+                )
+
+
+def _inputs(cls, config) -> Inputs:
+    parameters = [
+        p for p in inspect.signature(cls.forward).parameters.values() if p.name not in ("self", "return_dict")
+    ]
+    for p in parameters:
+        if p.default is p.empty and p.name not in FILLABLE:
+            raise UnsupportedError(
+                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+                f"forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to "
+                f"add a family."
+            )
+    names = tuple(p.name for p in parameters if p.name in FILLABLE)
+    if "hidden_states" not in names or "timestep" not in names:
+        raise UnsupportedError(
+            f"the transformer class {cls.__name__} has no family file, and its forward takes no "
+            f"hidden_states and timestep; it is no denoiser of latents."
+        )
+    if "img_ids" in names and cls.__name__ not in POSITIONS:
+        raise UnsupportedError(
+            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+            f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
+            f"add a family."
+        )
+    counts, behind = POSITIONS.get(cls.__name__, (False, False))
+    return Inputs(
+        names,
+        packed="img_ids" in names,
+        video=is_video(cls),
+        guided=bool(config.get("guidance_embeds")),
+        counts=counts,
+        behind=behind,
+    )
+
+
+def is_video(cls: type) -> bool:
+    """Has the latent of this class a time axis?"""
+    return "3D" in cls.__name__
+
+
+class _Probe:
+    """The shallow copy and its requests."""
+
+    def __init__(self, cls, config, inputs: Inputs):
+        self.cls, self.config, self.inputs = cls, config, inputs
+        side = config.get("patch_size") or 1
+        sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
+        time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
+        self.patch = (1, 2, 2) if inputs.packed else (time, *sides)
+        self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
+        self.transformer = self._try(
+            lambda: shallow(
+                cls,
+                {
+                    key: value
+                    for key, value in config.items()
+                    if key in inspect.signature(cls.__init__).parameters
+                },
+            )
+        )
+
+    def width(self, name: str) -> int:
+        """Features of an argument that comes from a CONDITIONING."""
+        known = [self.config[key] for key in WIDTHS[name] if isinstance(self.config.get(key), int)]
+        if not known:
+            raise UnsupportedError(
+                f"the transformer class {self.cls.__name__} has no family file, and its configuration "
+                f"names no width of {name} ({', '.join(WIDTHS[name])})."
+            )
+        return known[0]
+
+    def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
+        """A grid of ``counts`` tokens (two frames of them for video) and arguments with random tensors;
+        ``seed`` is the latent's."""
+        sizes = [count * step for count, step in zip(counts, self.patch[1:])]
+        shape = (self.channels, *([2 * self.patch[0]] if self.inputs.video else []), *sizes)
+        grid, generator = TokenGrid(shape, self.patch), torch.Generator().manual_seed(100)
+        cond = {
+            CONDITIONING[name]: torch.randn(
+                1, *([text] if name == "encoder_hidden_states" else []), self.width(name), generator=generator
+            )
+            for name in WIDTHS
+            if name in self.inputs.names
+        }
+        latent = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
+        return grid, self.inputs(
+            self.config, grid, latent, torch.tensor(0.5), {**cond, "guidance": torch.tensor([3.5])}
+        )
+
+    def run(self, counts, text, seed: int = 0) -> Trace:
+        return self._try(lambda: trace(self.transformer, self.request(counts, text, seed)[1]))
+
+    def _try(self, action):
+        try:
+            return action()
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever a foreign forward raises
+            raise UnsupportedError(
+                f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed "
+                f"({type(error).__name__}: {reason(error)}); docs/adding_a_model.md says how to add a family."
+            ) from error
+
+
+# ---------------------------------------------------------------------- what the output means
+def _prediction(scheduler: Mapping | None) -> str:
+    if not scheduler or "FlowMatch" in scheduler.get("_class_name", ""):
+        return "flow"
+    kind = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}.get(
+        scheduler.get("prediction_type", "epsilon")
+    )
+    if kind is None:
+        raise UnsupportedError(
+            f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}; epsilon, "
+            f"v_prediction and flow are supported."
+        )
+    return kind
+
+
+def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
+    if _prediction(scheduler) == "flow":
+        return None
+    kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
+    if scheduler.get("beta_schedule", "linear") not in kinds:
+        raise UnsupportedError(
+            f"the pipeline's scheduler has the beta_schedule {quoted(scheduler['beta_schedule'])}; "
+            f"{', '.join(kinds)} are supported."
+        )
+    return DiscreteSchedule(
+        scheduler.get("beta_start", 0.0001),
+        scheduler.get("beta_end", 0.02),
+        kinds[scheduler.get("beta_schedule", "linear")],
+        bool(scheduler.get("rescale_betas_zero_snr")),
+        scheduler.get("num_train_timesteps", 1000),
+    )

@@ -1,0 +1,227 @@
+"""How a transformer's blocks are taken apart, read from what they were given and gave (probe.py), and the
+check that it is so."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...models.blocks import APART, JOINED
+from ...models.family import Family
+from ...models.latent_tokens import TokenGrid
+from .probe import BlockCall, Trace
+
+
+class Whole(Exception):
+    """Why a transformer runs with all of its rows only."""
+
+
+def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
+    """Fields of Blocks, from forwards of two sizes; Whole where they are of no known
+    form.
+
+    sizes: (image rows, text rows) of the two; another: runs the small one with another latent and the same
+    prompt.
+    """
+    calls = list(zip(small.blocks, large.blocks))
+    kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
+    lists = [
+        name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)
+    ] or [name for name, streams in kinds.items() if "image" in streams]
+    if not lists:
+        raise Whole("no list of blocks passes rows of the latent from one to the next")
+    calls = [pair for pair in calls if pair[0].list_name in lists]
+    joined = tuple(name for name in lists if "joint" in kinds[name])
+    apart = [name for name in lists if name not in joined]
+    streams = kinds[apart[0]] if apart else {"image": kinds[joined[0]]["joint"]}
+    if any(kinds[name] != streams for name in apart) or any(
+        kinds[name]["joint"] != streams["image"] for name in joined
+    ):
+        raise Whole("its lists of blocks name their arguments differently")
+    texts = bool(joined) or "text" in streams
+    return dict(
+        lists={name: JOINED if name in joined else APART for name in lists},
+        image=streams["image"],
+        text=streams.get("text"),
+        returns=_returns(calls, streams, apart),
+        text_position=_text_position(small, another(), sizes[0]) if texts else None,
+        attention=_attention(calls, sizes),
+        **_layers(calls, sizes),
+        per_token=_per_token(calls, streams, sizes, texts),
+    )
+
+
+def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
+    """Kind of stream -> name of the argument, of the three-dimensional ones that the block also returns in
+    the same shape."""
+    shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
+    found = {}
+    for name, value in call.arguments.items():
+        if isinstance(value, Tensor) and value.ndim == 3 and tuple(value.shape) in shapes:
+            kind = _kind((value.shape[1], again.arguments[name].shape[1]), sizes)
+            if kind:
+                found.setdefault(kind, name)
+    return found
+
+
+def _kind(rows: tuple[int, int], sizes) -> str | None:
+    """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the
+    same in both."""
+    (image, text), (image2, text2) = sizes
+    if rows == (image, image2):
+        return "image"
+    if rows[0] - text == rows[1] - text2 >= 0:
+        return "text"
+    if rows[0] - image - text == rows[1] - image2 - text2 >= 0:
+        return "joint"
+    return None
+
+
+def _returns(calls, streams, apart) -> tuple[str, ...]:
+    """The order in which blocks that keep text apart return their streams."""
+    for call, _ in calls:
+        if call.list_name in apart:
+            shapes = {tuple(call.arguments[name].shape): kind for kind, name in streams.items()}
+            kinds = tuple(
+                shapes.get(tuple(output.shape)) for output in call.outputs if isinstance(output, Tensor)
+            )
+            if sorted(kinds, key=str) != sorted(streams, key=str):
+                raise Whole(
+                    f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
+                )
+            return kinds
+    return ("image",)
+
+
+def _attention(calls, sizes) -> tuple[str, ...]:
+    """Kinds of the attention calls of a block, the same in every block."""
+    kinds = {
+        tuple(_attention_kind(rows, again, sizes) for rows, again in zip(call.attention, other.attention))
+        for call, other in calls
+    }
+    if len(kinds) > 1 or kinds == {()}:
+        raise Whole(
+            "its blocks do not attend through scaled_dot_product_attention alone"
+            if kinds == {()}
+            else "its blocks attend in different ways"
+        )
+    return kinds.pop()
+
+
+def _attention_kind(rows, again, sizes):
+    query, key = (_kind((rows[i], again[i]), sizes) for i in (0, 1))
+    if query == key and query in ("image", "joint"):
+        return query
+    if query == "image" and key == "text":
+        return "cross"
+    raise Whole(
+        f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and "
+        f"prompt, nor the prompt"
+    )
+
+
+def _layers(calls, sizes) -> dict:
+    """Layers of a block that rows of text alone pass, and those that no rows do, wherever there are blocks
+    that have them; the others are counted as the latent's or as all rows'."""
+    kinds: dict[str, set] = {}
+    for call, again in calls:
+        for name, rows in call.layers.items():
+            kinds.setdefault(name, set()).update(
+                "none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(rows, again.layers[name])
+            )
+    return dict(
+        text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
+        shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
+    )
+
+
+def _per_token(calls, streams, sizes, texts) -> dict:
+    """Arguments, besides the streams and masks, that have a row for every token, and in which dimension."""
+    found = {}
+    for call, again in calls:
+        masks = {mask.data_ptr() for mask in call.masks}
+        for name, value in call.arguments.items():
+            parts, others = (
+                v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name])
+            )
+            if (
+                name in streams.values()
+                or not parts
+                or not all(isinstance(part, Tensor) for part in parts)
+                or any(part.data_ptr() in masks for part in parts)
+            ):
+                continue
+            places = [_place(part.shape, other.shape, sizes) for part, other in zip(parts, others)]
+            if any(places):
+                if None in places or len({dim for _, dim in places}) > 1:
+                    raise Whole(f"its blocks take {name!r}, of which only a part has a row for every token")
+                kinds = tuple(kind for kind, _ in places)
+                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], places[0][1])
+    if not texts and any(kind == "text" for kind, _ in found.values()):
+        found = {
+            name: place for name, place in found.items() if place[0] != "text"
+        }  # the prompt itself, whole on every rank
+    return found
+
+
+def _place(shape, other, sizes):
+    """(kind, dimension) of the first dimension that counts tokens, or None."""
+    kinds = [(_kind((a, b), sizes), dim) for dim, (a, b) in enumerate(zip(shape, other)) if a != b]
+    return next(((kind, dim) for kind, dim in kinds if kind), None)
+
+
+def _text_position(small: Trace, other: Trace, size) -> str:
+    """Where text sits among the keys of the first attention: the rows that another latent leaves as they
+    are."""
+    changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
+    image, rows = size[0], len(changed)
+    for position, expected in (
+        ("first", [False] * (rows - image) + [True] * image),
+        ("last", [True] * image + [False] * (rows - image)),
+    ):
+        if changed.tolist() == expected:
+            return position
+    raise Whole("rows of the prompt and of the latent are mixed in its attention")
+
+
+# ---------------------------------------------------------------------- self-check
+def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
+    """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the
+    full forward. Raises Whole."""
+    from ...parallel import mesh  # here, since they know families
+    from ...parallel.kv_buffers import KVBuffers
+    from ...parallel.pipeline_stage import Forward, Stage, model_output
+    from ...parallel.sequence import Sequence, Span
+    from ...parallel.sequence import patches as patch_rows
+
+    lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
+    total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
+    with torch.inference_mode():
+        reference = cut.io.output(model_output(transformer, cut, arguments), grid)
+        stage, buffers = Stage(transformer, cut, mesh.single(), range(total)), KVBuffers(1)
+        stage.begin_request("auto", buffers)
+        stage.attention.install()
+        try:
+            spans = [None, *(rows.image for rows in patch_rows(Sequence(0, grid.tokens, None), patches))]
+            for span in spans:
+                buffers.begin_evaluation(0.0)
+                rows = slice(None) if span is None else slice(span.lo, span.hi)
+                output = cut.io.output(
+                    stage.forward(
+                        arguments,
+                        Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens),
+                    ),
+                    grid,
+                )
+                error = ((output - reference)[:, rows].norm() / reference[:, rows].norm()).item()
+                if not error < 1e-4:
+                    raise Whole(
+                        f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} "
+                        f"computed alone are {error:.1e} from the full forward"
+                    )
+        except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+            raise Whole(f"a self-check failed ({type(error).__name__}: {error})") from error
+        finally:
+            stage.attention.uninstall()
+            for name, blocks in lists.items():  # without their wrappers again
+                setattr(transformer, name, nn.ModuleList(blocks))

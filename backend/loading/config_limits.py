@@ -1,0 +1,155 @@
+"""Whether a configuration can be that of the tensors beside it, asked before a transformer is built from it:
+building costs time for every layer that the configuration counts, and memory for the tables that a class
+computes."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..errors import UnsupportedError, quoted, reason
+from .header_limits import is_number
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+#: Entries (patterns) that are numbers to compute with, and count nothing.
+NUMBERS = ("*theta*", "*period*", "*base*", "*max_position*", "*scale*", "*factor*", "*_id")
+#: Entries that count blocks, of which each has tensors in the file.
+BLOCKS = ("*layers", "*blocks", "*depth")
+#: Blocks that a configuration may count though the file names fewer: parts that have no tensors.
+SPARE_BLOCKS = 128
+#: What any count may be, however small the file's tensors are (sampling rates, lengths of tables), and any
+#: number that counts nothing.
+COUNT, NUMBER = 16_384, 1e12
+#: Entries of a list, and nested lists.
+LENGTH, NESTED = 4_096, 4
+#: Sides of the grid for which some classes compute a table of positions with a row for each of its cells.
+SIDES = (("sample_height", "sample_width"), ("sample_size",) * 2, ("pos_embed_max_size",) * 2)
+#: Longest of these sides, and values of such a table (Stable Diffusion 3.5's has 226 million).
+SIDE, TABLE = 1_024, 1 << 28
+#: Classes that mean rows of a table by pos_embed_max_size.
+ROWS = ("AuraFlowTransformer2DModel",)
+#: Parameters that a transformer may have without tensors in the file (some families replace layers).
+SPARE_PARAMETERS = 1_024
+
+
+def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
+    """Refuse a configuration of the class ``transformer`` that counts more than the file ``name`` has, whose
+    tensors have these ``shapes``. Raises UnsupportedError."""
+    widest = max((side for shape in shapes.values() for side in shape), default=0)
+    numbers = {int(part) for key in shapes for part in key.split(".") if is_number(part)}
+    most = max(COUNT, widest)
+    for entry, value in config.items():
+        if any(fnmatchcase(entry, pattern) for pattern in NUMBERS):
+            limit, what = NUMBER, "more than any model has"
+        elif any(fnmatchcase(entry, pattern) for pattern in BLOCKS) and isinstance(value, int):
+            limit, what = len(numbers) + SPARE_BLOCKS, f"but its file has tensors of {len(numbers)} blocks"
+        else:
+            limit, what = most, f"but no tensor of its file has more than {widest:,} rows or columns"
+        largest = _largest(name, entry, value)
+        if not largest <= limit:
+            _refuse(name, entry, value, what)
+    _check_width(name, config, most)
+    _check_tables(name, transformer, config, most)
+
+
+def _refuse(name, entry, value, what):
+    raise UnsupportedError(
+        f"the configuration of {quoted(name)} says {quoted(entry)} is {quoted(value)}, {what}; it belongs to "
+        f"another model, or was damaged: download it again."
+    )
+
+
+def _largest(name: str, entry: str, value, depth: int = 0) -> float:
+    """The largest number in ``value``, however deep in lists; NaN counts as infinite."""
+    if isinstance(value, (int, float)):
+        return math.inf if value != value else abs(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return 0
+    if len(value) > LENGTH or depth >= NESTED:
+        raise UnsupportedError(
+            f"the configuration of {quoted(name)} has a list of {len(value):,} entries under "
+            f"{quoted(entry)}, or lists in lists; no model has that: download it again."
+        )
+    return max((_largest(name, entry, each, depth + 1) for each in value), default=0)
+
+
+def _check_width(name: str, config: Mapping, most: int):
+    for heads, size in (
+        (heads, heads.replace("num_attention_heads", "attention_head_dim"))
+        for heads in config
+        if heads.endswith("num_attention_heads")
+    ):
+        counts = config[heads], config.get(size)
+        if all(isinstance(count, int) for count in counts) and math.prod(counts) > most:
+            _refuse(name, heads, counts[0], f"of {counts[1]} each, but no tensor of its file is as wide")
+
+
+def _check_tables(name: str, transformer: str, config: Mapping, most: int):
+    """Refuse a grid whose table of positions would not fit. Classes that rotate by position compute none."""
+    patch = config.get("patch_size")
+    patch = patch if isinstance(patch, int) and patch > 0 else 1
+    width = _product(config, "num_attention_heads", "attention_head_dim") or most
+    frames = _product(config, "sample_frames") or 1
+    for sides in SIDES:
+        cells = _product(config, *sides)
+        if sides[0] == "pos_embed_max_size":
+            cells = None if transformer in ROWS else cells
+        elif cells:
+            cells = frames * cells // patch**2
+        rotates = config.get("use_rotary_positional_embeddings")
+        if cells and (max(config[side] for side in sides) > SIDE or cells * width > TABLE and not rotates):
+            _refuse(
+                name, sides[0], config[sides[0]], "which makes a larger table of positions than any model has"
+            )
+
+
+def _product(config: Mapping, *entries: str) -> int | None:
+    values = [config.get(entry) for entry in entries]
+    return math.prod(values) if all(isinstance(value, int) for value in values) else None
+
+
+def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
+    """A transformer of ``cls`` with the entries of ``config`` that it takes; ``tensors`` are there to fill
+    it. Raises UnsupportedError."""
+    accepted = inspect.signature(cls.__init__).parameters
+    try:
+        with _few_parameters(name, tensors):
+            return cls(**{key: value for key, value in config.items() if key in accepted})
+    except UnsupportedError:
+        raise
+    except Exception as error:  # whatever a class raises that is given what it was not made for
+        raise UnsupportedError(
+            f"the configuration of {quoted(name)} makes no {cls.__name__} ({type(error).__name__}: "
+            f"{reason(error)}); it belongs to another model, or was damaged: download it again."
+        ) from error
+
+
+@contextmanager
+def _few_parameters(name: str, tensors: int) -> Iterator[None]:
+    """While a transformer is built: refuse it once it has more parameters than ``tensors`` can fill, however
+    its configuration says so. Raises UnsupportedError."""
+    left, register = tensors + SPARE_PARAMETERS, nn.Module.register_parameter
+
+    def counted(module, key, parameter):
+        nonlocal left
+        left -= parameter is not None
+        if left < 0:
+            raise UnsupportedError(
+                f"the configuration of {quoted(name)} makes a transformer of more than "
+                f"{tensors + SPARE_PARAMETERS:,} "
+                f"parameters, which the tensors of its file cannot fill; it belongs to another model, or was "
+                f"damaged: download it again."
+            )
+        register(module, key, parameter)
+
+    nn.Module.register_parameter = counted
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

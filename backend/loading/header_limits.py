@@ -1,0 +1,131 @@
+"""How files are opened that somebody else has made: their kind and the sizes that they claim are checked
+before anything is read by them, so that no file holds a rank up or fills its memory."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+
+from ..errors import UnsupportedError, quoted
+from .allowed_folders import ANYWHERE, Folders
+from .regular_files import open_regular, read_json
+
+#: Bytes of the header of a safetensors or GGUF file, or of all files of a folder: the largest that are
+#: published have about one MB, LoRAs with a log of their training a few.
+MOST_HEADER = 16 << 20
+#: Tensors of a checkpoint: the largest that are published have some thousands, quantized ones with their
+#: scales about fifteen thousand.
+MOST_TENSORS = 32_768
+#: Files of a folder.
+MOST_SHARDS = 1_024
+#: Bytes of an index of shards, which names every tensor.
+MOST_INDEX = 16 << 20
+#: Blocks are numbered in the names of their tensors; published models have up to about a hundred.
+HIGHEST_BLOCK = 4_095
+#: Parts of a name, between dots; published ones have up to about ten.
+MOST_PARTS = 32
+
+
+def check_headers(paths: Iterable[Path]):
+    """Refuse safetensors files that are none, or whose headers are together larger than any model's.
+    Raises UnsupportedError."""
+    total = tensors = 0
+    for path in paths:
+        with open_regular(path) as file:
+            size, header = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            # sooner than by parsing; who writes it in another way is found by check_names
+            tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
+        if size < 8 or header > size - 8:
+            raise UnsupportedError(
+                f"{quoted(path.name)} cannot be read as safetensors (its header would have {header:,} bytes "
+                f"and the file has {size:,}); it is truncated or no safetensors file: download it again."
+            )
+        total += header
+        if total > MOST_HEADER:
+            raise UnsupportedError(
+                f"{quoted(path.name)} has a header of {header:,} bytes; all of a model's headers have "
+                f"{MOST_HEADER:,} at most, so this is no diffusion transformer: use another file."
+            )
+        if tensors > MOST_TENSORS:
+            raise _many(path.name, tensors)
+
+
+def check_names(name: str, keys: Mapping[str, object]):
+    """Refuse more tensors, longer names or higher block numbers than a transformer has: they become loops.
+    ``name``: the file's. Raises UnsupportedError."""
+    if len(keys) > MOST_TENSORS:
+        raise _many(name, len(keys))
+    for key in keys:
+        if key.count(".") >= MOST_PARTS:
+            raise UnsupportedError(
+                f"{quoted(name)} has a tensor {quoted(key)} of more than {MOST_PARTS} parts; the file was "
+                f"made badly: use another one."
+            )
+        number = next((part for part in key.split(".") if _is_high(part)), None)
+        if number is not None:
+            raise UnsupportedError(
+                f"{quoted(name)} has a tensor {quoted(key)} of block {quoted(number, 20)}, and blocks are "
+                f"numbered up to {HIGHEST_BLOCK:,} at most; the file was made badly: use another one."
+            )
+
+
+def _many(name: str, count: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{quoted(name)} has {count:,} tensors, and a transformer {MOST_TENSORS:,} at most; use another file."
+    )
+
+
+def _is_high(part: str) -> bool:
+    digits = part.lstrip("0")
+    return is_number(part) and (len(digits) > 4 or int(digits or 0) > HIGHEST_BLOCK)
+
+
+def is_number(part: str) -> bool:
+    """Is this part of a name the number of a block? ASCII alone: other digits are not what Python counts
+    by."""
+    return part.isascii() and part.isdecimal()
+
+
+def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
+    """The files that an index of shards names, which lie in its own folder. Raises UnsupportedError."""
+    weights = read_json(index, MOST_INDEX).get("weight_map")
+    names = set(weights.values()) if isinstance(weights, dict) and _all_strings(weights) else set()
+    if not 0 < len(names) <= MOST_SHARDS:
+        raise UnsupportedError(
+            f"{quoted(index.name)} has no weight_map that names the files of its tensors, {MOST_SHARDS:,} at "
+            f"most; download it again."
+        )
+    return [_beside(index, name, folders) for name in sorted(names)]
+
+
+def _all_strings(weights: dict) -> bool:
+    return all(isinstance(name, str) for name in weights.values())
+
+
+def _beside(index: Path, name: str, folders: Folders) -> Path:
+    """The file ``name`` of an index. A name may not leave the folder, and a link there only to where this
+    model's files are: its own folder, its folder in Hugging Face's cache (whose snapshots are links to blobs
+    beside them), or a folder that was allowed."""
+    parts = PurePath(name).parts
+    if not parts or "\0" in name or ".." in parts or PurePath(name).is_absolute():
+        raise UnsupportedError(
+            f"{quoted(index.name)} names the file {quoted(name)}, which is not in its folder; download the "
+            f"model again."
+        )
+    path, folder = index.parent / name, os.path.realpath(index.parent)
+    real = PurePath(os.path.realpath(path))
+    homes = [folder, _cached(PurePath(folder)), _cached(PurePath(os.path.abspath(index.parent)))]
+    if not any(home and real.is_relative_to(home) for home in homes) and not folders.holds(real):
+        raise UnsupportedError(
+            f"{quoted(index.name)} names {quoted(name)}, a link that leads out of the model's folder; put "
+            f"the file itself there, or a link to a folder of models."
+        )
+    return path
+
+
+def _cached(folder: PurePath) -> str | None:
+    """The blobs of the model in Hugging Face's cache that this folder is a part of; None where it is none:
+    models--OWNER--NAME/snapshots/REVISION/..."""
+    for above in folder.parents:
+        if above.name == "snapshots" and above.parent.name.startswith("models--"):
+            return os.path.realpath(above.parent / "blobs")
+    return None

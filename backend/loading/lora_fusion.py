@@ -1,0 +1,192 @@
+"""A rank's weights with LoRAs in them: made from the checkpoint's own, which are read again, so that what is
+taken out is gone to the last bit."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ..parallel import fsdp
+from ..parallel.sequence import Span
+from ..parallel.tensor_parallel import Shard
+from .adapters import Adapter, matrix
+from .checkpoint import Checkpoint
+from .lora_keys import Lora, LoraUse, Target, Targets, open_lora
+from .lora_validation import check_values
+
+#: LoRAs in the order in which they are added.
+Stack = tuple[LoraUse, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """The ``order``-th thing that a stack adds: an adapter of one of its LoRAs, on one tensor."""
+
+    order: int
+    use: LoraUse
+    target: Target
+    adapter: Adapter
+
+
+#: Parameter -> what is added to it, in order; of all ranks.
+Patches = Mapping[str, list[Patch]]
+
+
+class FusedWeights:
+    """The parameters that this rank holds of a loaded ``checkpoint``, and the ``stack`` of LoRAs that is in
+    them.
+
+    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the
+    checkpoint was read to, again the same for the same bits.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
+        self.checkpoint, self.cuts, self.device = checkpoint, cuts, device
+        parameters = dict(checkpoint.empty.named_parameters())
+        # by module, which stays the same whatever is wrapped around it later
+        self.places = {
+            name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in parameters.items()
+            if not parameter.is_meta
+        }
+        self.targets = Targets(
+            checkpoint.family.layout, {name: checkpoint.shapes[name] for name in parameters}
+        )
+        self.stack: Stack = ()
+        self._held: dict[str, Stack] = {}
+
+    def open(self, stack: Stack) -> list[Lora]:
+        """The LoRAs of a stack, from their headers. Raises UnsupportedError."""
+        return [open_lora(use.path, self.targets, self.checkpoint.name) for use in stack]
+
+    def check(self, stack: Stack) -> list[Lora]:
+        """As ``open``, and every value that would be added is looked at, once for each file. Raises
+        UnsupportedError."""
+        loras = self.open(stack)
+        for use, lora in zip(stack, loras):
+            check_values(lora.path, use.strength, lora.adapters)
+        return loras
+
+    @torch.inference_mode(False)  # parameters outlive the request that asks for them
+    def fuse(self, stack: Stack):
+        """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing
+        are left alone. Raises UnsupportedError.
+
+        A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to
+        the parameter's dtype.
+        """
+        if stack == self.stack:
+            return
+        patches = self._patches(stack)
+        wanted = {
+            name: tuple(patch.use for patch in self._concerning(name, patches))
+            for name in patches
+            if name in self.places
+        }
+        changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
+
+        def together(name):
+            return self.targets.together[name].name
+
+        if changed:
+            fsdp.reshard(self.checkpoint.empty)
+        for _, names in groupby(sorted(changed, key=together), key=together):
+            self._put(list(names), patches)
+        self._held, self.stack = wanted, stack
+
+    def _patches(self, stack: Stack) -> Patches:
+        pairs = [
+            (use, *pair)
+            for use, lora in zip(stack, self.open(stack))
+            if use.strength
+            for pair in lora.adapters
+        ]
+        found = defaultdict(list)
+        for order, pair in enumerate(pairs):
+            patch = Patch(order, *pair)
+            for name in patch.target.pieces:
+                found[name].append(patch)
+        return dict(found)
+
+    def _concerning(self, name: str, patches: Patches) -> list[Patch]:
+        """All patches on which a parameter's value depends, in order."""
+        mine = patches.get(name, [])
+        if not any(patch.adapter.needs_the_whole for patch in mine):
+            return mine
+        return sorted(
+            {patch for piece in self.targets.together[name].pieces for patch in patches.get(piece, ())},
+            key=lambda patch: patch.order,
+        )
+
+    def _put(self, names: list[str], patches: Patches):
+        """Give parameters that the single file keeps in one tensor their values under ``patches``."""
+        special = [
+            name for name in names if any(patch.adapter.needs_the_whole for patch in patches.get(name, ()))
+        ]
+        wholes = self._wholes(special[0], patches) if special else {}
+        for name in names:
+            parameter, shard = getattr(*self.places[name]), self.cuts.get(name.rpartition(".")[0])
+            here = fsdp.rows(parameter)
+            if name in special:
+                rows, columns = self._kept(name, shard, here)
+                value = _cut(wholes[name], rows, columns).reshape(
+                    parameter.shape if here is None else (len(here), *parameter.shape[1:])
+                )
+            else:
+                value = self.checkpoint.read(
+                    name, torch.float32 if name in patches else parameter.dtype, self.device, shard
+                )
+                value = value if here is None else value[here.lo : here.hi]
+                if name in patches and value.numel():
+                    value = self._sum(name, value, patches[name], *self._kept(name, shard, here))
+            fsdp.assign(parameter, value.to(parameter.dtype))
+
+    def _kept(
+        self, name: str, shard: Shard | None, here: Span | None
+    ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Rows and columns of a parameter that this rank keeps."""
+        height, width = matrix(self.checkpoint.shapes[name])
+        if shard is None:
+            return (here or Span(0, height),), (Span(0, width),)
+        return shard.outputs, shard.inputs if len(self.checkpoint.shapes[name]) > 1 else (Span(0, width),)
+
+    def _sum(self, name: str, value: Tensor, patches: list[Patch], rows, columns) -> Tensor:
+        total, height = value.reshape(matrix(value.shape)), self.checkpoint.shapes[name][0]
+        for patch in patches:
+            total = patch.adapter.add_to(
+                total, patch.use.strength, patch.target.pieces[name].rows(rows, height), columns
+            )
+        return total.reshape(value.shape)
+
+    def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
+        """A parameter and those that the single file keeps in the same tensor, as whole matrices: for
+        adapters that look at more than the entry that they change."""
+        group = self.targets.together[name].pieces
+        values = {
+            piece: self.checkpoint.read(piece, torch.float32, self.device).reshape(
+                matrix(self.checkpoint.shapes[piece])
+            )
+            for piece in group
+        }
+        for patch in self._concerning(name, patches):
+            whole = torch.empty(patch.target.shape, device=self.device)
+            rows = {
+                piece: _indices(source.rows((Span(0, len(values[piece])),), len(values[piece])))
+                for piece, source in patch.target.pieces.items()
+            }
+            for piece, where in rows.items():
+                whole[where] = values[piece]
+            whole = patch.adapter.applied_to(whole, patch.use.strength)
+            values |= {piece: whole[where] for piece, where in rows.items()}
+        return values
+
+
+def _indices(spans: list[Span]) -> list[int]:
+    return [index for span in spans for index in range(span.lo, span.hi)]
+
+
+def _cut(whole: Tensor, rows: tuple[Span, ...], columns: tuple[Span, ...]) -> Tensor:
+    return torch.cat([torch.cat([whole[r.lo : r.hi, c.lo : c.hi] for c in columns], dim=1) for r in rows])

@@ -1,0 +1,282 @@
+"""LoRA files: which tensors of a transformer their keys name, in the spellings of ComfyUI, BFL, kohya,
+diffusers, PEFT and LyCORIS.
+
+A key is PREFIX + MODULE + ROLE. MODULE is a module of the single file (ComfyUI's and BFL's names, kohya's
+with _ for .) or of the diffusers class; the family's Layout says which parameters either one means, so no
+family needs code here.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UnsupportedError, quoted, some
+from ..models.key_layout import Layout, Shapes
+from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
+from .allowed_folders import ANYWHERE, Folders
+from .lora_validation import check_form
+from .parameter_sources import Source, sources
+from .safetensors_files import TensorFiles
+
+#: Role -> how the ends of keys spell it.
+ROLES = {
+    "up": r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight"
+    r"|\.lora_B(?:\.[^.]+)?\.weight|\.lora_B",
+    "down": r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight"
+    r"|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
+    "difference": r"\.diff|\.w_norm",
+    "bias": r"\.diff_b|\.b_norm|\.lora_B(?:\.[^.]+)?\.bias",
+    **{
+        name: rf"\.{name}"
+        for name in (
+            "alpha",
+            "dora_scale",
+            "hada_w1_a",
+            "hada_w1_b",
+            "hada_w2_a",
+            "hada_w2_b",
+            "lokr_w1",
+            "lokr_w2",
+            "lokr_w1_a",
+            "lokr_w1_b",
+            "lokr_w2_a",
+            "lokr_w2_b",
+        )
+    },
+    "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
+    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
+}
+#: End of a key -> what it is, where this program does not have it.
+REFUSED = {
+    "lora_mid": "Tucker decomposition of convolutions",
+    "hada_t": "Tucker decomposition of convolutions",
+    "lokr_t2": "Tucker decomposition of convolutions",
+    "reshape_weight": "a control LoRA, which widens the model's input",
+    "set_weight": "weights that are replaced, as control LoRAs do",
+    "oft_": "OFT",
+    "rescale": "OFT",
+    "lora_magnitude_vector": "PEFT's DoRA",
+    "": "GLoRA",
+}
+KEY = re.compile(
+    r"(?P<stem>.+?)(?:" + "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items()) + ")"
+)
+#: What may stand in front of a module's name; the second group is of those who write diffusers' names.
+PREFIX = re.compile(
+    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
+)
+#: Other names of modules: (theirs, diffusers').
+ALIASES = (
+    ("_linear_in", "_net_0_proj"),
+    ("_linear_out", "_net_2"),
+    ("_processor_to_", "_to_"),
+    ("_to_out", "_to_out_0"),
+)
+#: Far beyond the node's 100, and far below what float32 holds.
+MOST_STRENGTH = 1_000_000
+
+
+@dataclass(frozen=True)
+class LoraUse:
+    """A LoRA file and how much of it is added. ``stamp`` changes with the file; it is empty where there is
+    none."""
+
+    path: str
+    strength: float
+    stamp: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that a LoRA can name, seen as a matrix of ``shape``: ``pieces``, parameters -> their rows of
+    it. ``name`` is for messages."""
+
+    name: str
+    shape: Matrix
+    pieces: Mapping[str, Source]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA file and what it changes of one transformer, from its header and its alphas alone; ``unmatched``
+    are keys that name nothing there."""
+
+    path: str
+    adapters: list[tuple[Target, Adapter]]
+    unmatched: list[str]
+
+    @property
+    def warning(self) -> str:
+        """One sentence on the unmatched keys, empty where there are none."""
+        if not self.unmatched:
+            return ""
+        return (
+            f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded, because "
+            f"this model has nothing of their names: {some(self.unmatched, 20)}."
+        )
+
+
+class Targets:
+    """Every tensor of a transformer under both of its names, the single file's and diffusers'."""
+
+    def __init__(self, layout: Layout, shapes: Shapes):
+        """``shapes``: the diffusers transformer's parameters."""
+        self.layout = layout
+        self.ours = _by_name(
+            Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()
+        )
+        stacked = defaultdict(dict)
+        for name, source in sources(layout, shapes).items():
+            stacked[source.key][name] = source
+        self.theirs = _by_name(
+            Target(key, _stack([shapes[name] for name in pieces]), pieces) for key, pieces in stacked.items()
+        )
+        #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
+        self.together = {name: target for target in self.theirs.values() for name in target.pieces}
+
+    def find(self, stem: str, leaf: str = "") -> Target | None:
+        """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its
+        weight."""
+        prefix = PREFIX.match(stem)
+        stem = stem[prefix.end() :] + leaf
+        names = [
+            stem.replace(".", "_"),
+            self.layout.spell(f"{stem}.weight").removesuffix(".weight").replace(".", "_"),
+        ]
+        names += [names[0].replace(other, ours) for other, ours in ALIASES]
+        orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
+        return next((found[name] for name in names for found in orders if name in found), None)
+
+    @property
+    def examples(self) -> str:
+        """Modules under their first and second names, for messages."""
+        both = [
+            [
+                target.name.removesuffix(".weight")
+                for name, target in found.items()
+                if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1
+            ]
+            for found in (self.theirs, self.ours)
+        ]
+        return ", ".join(
+            dict.fromkeys(
+                name for names in both for name in sorted(names, key=lambda name: "att" not in name)[:2]
+            )
+        )
+
+
+def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
+    """The ``loras`` of a message, [[path, strength], ...], all below ``folders``. Raises UnsupportedError."""
+    for lora in loras:
+        if (
+            not isinstance(lora, (list, tuple))
+            or len(lora) != 2
+            or not isinstance(lora[0], str)
+            or isinstance(lora[1], bool)
+            or not isinstance(lora[1], (int, float))
+            or not abs(lora[1]) <= MOST_STRENGTH
+        ):
+            raise UnsupportedError(
+                f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength (a finite "
+                f"number, at most {MOST_STRENGTH:,})."
+            )
+        folders.check(lora[0])
+    return tuple(LoraUse(path, float(strength), _stamp(Path(path))) for path, strength in loras)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
+
+
+def open_lora(path: str, targets: Targets, model: str) -> Lora:
+    """The LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names that
+    in messages.
+
+    UnsupportedError where it names nothing of the transformer, has other sizes or a kind of adapter that is
+    not supported.
+    """
+    where = Path(path)
+    if not where.is_file():
+        raise UnsupportedError(
+            f"there is no LoRA at {path:.300}; refresh the page and choose lora_name again."
+        )
+    files = TensorFiles([where])
+    modules, unmatched = defaultdict(dict), []
+    for key in files.shapes:
+        found = KEY.fullmatch(key)
+        if found is None or found.lastgroup in modules[found["stem"]]:
+            unmatched.append(key)
+        else:
+            modules[found["stem"]][found.lastgroup] = key
+    adapters = []
+    for stem, keys in modules.items():
+        bias = {"difference": keys.pop("bias")} if "bias" in keys else {}
+        for leaf, part in (("", keys), (".bias", bias)):
+            target = targets.find(stem, leaf) if set(part) - SCALES else None
+            if target is not None:
+                adapters.append((target, _adapter(where.name, files, part, target, model)))
+            else:
+                unmatched += part.values()
+    if not adapters:
+        raise UnsupportedError(
+            f"the LoRA {where.name} has nothing for {model}: its keys begin with "
+            f"{some(files.shapes)}, while this model has modules like {targets.examples}, looked "
+            f"for "
+            "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ "
+            "and lycoris_; it was made for another model."
+        )
+    return Lora(path, adapters, unmatched)
+
+
+def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
+    if "refused" in keys:
+        kind = next(
+            kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"]
+        )
+        raise UnsupportedError(
+            f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported; use KSampler "
+            f"for it, or a LoRA of another kind."
+        )
+    kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
+    if kind is None:
+        raise UnsupportedError(
+            f"the LoRA {name} is incomplete: of {target.name} it has only {some(keys.values())}; "
+            f"download it again."
+        )
+    adapter = kind(files, keys, target.shape)
+    check_form(name, adapter)
+    if adapter.size != target.shape:
+        raise UnsupportedError(
+            f"the LoRA {name} was made for another model: its change of {target.name} is "
+            f"{_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
+        )
+    if "dora_scale" in keys and matrix(files.shapes[keys["dora_scale"]]) not in (
+        (target.shape[0], 1),
+        (1, target.shape[1]),
+    ):
+        raise UnsupportedError(
+            f"the LoRA {name} has {quoted(keys['dora_scale'])} of "
+            f"{_times(files.shapes[keys['dora_scale']])}, "
+            f"which is neither a row nor a column of a tensor of {_times(target.shape)}."
+        )
+    return adapter
+
+
+def _stack(shapes: list[tuple[int, ...]]) -> Matrix:
+    return sum(matrix(shape)[0] for shape in shapes), matrix(shapes[0])[1]
+
+
+def _by_name(targets: Iterable[Target]) -> dict[str, Target]:
+    """Every target under its module's name and under its own."""
+    targets = list(targets)
+    return {
+        name.replace(".", "_"): target
+        for target in targets
+        for name in (target.name, target.name.removesuffix(".weight").removesuffix(".scale"))
+    }
+
+
+def _times(shape) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,58 @@
+"""Opening what others have put on the disk: files alone, and no more of a configuration than one has.
+Standard library only."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import UnsupportedError, quoted, reason
+
+#: Bytes of a configuration; published ones have a few thousand.
+MOST_CONFIG = 1 << 20
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. UnsupportedError for what is none: opening a pipe waits for its writer, and a
+    device has no end."""
+    try:
+        # without waiting; what it is is asked of the open file, which nobody can exchange any more
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{quoted(path.name)} cannot be opened ({reason(error)}).") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise UnsupportedError(
+            f"{quoted(path.name)} is no file but a folder, pipe, socket or device; choose a model's file."
+        )
+    return os.fdopen(handle, "rb")
+
+
+def check_regular(folder: Path):
+    """Refuse a folder with anything but files in it: a library that is given the folder opens what it finds.
+    Raises UnsupportedError, OSError."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):
+                raise UnsupportedError(f"{quoted(name)} is a pipe, socket or device; delete it.")
+
+
+def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
+    """The object in a JSON file of ``most`` bytes. Raises UnsupportedError."""
+    with open_regular(path) as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise UnsupportedError(
+            f"{quoted(path.name)} has more than {most:,} bytes, which no configuration needs; download it "
+            f"again."
+        )
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedError(
+            f"{quoted(path.name)} is no JSON ({reason(error)}); download it again."
+        ) from None
+    if not isinstance(found, dict):
+        raise UnsupportedError(f"{quoted(path.name)} holds {quoted(found)} and no names; download it again.")
+    return found

@@ -1,0 +1,147 @@
+"""safetensors files, mapped and read by slices; bytes are counted."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import UnsupportedError, quoted, reason
+from .allowed_folders import ANYWHERE, Folders
+from .header_limits import check_headers, check_names, shards
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+CPU = torch.device("cpu")
+ALL = slice(None)
+
+
+class Weights(Protocol):
+    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the
+    files; bytes_read: what was read of them so far."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, str]
+    size: int
+    bytes_read: int
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The floating dtype of a tensor, that of the values which it stands for where it is quantized.
+        UnsupportedError where it is none."""
+
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> torch.Tensor:
+        """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on
+        ``device``; nothing else of it is read."""
+
+
+class TensorFiles:
+    """The tensors of one or several safetensors files under one set of names. Headers are read at once, data
+    when asked for."""
+
+    def __init__(self, paths: list[Path]):
+        self.bytes_read, self.name = 0, paths[0].name
+        for path in paths:
+            _check_kind(path)
+        check_headers(paths)
+        self._handles = {path: _open(path) for path in paths}
+        self.size = sum(path.stat().st_size for path in paths)
+        self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        check_names(self.name, self._where)
+        self.metadata = {
+            key: value
+            for handle in self._handles.values()
+            for key, value in (handle.metadata() or {}).items()
+        }
+        self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed
+        integers)."""
+        name = self.stored(key)
+        if name not in DTYPES:
+            raise UnsupportedError(
+                f"the tensor {quoted(key)} is stored as {name}, a quantization that is not "
+                f"supported; use a bf16, fp16, fp32, fp8 or GGUF file."
+            )
+        return DTYPES[name]
+
+    def stored(self, key: str) -> str:
+        """The file's own name of a tensor's dtype ("BF16", "U8", ...)."""
+        return self._where[key].get_slice(key).get_dtype()
+
+    def read(
+        self,
+        key: str,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> torch.Tensor:
+        """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
+        of a machine share."""
+        tensor = self._mapped(key, rows, columns).to(device)  # few bytes travel, then become many
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _mapped(self, key, rows, columns):
+        handle = self._where[key]
+        if columns != ALL:
+            tensor = handle.get_slice(key)[rows, columns]
+        elif rows != ALL:
+            tensor = handle.get_slice(key)[rows]
+        else:
+            tensor = handle.get_tensor(key)
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _check_kind(path: Path):
+    if not path.is_file():
+        raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
+    if path.suffix not in (".safetensors", ".sft"):
+        raise UnsupportedError(
+            f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run "
+            f"code when they are opened."
+        )
+
+
+def _open(path: Path):
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last of torch, which maps the file
+        raise UnsupportedError(
+            f"{path.name} cannot be read as safetensors ({reason(error)}); it is truncated or no safetensors "
+            f"file: download it again."
+        ) from None
+
+
+def folder_files(*folders: Path, allowed: Folders = ANYWHERE) -> TensorFiles:
+    """The weights of diffusers folders: of each one safetensors file, or several with an index, which may be
+    links to what is ``allowed``."""
+    return TensorFiles([path for folder in folders for path in _paths(folder, allowed)])
+
+
+def _paths(folder: Path, allowed: Folders) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        return shards(indices[0], allowed)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UnsupportedError(
+            f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers "
+            f"transformer folder has one file, or several with a .safetensors.index.json."
+        )
+    return files

@@ -1,0 +1,108 @@
+"""Work of each block, which stages are balanced by: multiplications of one model call with a typical request,
+from the shapes of the block's weights.
+
+A row costs a linear layer or a convolution as many multiplications as it has weights, and two matrix products
+of attention cost 2 x rows of queries x rows of keys x width.
+Shapes do not tell which rows pass a layer: Blocks.lists and text_layers, Cache.prompt_layers and modulation
+do, and Blocks.shares how much of the work of a layer a row costs.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..models.blocks import IMAGE_ONLY
+from .tensor_parallel import QUERIES
+
+#: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
+IMAGE_ROWS, TEXT_ROWS = 4096, 512
+#: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
+FUSED_QUERIES = "to_qkv_mlp_proj"
+
+
+def block_costs(
+    transformer: nn.Module, family, config: Mapping, image: int = IMAGE_ROWS, text: int = TEXT_ROWS
+) -> list[int]:
+    """Multiplications of every block in pipeline order, for ``image`` and ``text`` rows; weights may be on
+    the meta device. Latents of several kinds count as rows of the first."""
+    return [
+        _linear(block, blocks, family, config, image, text)
+        + _attention(block, blocks, family, config, image, text)
+        for blocks in family.blocks.lists
+        for block in transformer.get_submodule(blocks)
+    ]
+
+
+def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
+    """Rows of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none where it is
+    computed once a request and answers every row."""
+    if _matches(layer, (*family.cache.prompt_layers, *family.cache.modulation)):
+        return 0
+    if family.blocks.is_text_layer(layer):
+        return text
+    apart = (
+        family.cache.static_text
+        or family.blocks.text_position is None
+        or family.blocks.lists[blocks] == IMAGE_ONLY
+        or any(family.blocks.is_text_layer(name) for name, _ in block.named_modules())
+    )
+    return image if apart else image + text
+
+
+def _matches(name: str, patterns) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _linear(block, blocks, family, config, image, text) -> int:
+    layers = {
+        name: module.weight
+        for name, module in block.named_modules()
+        if getattr(module, "weight", None) is not None and module.weight.ndim > 1
+    }
+
+    def share(name):
+        return next(
+            (part(config) for pattern, part in family.blocks.shares.items() if fnmatchcase(name, pattern)), 1
+        )
+
+    return sum(
+        round(weight.numel() * share(name)) * rows_through(name, block, blocks, family, image, text)
+        for name, weight in layers.items()
+    )
+
+
+def _attention(block, blocks, family, config, image, text) -> int:
+    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of
+    them than others."""
+    modules = [
+        module
+        for module in block.modules()
+        if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))
+    ]
+    kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
+    return sum(
+        _width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
+        for module, kind in zip(modules, kinds)
+    )
+
+
+def _width(module, family, config) -> int:
+    """Features of the queries of all heads."""
+    layer = next((getattr(module, name) for name in QUERIES if hasattr(module, name)), None)
+    return (
+        family.blocks.heads(config) * family.blocks.head_size(config) if layer is None else layer.out_features
+    )
+
+
+def _pairs(kind, blocks, family, config, image, text) -> int:
+    """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the
+    head size in the keys' place."""
+    joint = image if family.blocks.lists[blocks] == IMAGE_ONLY else image + text
+    queries, keys = {
+        "joint": (joint, joint),
+        ("image", "joint"): (image, joint),
+        "cross": (image, text),
+        "sum": (image, family.blocks.head_size(config)),
+    }.get(kind, (image, image))
+    return 2 * queries * keys

@@ -1,0 +1,50 @@
+"""Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights (sequence and data
+parallel)."""
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .mesh import Mesh
+from .sequence import Span
+
+#: Blocks whose weights are gathered ahead while one computes.
+PREFETCH = 1
+
+
+def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
+    """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs
+    and its predecessor does."""
+    blocks = [block for name in block_lists for block in transformer.get_submodule(name)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh.weights)
+    fully_shard(transformer, mesh=mesh.weights)
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCH])
+
+
+def reshard(transformer: nn.Module):
+    """Have every rank hold its rows alone, where a forward has left some weights whole; needed before
+    ``assign``."""
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def rows(parameter: nn.Parameter) -> Span | None:
+    """The rows of a sharded parameter on this rank; None where it is whole."""
+    if not isinstance(parameter, DTensor):
+        return None
+    height, size = parameter.shape[0], -(-parameter.shape[0] // parameter.device_mesh.size())
+    first = min(parameter.device_mesh.get_local_rank() * size, height)
+    return Span(first, min(first + size, height))
+
+
+def assign(parameter: nn.Parameter, value: Tensor):
+    """Replace a parameter's values, or this rank's rows of them, by ``value``."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(value)  # in place: the gather reads this memory
+    else:
+        parameter.data = value.to(
+            parameter.device
+        )  # not in place: it may be the checkpoint's own, mapped from the file

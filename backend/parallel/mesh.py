@@ -1,0 +1,178 @@
+"""One DeviceMesh, and every process group of the backend. Nothing else creates groups.
+
+Axes, slowest first: dp, cfg, pp, ring, ulysses, tp (config.AXES).
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config import ParallelConfig
+
+#: A peer that is silent for this long inside a collective has died or hangs: the worker ends, and the next
+#: request starts afresh.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one mesh axis (or on several flattened ones)."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def neighbour(self, offset: int) -> int:
+        """Global rank of the neighbour ``offset`` places on, around the end."""
+        return self.ranks[(self.rank + offset) % self.size]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands, and the groups to talk over.
+
+    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first:
+    two groups, since on NCCL one communicator runs its operations in order and the two directions would wait
+    for each other. ``weights`` flattens the axes whose ranks hold the same weights, for sharding them.
+    ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is
+    gloo over all ranks: dispatch, cancel votes, failures.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    dp: Axis
+    cfg: Axis
+    pp: Axis
+    ring: Axis
+    ulysses: Axis
+    tp: Axis
+    sp: Axis
+    tp_inputs: Axis
+    tp_outputs: Axis
+    weights: DeviceMesh | None
+    pp_return: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+
+def single(device: str = "cpu") -> Mesh:
+    """The mesh of one process, without torch.distributed."""
+    alone = Axis(None, 0, 1, (0,))
+    return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, pp_return=None, control=None)
+
+
+def layout(config: ParallelConfig) -> torch.Tensor:
+    """Ranks as an array of shape (dp, cfg, pp, ring, ulysses, tp)."""
+    return torch.arange(config.world_size).reshape(tuple(config.degrees.values()))
+
+
+def file_store(path: str) -> dist.FileStore:
+    """The file ``path`` as the place where the ranks meet: no port is opened for it. Its folder must be one
+    that only this user can enter; it is new for each start."""
+    store = dist.FileStore(path, int(os.environ["WORLD_SIZE"]))
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def build(config: ParallelConfig, device: str, store: dist.Store | None = None) -> Mesh:
+    """Join the default group at ``store`` (without one: at torchrun's MASTER_ADDR and MASTER_PORT) and build
+    every group of ``config`` on ``device`` ("cuda" or "cpu")."""
+    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            timeout=TIMEOUT,
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+    mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
+    axes = {name: _axis(mesh, name) for name in config.degrees}
+    weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
+    control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
+    pp_return, _ = (
+        dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT)
+        if config.pipefusion_degree > 1
+        else (None, None)
+    )
+    return Mesh(
+        local,
+        dist.get_rank(),
+        dist.get_world_size(),
+        **axes,
+        sp=_sp_axis(config, mesh),
+        **_tp_grid(config),
+        weights=weights,
+        pp_return=pp_return,
+        control=control,
+    )
+
+
+def close(mesh: Mesh):
+    """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
+    for the next mesh."""
+    axes = (
+        mesh.dp,
+        mesh.cfg,
+        mesh.pp,
+        mesh.ring,
+        mesh.ulysses,
+        mesh.tp,
+        mesh.sp,
+        mesh.tp_inputs,
+        mesh.tp_outputs,
+    )
+    groups = [axis.group for axis in axes] + [mesh.pp_return, mesh.weights and mesh.weights.get_group()]
+    dist.barrier(group=mesh.control)
+    for group in {id(group): group for group in (*groups, mesh.control) if group is not None}.values():
+        if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group
+            dist.destroy_process_group(group)
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    group = mesh.get_group(name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
+
+
+def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
+    """ring and ulysses flattened; where one of them is 1 the other's group serves."""
+    if config.ring_degree > 1 and config.ulysses_degree > 1:
+        mesh["ring", "ulysses"]._flatten("sp")
+        return _axis(mesh, "sp")
+    return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses")
+
+
+def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
+    """tp as r x c ranks, r the largest divisor up to the square root: inputs are divided over r, outputs over
+    c."""
+    tp = config.tensor_parallel_degree
+    if tp == 1 or config.split_scheme != "2d":
+        return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
+    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    grid = layout(config).reshape(-1, rows, tp // rows)
+    return {"tp_inputs": _enumerated(grid.movedim(1, -1)), "tp_outputs": _enumerated(grid)}
+
+
+def _enumerated(groups: torch.Tensor) -> Axis:
+    """This rank's group among those in the last dimension of ``groups``."""
+    lists = groups.reshape(-1, groups.shape[-1]).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)
+    ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks))

@@ -1,0 +1,272 @@
+"""Tensor parallelism: matrices of the blocks cut over ranks, each rank reading and holding its piece alone.
+
+Schemes (ParallelConfig.split_scheme):
+- megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
+  are divided, one all-reduce a pair.
+  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed
+  colwise" (several runs of outputs, of which diffusers' layer tells), "rowwise", "rowwise behind attention"
+  (inputs are attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean
+  summed, where it is over all heads).
+- row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather);
+  activations stay whole.
+- 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
+  without the activations' split).
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from . import comm
+from .mesh import Axis, Mesh
+from .sequence import Span
+
+#: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
+QUERIES, HEAD_COUNTS, ALL_HEADS = (
+    ("to_q", "to_query"),
+    ("heads", "num_heads", "kv_heads", "num_kv_heads"),
+    "inner_dim",
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The piece of one weight (out, in) on this rank and what its layer exchanges.
+
+    outputs, inputs: spans of rows and columns kept; a norm has no inputs. take_input: the layer is given
+    whole activations and takes its columns of them.
+    reduce: ranks over which outputs (a norm: means) are summed. collect: ranks over which outputs are joined,
+    each with ``widths[i]`` features.
+    """
+
+    outputs: tuple[Span, ...]
+    inputs: tuple[Span, ...]
+    take_input: bool = False
+    reduce: Axis | None = None
+    collect: Axis | None = None
+    widths: tuple[int, ...] = ()
+
+    @property
+    def reduced_features(self) -> int:
+        """Numbers a row that are summed over ``reduce``."""
+        return sum(map(len, self.outputs)) if self.inputs else 1
+
+
+class ShardedLinear(nn.Module):
+    """A linear layer of which this rank holds a piece; parameter names stay those of nn.Linear."""
+
+    def __init__(self, linear: nn.Linear, shard: Shard):
+        super().__init__()
+        self.shard = shard
+        rows, columns = sum(map(len, shard.outputs)), sum(map(len, shard.inputs))
+        self.weight = nn.Parameter(linear.weight.new_empty(rows, columns), requires_grad=False)
+        self.bias = (
+            None if linear.bias is None else nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard = self.shard
+        if shard.take_input:
+            x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
+        if shard.reduce is None:
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = comm.reduce(F.linear(x, self.weight), shard.reduce, "tensor")
+            out = out if self.bias is None else out + self.bias  # once, behind the sum
+        if shard.collect is None:
+            return out
+        return torch.cat(
+            comm.gather(out, [(*out.shape[:-1], width) for width in shard.widths], shard.collect, "tensor"),
+            dim=-1,
+        )
+
+
+class ShardedNorm(nn.Module):
+    """RMS norm over the features of all heads, of which this rank holds some; the squares are summed over the
+    ranks in float32."""
+
+    def __init__(self, norm: nn.Module, shard: Shard):
+        super().__init__()
+        self.shard, self.eps, self.features = shard, norm.eps, len(norm.weight)
+        self.weight = nn.Parameter(norm.weight.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = comm.reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
+        return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
+
+
+def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
+    """Module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or, where it
+    has none, diffusers' _tp_plan.
+
+    UnsupportedError where the scheme does not fit the transformer.
+    """
+    layers = {
+        name: module
+        for name, module in transformer.named_modules()
+        if name.startswith(tuple(f"{blocks}." for blocks in family.blocks.lists))
+    }
+    if scheme != "megatron":
+        return {
+            name: _whole_activations(module, scheme, mesh)
+            for name, module in layers.items()
+            if isinstance(module, nn.Linear)
+        }
+    plan = family.tensor_plan or transformer._tp_plan
+    if not plan:
+        raise UnsupportedError(
+            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
+            f"column or 2d."
+        )
+    _check_heads(layers, mesh.tp.size)
+    found = {
+        name: _planned(layers, name, style, mesh.tp)
+        for name in layers
+        if (style := _style(plan, name)) is not None
+    }
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in QUERIES)
+
+
+def _check_heads(layers, ranks):
+    for name, module in layers.items():
+        for count in (
+            getattr(module, key)
+            for key in HEAD_COUNTS
+            if _attends(module) and isinstance(getattr(module, key, None), int)
+        ):
+            if count % ranks:
+                raise UnsupportedError(
+                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
+                    f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
+                )
+
+
+def _style(plan, name):
+    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+
+
+def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
+    inputs, outputs = {
+        "row": (mesh.tp, None),
+        "column": (None, mesh.tp),
+        "2d": (mesh.tp_inputs, mesh.tp_outputs),
+    }[scheme]
+    whole_in, whole_out = Span(0, linear.in_features), Span(0, linear.out_features)
+    mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
+    mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
+    widths = tuple(len(whole_out.shard(i, outputs.size)) for i in range(outputs.size)) if outputs else ()
+    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths)
+
+
+def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
+    parent, _, leaf = name.rpartition(".")
+    if style == "norm":
+        return _norm(layers[name], layers[parent], leaf, tp)
+    return _megatron(layers[name], style, tp) if isinstance(layers[name], nn.Linear) else None
+
+
+def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
+    whole_in, whole_out = Span(0, layer.in_features), Span(0, layer.out_features)
+    if style == "colwise":
+        return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
+    if style == "packed colwise":
+        return Shard(_pieces(layer._tp_packed_col_blocks, tp), (whole_in,))
+    if style == "gated colwise":
+        return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
+    packed = {
+        "rowwise": [layer.in_features],
+        "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features],
+    }
+    widths = (
+        packed[style] if isinstance(style, str) else layer._tp_packed_row_blocks
+    )  # diffusers' packed rowwise style
+    return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
+
+
+def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
+    """This rank's part of each of several runs of features."""
+    starts = accumulate(widths, initial=0)
+    return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
+
+
+def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
+    """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it
+    follows."""
+    width = (attention.to_q if leaf.endswith("q") else attention.to_k).out_features
+    if getattr(norm, "weight", None) is None or len(norm.weight) != width:
+        return None
+    return Shard((Span(0, width).shard(tp.rank, tp.size),), (), reduce=tp)
+
+
+def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
+    """Put the sharded module in the place of every layer in ``found`` and tell attention modules which heads
+    are left."""
+    for name, shard in found.items():
+        parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        whole = getattr(parent, leaf)
+        setattr(
+            parent,
+            leaf,
+            ShardedLinear(whole, shard) if isinstance(whole, nn.Linear) else ShardedNorm(whole, shard),
+        )
+    if scheme != "megatron":
+        return
+    for module in transformer.modules():
+        if any(isinstance(getattr(module, name, None), ShardedLinear) for name in QUERIES):
+            for count in (*HEAD_COUNTS, ALL_HEADS):
+                if isinstance(getattr(module, count, None), int):
+                    setattr(module, count, getattr(module, count) // tp.size)
+    for name in family.blocks.lists if family.blocks.per_feature else ():
+        for block in transformer.get_submodule(name):
+            block.register_forward_pre_hook(
+                partial(
+                    _own_features,
+                    signature=inspect.signature(block.forward),
+                    names=family.blocks.per_feature,
+                    tp=tp,
+                ),
+                with_kwargs=True,
+            )
+
+
+def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
+    """Have the sharded layers talk over the groups of ``new``, on which this rank's piece of every weight is
+    that of ``old``."""
+    axes = {id(getattr(old, name)): getattr(new, name) for name in ("tp", "tp_inputs", "tp_outputs")}
+    for module in transformer.modules():
+        if isinstance(module, (ShardedLinear, ShardedNorm)):
+            shard = module.shard
+            module.shard = replace(
+                shard, reduce=axes.get(id(shard.reduce)), collect=axes.get(id(shard.collect))
+            )
+
+
+def _own_features(block, args, kwargs, signature, names, tp):
+    """The block's arguments with those cut that run over the features of all heads: a tensor, or a tuple of
+    them."""
+    bound = signature.bind(*args, **kwargs)
+    for name in names:
+        whole = bound.arguments[name]
+        cut = [_own_heads(part, tp) for part in (whole if isinstance(whole, tuple) else (whole,))]
+        bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
+    return bound.args, bound.kwargs
+
+
+def _own_heads(part, tp):
+    """This rank's share of (B, rows, features of all heads) or (B, heads, rows, features)."""
+    dim = 1 if part.ndim == 4 else -1
+    mine = Span(0, part.shape[dim]).shard(tp.rank, tp.size)
+    return part.narrow(dim, mine.lo, len(mine))

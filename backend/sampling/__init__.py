@@ -1,0 +1,1 @@
+"""A request's validation, guidance and solver steps."""

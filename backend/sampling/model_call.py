@@ -1,0 +1,210 @@
+"""One call of the model over the mesh, for clients that own the step loop (ComfyUI's samplers on the MODEL of
+ParallelModel).
+
+It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch
+is spread over the replicas of both
+the dp and the cfg axis: its rows know of no guidance branches.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..errors import UnsupportedError
+from ..models.family import Family
+from ..parallel.mesh import Axis, Mesh
+from ..parallel.pipeline_stage import Forward
+from ..parallel.sequence import Span
+from ..protocol import ModelCall
+from .guidance import SIDES, Prompt
+from .model_runner import Runner
+from .prediction import OUTPUT
+from .request import Request
+from .solver_registry import Evaluation
+from .step_loop import Callbacks, Denoiser, Part, Pending
+from .tensor_validation import check_arguments, check_latent
+from .validation import check_kernel, check_rows
+
+#: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway,
+#: and memory would grow with the batch.
+TOKENS_AT_ONCE = 16384
+ALONE = Axis(None, 0, 1, (0,))
+
+
+def check_call(
+    call: ModelCall,
+    config: ParallelConfig,
+    family: Family,
+    model_config: dict,
+    dtype: torch.dtype,
+    device: str,
+):
+    """Refuse a call that cannot run. Raises UnsupportedError."""
+    check_kernel(call.attention, device, dtype)
+    for name in ("x", "time"):
+        if name not in call.tensors:
+            raise UnsupportedError(f"the call has no tensor {name!r}.")
+    x, time = call.tensors["x"], call.tensors["time"]
+    channels = family.latent.channels(model_config)
+    unlike = family.latent.nested is None and (
+        call.latent_shapes or x.ndim not in family.latent.dimensions or x.shape[1] < channels
+    )
+    if unlike or not x.numel() or not x.is_floating_point():
+        raise UnsupportedError(
+            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} "
+            f"takes (batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width)."
+        )
+    if family.latent.nested:
+        check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
+    if time.shape != x.shape[:1]:
+        raise UnsupportedError(
+            f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
+            f"one for each of the {x.shape[0]} samples."
+        )
+    if family.latent.nested and (time != time[:1]).any():
+        raise UnsupportedError(
+            f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} "
+            f"have one in common; call it for each sample by itself."
+        )
+    latent, arguments = _split(call, family, model_config)
+    for name, value in arguments.items():
+        if value.ndim and value.shape[0] not in (1, x.shape[0]):
+            raise UnsupportedError(
+                f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; "
+                f"use one prompt or one for each."
+            )
+    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
+    check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
+    check_rows(replace(config, num_pipeline_patch=1), grid)
+
+
+def rows_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
+    """The rows of the batch that a replica computes, equally many on each: where the batch does not divide,
+    or is smaller, its last rows are computed again."""
+    count = -(-batch // replicas)
+    return [min(row, batch - 1) for row in range(replica * count, (replica + 1) * count)]
+
+
+def build_call(
+    call: ModelCall,
+    family: Family,
+    model_config: dict,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: list[int],
+) -> Request:
+    """The request of a checked call on ``device`` for some ``rows`` of its batch."""
+    latent, arguments = _split(call, family, model_config)
+    batch, grid = latent.shape[0], family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
+
+    def mine(value):
+        return (
+            _rows(value, rows)
+            if value.ndim and value.shape[0] == batch
+            else value.expand(len(rows), *value.shape[1:])
+            if value.ndim
+            else value
+        )
+
+    given, times = (
+        mine(latent).to(device, torch.float32).contiguous(),
+        mine(call.tensors["time"]).to(device, torch.float32),
+    )
+    carry = (
+        family.latent.nested and family.latent.nested.carry
+    )  # then the model is given another latent than came
+    tokens = grid.to_tokens(given) if carry else given.new_empty(len(rows), grid.tokens, grid.features)
+    return Request(
+        solver="",
+        prediction=OUTPUT,
+        cfg=1.0,
+        seed=0,
+        sigmas=call.tensors["time"][:1].float(),
+        noise=tokens,
+        latent=tokens,
+        mask=None,
+        grid=grid,
+        batch=len(rows),
+        items=slice(None),
+        times=None if family.latent.nested else times,
+        carry=carry,
+        given=None if carry else given,
+        prompts={SIDES[0]: Prompt(SIDES[0])},
+        conditioning={
+            SIDES[0]: {
+                name: family.conditioning.cast(name, mine(value), device, dtype)
+                for name, value in arguments.items()
+            }
+        },
+        patches=1,
+        warmup_steps=0,
+        stale_kv="reuse",
+        kernel=call.attention,
+        from_pure_noise=False,
+        clean_inpaint=False,
+        percent_sigmas={},
+        context={SIDES[0]: family.conditioning.context_tokens(model_config, grid, arguments)},
+        given_rows=0,
+    )
+
+
+def _rows(value: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the
+    latent."""
+    return value[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else value[rows]
+
+
+def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
+    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent,
+    families are given them as c_concat."""
+    x = call.tensors["x"]
+    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
+    arguments = {
+        name.removeprefix("cond."): value for name, value in call.tensors.items() if name.startswith("cond.")
+    }
+    return x[:, :channels], arguments if x.shape[1] <= channels else {
+        **arguments,
+        "c_concat": x[:, channels:],
+    }
+
+
+class OneCall(Denoiser):
+    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer.
+    PipeFusion's pipeline is drained."""
+
+    def __init__(self, mesh: Mesh, request: Request, runner: Runner):
+        super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
+
+    def _plan(self) -> list[Evaluation]:
+        return [Evaluation(self.request.sigmas[0], 0)]
+
+    def _modulate_ahead(self, plan: list[Evaluation]):
+        """There is no next call to compute for; but weights that wait in host memory, or on another stage,
+        run no other way."""
+        memos = self.runner.model.memos
+        if memos.lent or memos.home.type != self.x.device.type:
+            super()._modulate_ahead(plan)
+
+    def _begin(self):
+        self.x = self.request.noise
+
+    def _start_solvers(self):
+        pass
+
+    def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
+        batch = self.x.shape[0]
+        size = 1 if self.returns else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
+        return [
+            Forward(branch, Span(first, min(first + size, batch)))
+            for branch in branches
+            for first in range(0, batch, size)
+        ]
+
+    def _collect(self, pending: Pending):
+        [output] = self._take(pending).values()
+        self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.part.span)
+
+    def _vote(self, evaluation: Evaluation):
+        """Rank 0 looked before it told the others; a call that has begun is short."""

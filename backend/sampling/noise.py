@@ -1,0 +1,68 @@
+"""A request's random numbers: ComfyUI's generators over the whole latent, so that patches and ranks get
+slices of the same numbers."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..models.latent_tokens import TokenGrid
+
+#: Results that are kept: patches of one step are at most one model call apart, and a call consumes at most
+#: two.
+KEPT = 4
+
+
+class FreshNoise:
+    """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for."""
+
+    def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device, sigmas: Tensor):
+        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
+        # one comes the first)
+        self.generator = torch.Generator(device).manual_seed(
+            (seed + 1) % (1 << 64) if device.type == "cpu" else seed
+        )
+        self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
+        self.seed, self.sigmas = seed, sigmas
+        self.tree = None
+        self.count = 0
+        self.kept: dict[object, Tensor] = {}
+
+    def draw(self, index: int) -> Tensor:
+        """The ``index``-th draw of the seeded generator."""
+        while self.count <= index:
+            self._keep(self.count, torch.randn(self.shape, generator=self.generator, device=self.device))
+            self.count += 1
+        return self.kept[index]
+
+    def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
+        """The Brownian path's increment from noise level ``sigma`` to ``target``, over its standard
+        deviation.
+
+        ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
+        device has the same path.
+        """
+        key = (float(sigma), float(target))
+        if key not in self.kept:
+            sign = 1 if key[0] < key[1] else -1
+            deviation = (target.cpu() - sigma.cpu()).abs().sqrt()
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # it rounds the schedule's ends, then finds the queries outside by as much
+                increment = self._tree()(min(key), max(key))
+            self._keep(key, increment * sign / deviation)
+        return self.kept[key]
+
+    def _tree(self):
+        if self.tree is None:
+            import torchsde  # here, since only these solvers need it
+
+            lowest, highest = self.sigmas[self.sigmas > 0].min().item(), self.sigmas.max().item()
+            self.tree = torchsde.BrownianTree(lowest, torch.zeros(self.shape), highest, entropy=self.seed)
+        return self.tree
+
+    def _keep(self, key: object, noise: Tensor):
+        self.kept[key] = self.grid.to_tokens(noise.to(self.device))
+        if len(self.kept) > KEPT:
+            self.kept.pop(next(iter(self.kept)))

@@ -1,0 +1,93 @@
+"""The solvers by name, and the list of model calls that one makes. The solvers themselves are in solvers/."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+
+from ..protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, SOLVERS
+from .solvers import dpmpp, euler, exponential, multistep, unipc
+from .solvers.problem import Problem
+
+Tensor = torch.Tensor
+
+_FAMILIES = (euler, dpmpp, multistep, exponential, unipc)
+#: ddim is ComfyUI's: Euler steps, and its own noise where a mask keeps part of the latent (see
+#: request.Inpaint).
+_ALIASES = {"ddim": "euler"}
+
+
+def _function(name: str):
+    name = _ALIASES.get(name, name)
+    return next(vars(family)[name] for family in _FAMILIES if name in vars(family))
+
+
+#: What no solver makes of numbers below 1 that it does not divide by next to nothing.
+MOST = 1e6
+
+SOLVER_FUNCTIONS = {name: _function(name) for name in SOLVERS}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One call of the model: at which noise level, in which step of the schedule."""
+
+    sigma: Tensor
+    step: int
+
+
+def answer(solver: str, denoised: Tensor, negative: Tensor):
+    """What ``solver`` is sent for a model call: the prediction, or a pair with the negative prompt's (before
+    guidance and mask)."""
+    return (denoised, negative) if solver in NEEDS_NEGATIVE else denoised
+
+
+def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
+    """Does the solver ask for noise levels that the schedule alone does not tell
+    (Problem.percent_to_sigma)?"""
+    return solver == "sa_solver" or (solver in HALF_LOG_SNR and flow and first_sigma >= 1)
+
+
+def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
+    """Every model call that ``solver`` will make, in order, known before the first: stages that hold no
+    latent follow this list."""
+    return [Evaluation(sigma, step) for _, sigma, step in _dry(solver, problem, (0.0,))]
+
+
+def is_finite(solver: str, problem: Problem) -> bool:
+    """Does ``solver`` get through the schedule, and a flow model's latent back to the scale of pictures,
+    without dividing by zero? What it multiplies by follows from the noise levels alone, so a run over one
+    number tells."""
+    run = _dry(solver, problem, (0.3, 0.7, 0.4))
+    try:
+        while next(run)[0].abs() < MOST:
+            pass
+        return False
+    except StopIteration as end:
+        return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MOST)
+    except (ZeroDivisionError, torch.linalg.LinAlgError):
+        return False
+
+
+def _dry(
+    solver: str, problem: Problem, numbers: tuple[float, ...]
+) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
+    """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing
+    from no number); returns its answer."""
+    x, *_ = values = [torch.tensor(number) for number in numbers]
+
+    def brownian(a, b):
+        return x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
+
+    steps = SOLVER_FUNCTIONS[solver](
+        x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, brownian, problem.percent_to_sigma)
+    )
+    try:
+        request = next(steps)
+        for denoised in cycle(values):
+            yield request
+            denoised = denoised + 0 * request[0]
+            request = steps.send(answer(solver, denoised, denoised))
+    except StopIteration as end:
+        return end.value

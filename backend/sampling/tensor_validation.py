@@ -1,0 +1,161 @@
+"""What the tensors of a request, or of a call of the model, must be for a family: types, numbers, shapes.
+Refusals are sentences."""
+
+import math
+
+import torch
+
+from ..errors import UnsupportedError
+from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
+from ..models.family import Family
+from ..models.latent_tokens import NestedGrid, TokenGrid
+
+Tensor = torch.Tensor
+
+#: Types of a request's tensors; those of its latent and its prompt are floating-point.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def check_numbers(tensors: dict[str, Tensor]):
+    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum tells of both in
+    one pass over the tensor, and overflows itself at worst."""
+    for name, value in tensors.items():
+        if value.dtype not in TYPES:
+            raise UnsupportedError(f"{name:.100} is of {value.dtype}; send float32, float16 or bfloat16.")
+        if (
+            value.is_floating_point()
+            and not math.isfinite(value.sum(dtype=torch.float32).item())
+            and not torch.isfinite(value).all()
+        ):
+            raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
+
+
+def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
+    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``.
+    Raises UnsupportedError."""
+    nested = family.latent.nested
+    if nested is None:
+        channels = family.latent.channels(model_config)
+        if shapes or len(shape) not in family.latent.dimensions or shape[1] != channels:
+            what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
+            raise UnsupportedError(
+                f"{what} but {family.name} wants {channels} channels in (batch, channels, "
+                f"{'frames, ' if family.latent.frames else ''}height, width); make it with the model's own "
+                f"empty-latent node."
+            )
+        return
+    wanted = nested.channels(model_config)
+    if len(shapes) != len(wanted) or any(
+        not isinstance(part, (list, tuple))
+        or len(part) not in (3, 4)
+        or not all(isinstance(side, int) and side > 0 for side in part)
+        or part[0] != channels
+        for part, channels in zip(shapes, wanted)
+    ):
+        parts = " and ".join(f"{name} of {channels} channels" for name, channels in zip(nested.names, wanted))
+        raise UnsupportedError(
+            f"the latents have shapes {shapes!r:.200} but {family.name} wants {parts}; "
+            f"make them with the model's own empty-latent node."
+        )
+    if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
+        raise UnsupportedError(
+            f"noise has shape {shape}, which does not hold latents of shapes {shapes!r:.200}; pack them as "
+            f"(batch, 1, elements of all)."
+        )
+
+
+def check_arguments(
+    whose: str,
+    given: dict[str, Tensor],
+    batch: int,
+    grid: TokenGrid | NestedGrid,
+    family: Family,
+    model_config: dict,
+):
+    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises
+    UnsupportedError."""
+    for name in given:
+        if name.partition(".")[0] not in family.conditioning.accepted:
+            raise UnsupportedError(
+                f"{whose} carries {name!r:.100}, which {family.name} does not support here; it accepts "
+                f"{', '.join(family.conditioning.accepted)}."
+            )
+    for name in family.conditioning.required:
+        if name not in given:
+            raise UnsupportedError(
+                f"{whose} has no {name!r}, which {family.name} needs; encode the prompt with the text "
+                f"encoders of this model."
+            )
+    read = {name: value for name, value in given.items() if name not in family.conditioning.ignored}
+    for name, value in given.items():
+        if not value.numel() and (
+            name in family.conditioning.required or _sides(name, grid) or not value.shape[0]
+        ):
+            raise UnsupportedError(
+                f"{whose}'s {name} has shape {tuple(value.shape)}, which holds nothing; encode the prompt "
+                f"again."
+            )
+        reason = _wrong_form(name, value, batch, grid) if name in read else None
+        if reason:
+            raise UnsupportedError(f"{whose}'s {name} {reason}")
+        if value.ndim > 1 and value.shape[0] not in (1, batch):
+            raise UnsupportedError(
+                f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one "
+                f"for each."
+            )
+    reason = family.conditioning.refusal(model_config, grid, given)
+    if reason:
+        raise UnsupportedError(f"{whose}: {reason}")
+    widths, sizes = family.conditioning.widths(model_config), {}
+    for name, value in read.items():
+        reason = _wrong_size(name, value, widths, sizes, grid)
+        if reason:
+            raise UnsupportedError(f"{whose}'s {name} {reason}")
+
+
+def _sides(name, grid) -> tuple[int, ...] | None:
+    """The sides of the latent that an argument must have, or None."""
+    parts = grid.parts if isinstance(grid, NestedGrid) else (grid,)
+    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(
+        DIMENSIONS.get(name, ("",))[-1]
+    )
+
+
+def _wrong_form(name, value, batch, grid) -> str | None:
+    """Why an argument has not the dimensions and the type that it has in every family, or None."""
+    known, sides = DIMENSIONS.get(name), _sides(name, grid)
+    if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
+        return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
+    if (
+        known is None
+        or (value.dtype in FLOATS or name not in FLOATING)
+        and value.ndim == (len(sides) + 2 if sides else len(known))
+    ):
+        return None
+    kind = "a floating-point tensor" if name in FLOATING else "a tensor"
+    return (
+        f"is {value.dtype} of shape {tuple(value.shape)}, but {kind} ({', '.join(map(str, known))}) is "
+        f"needed; encode the prompt with the text encoders of this model."
+    )
+
+
+def _wrong_size(name, value, widths, sizes, grid) -> str | None:
+    """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``:
+    dimension -> the first argument that has it, and its size there."""
+    known, shape, sides = DIMENSIONS.get(name, ()), tuple(value.shape), _sides(name, grid)
+    if sides and shape[2:] != sides:
+        return f"has the size {list(shape[2:])}, but the latent {list(sides)}; make both of one size."
+    for what, size in zip(known[1:2] if sides else known[1:], shape[1:]):
+        if what == "width":
+            if size != widths.get(name, size):
+                return (
+                    f"has width {size} but this model wants {widths[name]}; it was encoded for another model."
+                )
+        elif isinstance(what, int):
+            if size != what:
+                return f"has shape {shape}, but ({', '.join(map(str, known))}) is needed."
+        elif sizes.setdefault(what, (name, size))[1] != size:
+            other, found = sizes[what]
+            return f"has {size} {what} but {other} has {found}; encode the prompt again."
+    return None

@@ -1,0 +1,315 @@
+"""What a sampling request must satisfy, checked on rank 0 before any collective starts."""
+
+import traceback
+from contextlib import contextmanager
+
+import torch
+
+from ..config import ConfigError, ParallelConfig
+from ..errors import UnsupportedError, reason
+from ..models.family import Family
+from ..models.latent_tokens import NestedGrid, TokenGrid
+from ..parallel import attention_kernels
+from ..protocol import Describe, Sample
+from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
+from .guidance import names, side_of
+from .prediction import FLOW, PREDICTIONS
+from .request import request_config
+from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
+from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
+
+#: Numbers that float32 holds with room to spare.
+LARGEST = 1e30
+#: Guidance beyond this multiplies rounding errors alone (the nodes stop at 100).
+MOST_CFG = 1e6
+#: Steps, as many as ComfyUI's own nodes allow.
+MOST_STEPS = 10_000
+#: Sides of a latent and rows of a prompt that are described: numbers without a tensor behind them.
+MOST_SIDE = 1 << 16
+
+
+@contextmanager
+def refusing(what: str):
+    """Turn whatever a check raises into a refusal: a request that no check foresaw must not end the rank that
+    looks at it. Raises UnsupportedError, ConfigError."""
+    try:
+        yield
+    except (UnsupportedError, ConfigError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UnsupportedError(
+            f"{what} could not be checked ({type(error).__name__}: {reason(error)}), "
+            f"so nothing was run; look at the node, or the program, that made it."
+        ) from error
+
+
+def check_sample(
+    sample: Sample,
+    config: ParallelConfig,
+    family: Family,
+    model_config: dict,
+    dtype: torch.dtype,
+    device: str,
+):
+    """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
+    _check_settings(sample, config, dtype, device)
+    _check_tensors(sample, family, model_config)
+    config.check_batch(sample.tensors["noise"].shape[0])
+    _check_solver(sample, family)
+    _check_prompts(sample)
+    for branch in names(sample):
+        _check_conditioning(sample, branch, family, model_config)
+    check_rows(request_config(sample, config), _grid(sample, family, model_config))
+
+
+def _grid(sample, family, model_config):
+    return family.latent.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
+
+
+def _check_settings(sample, config, dtype, device):
+    if sample.sampler not in SOLVER_FUNCTIONS:
+        raise UnsupportedError(
+            f"the sampler {sample.sampler!r:.100} is not supported; choose one of "
+            f"{', '.join(SOLVER_FUNCTIONS)}."
+        )
+    if not 0 <= sample.seed < 1 << 64:
+        raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
+    if not abs(sample.cfg) <= MOST_CFG:
+        raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
+    request_config(sample, config).validate()
+    check_kernel(sample.attention, device, dtype)
+    if config.cfg_degree == 2 and not _has_negative(sample):
+        raise UnsupportedError(
+            f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a "
+            f"rank would idle; set cfg_degree to 1 or cfg above 1."
+        )
+
+
+def check_kernel(attention: str, device: str, dtype: torch.dtype):
+    """Refuse an attention kernel that cannot run here. Raises UnsupportedError."""
+    reason = attention_kernels.unavailable(attention, device, dtype)
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def _check_tensors(sample, family, model_config):
+    tensors = sample.tensors
+    for name in ("noise", "latent", "sigmas"):
+        if name not in tensors:
+            raise UnsupportedError(f"the request has no tensor {name!r}.")
+        if tensors[name].dtype not in FLOATS:
+            raise UnsupportedError(f"{name} is of {tensors[name].dtype}; send float32, float16 or bfloat16.")
+    check_numbers(tensors)
+    noise, sigmas = tensors["noise"], tensors["sigmas"]
+    check_latent(tuple(noise.shape), sample.latent_shapes, family, model_config)
+    if not noise.numel():
+        raise UnsupportedError(
+            f"the latent has shape {tuple(noise.shape)}, which holds nothing; make it larger."
+        )
+    if tensors["latent"].shape != noise.shape:
+        raise UnsupportedError(
+            f"noise has shape {tuple(noise.shape)} and latent {tuple(tensors['latent'].shape)}; they must "
+            f"agree."
+        )
+    mask = tensors.get("denoise_mask", noise)
+    if mask.ndim > noise.ndim or any(
+        side not in (1, whole) for side, whole in zip(mask.shape[::-1], noise.shape[::-1])
+    ):
+        raise UnsupportedError(
+            f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's "
+            f"{tuple(noise.shape)}; use a mask of the latent's size."
+        )
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise UnsupportedError(
+            f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step."
+        )
+    if len(sigmas) > MOST_STEPS + 1:
+        raise UnsupportedError(f"the schedule has {len(sigmas) - 1} steps; use at most {MOST_STEPS}.")
+
+
+def _check_solver(sample, family):
+    if sample.sampler in BROWNIAN and (sample.tensors["sigmas"].diff() > 0).any():
+        raise UnsupportedError(
+            f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, "
+            f"or a sampler without _sde in its name."
+        )
+    if sample.sampler in NEEDS_NEGATIVE and not _has_negative(sample):
+        raise UnsupportedError(
+            f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the "
+            f"request has none; send negative.* too."
+        )
+    percents = sample.tensors.get("percent_sigmas")
+    if percents is None and needs_percent_sigmas(
+        sample.sampler, family.noise.prediction == "flow", sample.tensors["sigmas"][0].item()
+    ):
+        raise UnsupportedError(
+            f"the sampler {sample.sampler} needs the model's noise levels after {PERCENTS} of sampling; "
+            f"send them as the tensor percent_sigmas."
+        )
+    if percents is not None and percents.shape != (len(PERCENTS),):
+        raise UnsupportedError(
+            f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of "
+            f"{PERCENTS}."
+        )
+    _check_schedule(sample, PREDICTIONS[family.noise.prediction])
+
+
+def _check_schedule(sample, prediction):
+    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does, and paints nothing."""
+    sigmas, percents = sample.tensors["sigmas"].float(), sample.tensors.get("percent_sigmas", torch.zeros(0))
+    still = (
+        (sigmas.diff() == 0)
+        | (sigmas[:-1] == 0)
+        | (sigmas[1:] >= 1 if prediction is FLOW else torch.tensor(False))
+    )
+    if not still.any() or is_finite(
+        sample.sampler,
+        Problem(sigmas, prediction, None, None, dict(zip(PERCENTS, percents.tolist())).__getitem__),
+    ):
+        return
+    if prediction is FLOW and sigmas[-1] >= 1:
+        raise UnsupportedError(
+            f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the picture; "
+            f"end it below 1."
+        )
+    at = int(still.nonzero()[0])
+    raise UnsupportedError(
+        f"the sampler {sample.sampler} divides by zero on this schedule, whose step {at + 1} goes from "
+        f"{sigmas[at]:g} to {sigmas[at + 1]:g}; leave one of them out, or choose another sampler."
+    )
+
+
+def _has_negative(sample) -> bool:
+    return any(side_of(name) == "negative" for name in names(sample))
+
+
+def _check_prompts(sample):
+    known, noise = names(sample), sample.tensors["noise"]
+    if not any(side_of(name) == "positive" for name in known):
+        raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")
+    weights = [key for key in sample.tensors if key.startswith("weight.")]
+    for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:
+        if name not in known:
+            raise UnsupportedError(
+                f"the request tells how to mix {name!r:.100}, but has no such prompt; it has "
+                f"{', '.join(known):.200}."
+            )
+    for name, told in sample.prompts.items():
+        numbers = isinstance(told, dict) and all(
+            isinstance(value, (int, float)) and abs(value) < LARGEST for value in told.values()
+        )
+        if not numbers or set(told) - {"strength", "from", "until"}:
+            raise UnsupportedError(
+                f"{name} is to be mixed by {told!r:.200}; tell the numbers strength, from and until."
+            )
+    for key in weights:
+        try:
+            sample.tensors[key].expand(noise.shape)
+        except RuntimeError:
+            raise UnsupportedError(
+                f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's "
+                f"{tuple(noise.shape)}; make the mask of the size of the picture."
+            ) from None
+
+
+def _check_conditioning(sample, branch, family, model_config):
+    prefix = branch + "."
+    given = {
+        name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
+    }
+    check_arguments(
+        f"the {branch} conditioning",
+        given,
+        sample.tensors["noise"].shape[0],
+        _grid(sample, family, model_config),
+        family,
+        model_config,
+    )
+
+
+def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
+    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises
+    UnsupportedError."""
+    stages, counts, tp = config.pipefusion_degree, config.stage_counts, config.tensor_parallel_degree
+    if stages > max(1, blocks):  # no blocks: a transformer that runs whole
+        raise UnsupportedError(
+            f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set "
+            f"pipefusion_degree to {blocks} or less."
+        )
+    if counts and sum(counts) != blocks:
+        raise UnsupportedError(
+            f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but "
+            f"{name} has {blocks}; make the numbers add up to {blocks}."
+        )
+    if tp > 1 and config.split_scheme == "megatron" and heads % tp:
+        raise UnsupportedError(
+            f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
+            f"use a divisor of {heads}, or split_scheme row, column or 2d."
+        )
+    local = heads // tp if config.split_scheme == "megatron" else heads
+    if config.ulysses_degree > local:
+        raise UnsupportedError(
+            f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has "
+            f"{local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or "
+            f"less and use ring_degree for the rest."
+        )
+
+
+def check_family(family: Family, config: ParallelConfig):
+    """Refuse methods that the structure of a transformer without a family file does not allow. Raises
+    UnsupportedError."""
+    for degree in (
+        ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree")
+        if family.blocks.whole_only
+        else ()
+    ):
+        if getattr(config, degree) > 1:
+            raise UnsupportedError(
+                f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data "
+                f"parallelism only: it has no family file, and {family.blocks.whole_only}. Set cfg_degree or "
+                f"data_parallel_degree instead; docs/adding_a_model.md says how to add a family."
+            )
+
+
+def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
+    """Rows of the latent that a Describe tells; refuse one that is none. Raises UnsupportedError."""
+    latent, channels = (
+        message.latent,
+        family.latent.nested.channels(model_config)[0]
+        if family.latent.nested
+        else family.latent.channels(model_config),
+    )
+    if (
+        len(latent) not in (3, 4)
+        or any(type(side) is not int or not 1 <= side <= MOST_SIDE for side in latent)
+        or latent[0] != channels
+    ):
+        raise UnsupportedError(
+            f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
+            f"channels, [frames,] height, width), sides of at most {MOST_SIDE}."
+        )
+    if (
+        message.prompts not in (1, 2)
+        or message.prompts < config.cfg_degree
+        or not 0 <= message.text_rows <= MOST_SIDE
+    ):
+        raise UnsupportedError(
+            f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
+            f"{config.cfg_degree}; tell one or two of at most {MOST_SIDE} rows, and as many as ranks share "
+            f"them."
+        )
+    grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
+    check_rows(config, grid)
+    return grid.tokens
+
+
+def check_rows(config: ParallelConfig, grid: TokenGrid | NestedGrid):
+    """Refuse more pieces than there are tokens. Raises UnsupportedError."""
+    patches = config.patches
+    if patches * config.sp_degree > grid.tokens:
+        raise UnsupportedError(
+            f"num_pipeline_patch {patches} x ulysses_degree {config.ulysses_degree} x ring_degree "
+            f"{config.ring_degree} is more than the {grid.tokens} tokens of this latent; use fewer "
+            f"patches, lower a degree or make the latent larger."
+        )

@@ -1,0 +1,64 @@
+"""Model arguments that clients refer to in later calls instead of sending them again: a sampling's prompts
+are the same at every step.
+
+A client says what to keep, under which key, and what to forget; nothing is kept that no key was given for.
+Every rank gets the same calls in the same order, so all keep the same.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..protocol import ModelCall
+
+#: Clients whose arguments are kept, those that called last; another one's are asked for again.
+MOST_CLIENTS = 4
+
+
+class KeptArguments:
+    """client -> key -> tensor on ``device``."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.clients: dict[str, dict[str, Tensor]] = {}
+
+    @staticmethod
+    def check(call: ModelCall):
+        """Refuse references that no rank could follow. Raises UnsupportedError."""
+        keys = [*call.keep.values(), *call.kept.values(), *call.forget]
+        strange = [name for name in call.keep if name not in call.tensors] + [
+            key for key in keys if not isinstance(key, str)
+        ]
+        if strange:
+            raise UnsupportedError(
+                f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, "
+                f"that is a string."
+            )
+
+    def missing(self, call: ModelCall) -> list[str]:
+        """Names of the arguments that ``call`` refers to and that are not here."""
+        return [name for name, key in call.kept.items() if key not in self.clients.get(call.client, {})]
+
+    def filled(self, call: ModelCall) -> ModelCall:
+        """``call`` with the tensors that it refers to; changes nothing."""
+        kept = self.clients.get(call.client, {})
+        return replace(call, tensors={**call.tensors, **{name: kept[key] for name, key in call.kept.items()}})
+
+    def update(self, call: ModelCall):
+        """Forget and keep what ``call`` says."""
+        kept = self.clients.pop(call.client, {})
+        for key in call.forget:
+            kept.pop(key, None)
+        for name, key in call.keep.items():
+            kept[key] = call.tensors[name].to(
+                self.device, copy=True
+            )  # a copy: what came over the socket is a view of the whole message
+        if kept:
+            self.clients[call.client] = kept
+        while len(self.clients) > MOST_CLIENTS:
+            self.clients.pop(next(iter(self.clients)))
+
+    def clear(self):
+        self.clients.clear()

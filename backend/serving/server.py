@@ -1,0 +1,266 @@
+"""Rank 0's socket: authenticated clients, one queue of requests, replies that never hold up the ranks."""
+
+import os
+import queue
+import socket
+import stat
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ..protocol import (
+    VERSION,
+    Cancel,
+    Challenge,
+    Failure,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Proof,
+    ProtocolError,
+    Welcome,
+    handshake,
+)
+from ..protocol.framing import MAX_HELLO, receive, send
+
+#: Seconds in which a new connection must prove that it knows the token.
+HELLO_SECONDS = 5.0
+#: A client that does not come through the handshake is written to the log this often at most (seconds): it
+#: must not fill the disk.
+STRANGER_LOG_SECONDS = 10.0
+#: Connections at a time, and requests of one that may wait; a graph uses one of each.
+MAX_CLIENTS = 16
+MAX_WAITING = 16
+#: How long a client that leaves, or is shut out, may take to read what is still to be written.
+LEAVE_SECONDS = 5.0
+
+
+@dataclass
+class Job:
+    """A request of a client, waiting or running. ``reply`` may be called from any thread."""
+
+    message: object
+    client: "Client"
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def reply(self, message):
+        self.client.outbox.put(message)
+
+    @property
+    def client_keeps_up(self) -> bool:
+        """False while earlier replies wait: then previews are left out."""
+        return self.client.outbox.empty()
+
+
+class Client:
+    """One connection: a reading thread that feeds the queue and a writing thread that empties the outbox."""
+
+    def __init__(self, connection: socket.socket, server: "Server"):
+        self.connection, self.server = connection, server
+        self.outbox: queue.Queue = queue.Queue()
+        self.jobs: list[Job] = []
+        self.writer = threading.Thread(target=self._write, daemon=True)
+
+    def serve(self):
+        """Runs in the connection's thread until it closes; every job of a client that left is cancelled."""
+        try:
+            self._greet()
+            self.writer.start()
+            while True:
+                self._handle(receive(self.connection))
+        except ProtocolError as error:
+            self.outbox.put(Failure(str(error)))
+        except OSError:
+            pass  # the client went away: nobody is left to be told
+        finally:
+            self._leave()
+
+    def _leave(self):
+        for job in self.jobs:
+            job.cancelled.set()
+        self.outbox.put(None)
+        if self.writer.is_alive():
+            self.writer.join(LEAVE_SECONDS)
+        else:
+            self._write()  # it never got in: say why
+        self.hang_up()  # ends the write to a client that does not read
+        self.connection.close()
+        self.server.clients.release()
+
+    def _greet(self):
+        # one deadline for the whole greeting: a peer that sends a byte now and then must not keep its place
+        deadline = threading.Timer(HELLO_SECONDS, self.hang_up)
+        deadline.start()
+        try:
+            self._let_in()
+        finally:
+            deadline.cancel()
+            self.server.strangers.pop(self, None)
+        send(self.connection, self.server.welcome)
+
+    def _let_in(self):
+        """Prove to the peer that we know the token, and have it prove the same; ProtocolError where it does
+        not."""
+        hello = receive(self.connection, limit=MAX_HELLO)
+        if not isinstance(hello, Hello) or not handshake.is_nonce(hello.nonce):
+            raise ProtocolError(
+                "a connection begins with Hello and 64 hexadecimal digits; this one is closed."
+            )
+        if hello.version != VERSION:
+            raise ProtocolError(
+                f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from "
+                f"the same version of the pack."
+            )
+        nonce, token = handshake.new_nonce(), self.server.token
+        ours = handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)
+        send(self.connection, Challenge(nonce, ours))
+        try:
+            answer = receive(self.connection, limit=MAX_HELLO)
+        except OSError:
+            self.server.tell_of_stranger("did not answer this backend's proof; its token may be another")
+            raise
+        if not isinstance(answer, Proof) or not handshake.is_proof(
+            answer.proof, token, handshake.CLIENT, hello.nonce, nonce
+        ):
+            self.server.tell_of_stranger("does not know this backend's token")
+            raise ProtocolError("the token is not this backend's; connections without it are closed.")
+
+    def _handle(self, message):
+        self.jobs = [job for job in self.jobs if job.message is not None]
+        if isinstance(message, Ping):
+            self.outbox.put(Pong(sorted(self.server.models())))
+        elif isinstance(message, Cancel):
+            for job in self.jobs:
+                job.cancelled.set()
+        elif len(self.jobs) == MAX_WAITING:
+            raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
+        else:
+            job = Job(message, self)
+            self.jobs.append(job)
+            self.server.jobs.put(job)
+
+    def _write(self):
+        while (message := self.outbox.get()) is not None:
+            try:
+                send(self.connection, message)
+            except ProtocolError as error:  # a reply that has no frame
+                self.outbox.put(Failure(str(error)))
+            except OSError:
+                return  # the reading thread sees the same and cleans up
+
+    def hang_up(self):
+        """End both directions of the connection; its thread cleans up."""
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client was faster
+
+
+class Server:
+    """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
+
+    def __init__(self, address: str, token: str, welcome: Welcome, models):
+        self.token, self.welcome, self.models = token, welcome, models
+        self.jobs: queue.Queue[Job] = queue.Queue()
+        self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
+        #: Those of them that have not proved anything yet, in the order in which they came.
+        self.strangers: dict[Client, None] = {}
+        self._next_log = 0.0
+        self.listener = _listen(address)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while self.listener.fileno() >= 0:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                time.sleep(0.1)  # the client left before it was in, or this process has too many files open
+                continue
+            if connection.family != getattr(socket, "AF_UNIX", None):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self._has_place():
+                connection.close()
+                continue
+            client = Client(connection, self)
+            self.strangers[client] = None
+            threading.Thread(target=client.serve, daemon=True).start()
+
+    def _has_place(self) -> bool:
+        """Take a place for one more peer; where there is none, that of the one which has proved
+        nothing for the longest time."""
+        if self.clients.acquire(blocking=False):
+            return True
+        for client in list(self.strangers)[:1]:
+            client.hang_up()
+            return self.clients.acquire(timeout=HELLO_SECONDS)
+        return False
+
+    def tell_of_stranger(self, what: str):
+        """Write to the log that a client ``what`` and was not let in, unless the last such line is new."""
+        if (now := time.monotonic()) >= self._next_log:
+            self._next_log = now + STRANGER_LOG_SECONDS
+            print(f"A client was not let in: it {what}.", file=sys.stderr)
+
+    def next_job(self, timeout: float) -> Job | None:
+        """The oldest waiting job, or None after ``timeout`` seconds without one."""
+        try:
+            return self.jobs.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def finish(self, job: Job):
+        """The job is done: a Cancel that comes now means a later one."""
+        job.message = None
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen at "unix:PATH" or "tcp:HOST:PORT", where no HOST is this machine's own 127.0.0.1."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        folder = os.path.dirname(where)
+        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
+            raise PermissionError(
+                f"the socket's folder {folder} can be entered by other users; make it private (chmod 700)."
+            )
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(where)
+    else:
+        host, _, port = where.rpartition(":")
+        # an empty host would be every interface of this machine; who wants that writes 0.0.0.0
+        listener = socket.create_server((host or "127.0.0.1", int(port)))
+    listener.listen()
+    return listener
+
+
+class Previews:
+    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags. Counts them,
+    and the seconds that the ranks waited for them."""
+
+    def __init__(self, seconds: float, clock):
+        self.seconds, self.clock, self.last = seconds, clock, float("-inf")
+        self.count, self.spent = 0, 0.0
+
+    def due(self) -> bool:
+        """True where a preview is wanted now; then the next one is ``seconds`` away."""
+        if not self.seconds or self.clock() - self.last < self.seconds:
+            return False
+        self.last = self.clock()
+        return True
+
+    @property
+    def stats(self) -> dict:
+        """For a Result: how many, and what they cost."""
+        return {"previews": self.count, "preview_seconds": self.spent}
+
+
+def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
+    """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is
+    due."""
+    if not (job.client_keeps_up and previews.due()):
+        job.reply(Progress(step, total))
+        return
+    began = previews.clock()
+    job.reply(Progress(step, total, {"x0": make_x0()}))
+    previews.count, previews.spent = previews.count + 1, previews.spent + previews.clock() - began

@@ -1,0 +1,1 @@
+"""ComfyUI's model objects, without weights."""

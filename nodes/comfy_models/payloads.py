@@ -1,0 +1,117 @@
+"""The arguments that ComfyUI's model objects make, where they are no tensors or not those that the backend
+takes: one function a family, model arguments -> model arguments."""
+
+from types import SimpleNamespace
+
+import torch
+
+from ...backend.protocol import RefusedError
+
+
+def mark_unfinished(config: dict):
+    """In place of ComfyUI's connectors, which are on the ranks: a prompt that they have yet to finish, where
+    its width does not tell, with a feature more."""
+    return lambda states, unprocessed=False: (
+        torch.nn.functional.pad(states, (0, 1))
+        if unprocessed and not config["use_prompt_embeddings"]
+        else states
+    )
+
+
+def ltx2(arguments: dict) -> dict:
+    text = arguments["c_crossattn"]
+    marked = {"c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True} if text.shape[2] % 2 else {}
+    frames = arguments.get("generated_keyframes")
+    made = (
+        {"generated_keyframes": torch.tensor([[frames["first_latent_frame"], frames["num_keyframes"]]])}
+        if frames
+        else {}
+    )
+    return {**ltxv({**arguments, **marked}), **made}
+
+
+#: Rows of ComfyUI's MiniMax-H3 layout that are given and not denoised -> video (0) or sound (2).
+MINIMAX_GIVEN = {"cond": 0, "ref_img": 0, "cond_audio": 2, "ref_audio": 2}
+#: What else its payload holds: the backend knows it by itself, or it is in the layout.
+MINIMAX_KNOWN = {
+    "seed",
+    "audio_scale",
+    "layout",
+    "text_token_tags",
+    "keyframes",
+    "refs",
+    "cond_video_latents",
+    "cond_audio_latents",
+    "visual_cond_noise_aug",
+    "audio_cond_noise_aug",
+}
+
+
+def minimax_h3(arguments: dict) -> dict:
+    """ComfyUI's payload as tensors: the rows of keyframes and references by its own model's code, their
+    places by its layout, and which rows of text are pictures."""
+    if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
+        raise RefusedError(
+            "latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the "
+            "ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
+        )
+    payload, found = (
+        arguments.get("minimax_payload", {}),
+        {key: value for key, value in arguments.items() if key != "minimax_payload"},
+    )
+    further = sorted(payload.keys() - MINIMAX_KNOWN)
+    if further:
+        raise RefusedError(
+            f"the prompt carries {', '.join(further)}, which the ranks do not know; remove the node that "
+            f"sets it, or sample with KSampler and an ordinary MODEL."
+        )
+    tags, layout = payload.get("text_token_tags"), payload.get("layout")
+    if tags is not None and (tags != 1).any():
+        found["text_tags"] = tags.reshape(1, -1)
+    given = (
+        [(start, stop, MINIMAX_GIVEN[kind]) for start, stop, kind in layout.segments if kind in MINIMAX_GIVEN]
+        if layout
+        else []
+    )
+    if not given:
+        return found
+    from comfy.ldm.minimax import model
+
+    own = SimpleNamespace(patch_size=(1, 2, 2))
+    rows = {
+        "given_video": model.MiniMaxH3Model._cond_video_rows(own, payload, "cpu"),
+        "given_audio": model.MiniMaxH3Model._cond_audio_rows(own, payload, "cpu"),
+    }
+    times = [
+        payload.get("visual_cond_noise_aug", model.VISUAL_COND_TIMESTEP),
+        payload.get("audio_cond_noise_aug", model.AUDIO_COND_TIMESTEP),
+    ]
+    audio = next(start for start, _, kind in layout.segments if kind == "audio")
+    return {
+        **found,
+        **{name: value[None] for name, value in rows.items() if value is not None},
+        "given_times": torch.tensor([times]),
+        "origin": layout.position_ids[audio, 0],
+        "given_tags": torch.cat([torch.full((stop - start,), tag) for start, stop, tag in given])[None],
+        "given_positions": torch.cat([layout.position_ids[start:stop] for start, stop, _ in given])[None],
+    }
+
+
+def ltxv(arguments: dict) -> dict:
+    """Without what changes nothing: guides that are attended to as they are, and frames that only later
+    versions mark."""
+    guides = arguments.get("guide_attention_entries", [])
+    plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
+    dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))
+    return {key: value for key, value in arguments.items() if key not in dropped}
+
+
+def qwen_image21(arguments: dict) -> dict:
+    """The places of the references as a tensor, the same for every sample. As ComfyUI's own transformer does,
+    places of pictures that are not there are left out and every row of the prompt is seen."""
+    found, slots = (
+        {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")},
+        arguments.get("image_slots", ()),
+    )
+    slots = slots[: len(arguments.get("ref_latents", ()))]
+    return found | ({"image_slots": torch.tensor([slots], dtype=torch.long)} if slots else {})

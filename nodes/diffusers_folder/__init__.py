@@ -1,0 +1,1 @@
+"""Text encoders and VAE of a diffusers folder."""

@@ -1,0 +1,239 @@
+"""Text encoders and VAE of a folder in diffusers' layout, run by diffusers' own pipeline. Nothing here
+imports ComfyUI, and diffusers is imported when a folder is opened.
+
+How a prompt becomes hidden states (template, padding, layers, which of them are kept) is the pipeline's own
+code; which of its results are which part of a CONDITIONING is data, a row for each pipeline.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...backend.client.dependencies import pip
+from ...backend.errors import quoted, reason
+from ...backend.loading.regular_files import check_regular, read_json
+from ...backend.protocol import RefusedError
+
+#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
+#: blocks.
+INDEXES = ("model_index.json", "modular_model_index.json")
+_BOTH = ("prompt_embeds", "negative_prompt_embeds")
+_MASKED = (
+    "prompt_embeds",
+    "prompt_attention_mask",
+    "negative_prompt_embeds",
+    "negative_prompt_attention_mask",
+)
+#: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer is
+#: not given.
+RETURNS = {
+    "SanaPipeline": _MASKED,
+    "SanaVideoPipeline": _MASKED,
+    "MochiPipeline": _MASKED,
+    "AuraFlowPipeline": ("prompt_embeds", None, "negative_prompt_embeds", None),
+    "CogView3PlusPipeline": _BOTH,
+    "CogView4Pipeline": _BOTH,
+    "SkyReelsV2Pipeline": _BOTH,
+    "OvisImagePipeline": (*_BOTH, None, None),
+    "QwenImage21Pipeline": ("prompt_embeds", "prompt_embeds_mask", None),
+}
+#: Pipelines made of blocks whose block "text_encoder" gives ``prompt_embeds``.
+OF_BLOCKS = ("Flux3ModularPipeline", "Flux3DistilledModularPipeline")
+#: diffusers' name -> key of a CONDITIONING.
+KEYS = {
+    "prompt_embeds": "cond",
+    "prompt_attention_mask": "attention_mask",
+    "prompt_embeds_mask": "attention_mask",
+    "pooled_prompt_embeds": "pooled_output",
+}
+#: How the parts of a folder begin that encode prompts.
+_TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
+
+
+@dataclass(frozen=True)
+class TextPipeline:
+    """The text encoders of a folder.
+
+    ``encode``: (text, whether it is the negative prompt, device on which ``modules`` are) -> {key of a
+    CONDITIONING: tensor}, with ``cond`` (1, T, E).
+    """
+
+    name: str
+    modules: torch.nn.ModuleDict
+    encode: Callable[[str, bool, torch.device], dict[str, torch.Tensor]]
+
+
+def pipeline_class(folder: Path) -> str:
+    """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here
+    tells how it encodes prompts."""
+    index = _index(folder)
+    if index is None:
+        raise RefusedError(
+            f"the folder {folder.name} has no {INDEXES[0]}, so it is no pipeline with text encoders and a "
+            f"VAE; download the whole folder that is published for diffusers, not its transformer alone."
+        )
+    name = index.get("_class_name")
+    if name not in (*RETURNS, *OF_BLOCKS):
+        raise RefusedError(
+            f"the folder {folder.name} is of {quoted(name)}, and nothing here tells how that encodes "
+            f"prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
+            f"VAELoader) where it has that model's encoders."
+        )
+    return name
+
+
+def open_text(folder: Path) -> TextPipeline:
+    """The text encoders of a pipeline's folder, on the CPU and in the precision of their files. RefusedError
+    where a part is missing or cannot be read."""
+    name = pipeline_class(folder)
+    return (_open_blocks if name in OF_BLOCKS else _open_pipeline)(folder, name)
+
+
+def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in ``open_text``."""
+    pipeline_class(folder)
+    _require(folder, ["vae"], "latents are decoded")
+    import diffusers
+
+    return (
+        _read(
+            folder,
+            "vae",
+            lambda: diffusers.AutoModel.from_pretrained(
+                str(folder / "vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            ),
+        )
+        .eval()
+        .requires_grad_(False)
+    )
+
+
+def _open_pipeline(folder: Path, name: str) -> TextPipeline:
+    parts = {
+        part: value for part, value in _index(folder).items() if isinstance(value, list) and len(value) == 2
+    }
+    used = [part for part, (library, _) in parts.items() if part.startswith(_TEXT_PARTS) and library]
+    foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
+    if foreign:
+        raise RefusedError(
+            f"the folder {folder.name} brings code of its own for its {quoted(foreign)}, which is not run; "
+            f"use a folder whose text encoders are classes of transformers."
+        )
+    if not any(part.startswith("text_encoder") for part in used):
+        raise RefusedError(
+            f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be "
+            f"encoded with it; download the whole folder that is published for diffusers."
+        )
+    _require(folder, used, "prompts are encoded")
+    from diffusers import DiffusionPipeline
+
+    pipeline = _read(
+        folder,
+        "text encoders",
+        lambda: DiffusionPipeline.from_pretrained(
+            str(folder),
+            **dict.fromkeys(parts.keys() - set(used)),
+            dtype={"default": "auto"},
+            use_safetensors=True,
+            local_files_only=True,
+        ),
+    )
+    returns, own = RETURNS[name], inspect.signature(pipeline.encode_prompt).parameters
+    # the pipeline's call has defaults of its own (lengths, instructions), which it hands on
+    defaults = {
+        key: p.default
+        for key, p in inspect.signature(type(pipeline).__call__).parameters.items()
+        if key in own and p.default is not p.empty
+    }
+
+    def encode(text: str, negative: bool, device: torch.device) -> dict:
+        separate = negative and "negative_prompt" in own
+        prompts = {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
+        given = {**prompts, "device": device, "do_classifier_free_guidance": separate}
+        try:
+            found = pipeline.encode_prompt(
+                **defaults | {key: value for key, value in given.items() if key in own}
+            )
+        except NameError as reason:  # diffusers leaves out the import of a package that is not there
+            raise RefusedError(
+                f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not "
+                f"have; run: {pip([reason.name])}"
+            ) from reason
+        told = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
+        return {
+            KEYS[key.removeprefix("negative_")]: value
+            for key, value in told.items()
+            if key.startswith("negative_") == separate
+        }
+
+    return TextPipeline(name, _modules({part: getattr(pipeline, part) for part in used}), encode)
+
+
+def _open_blocks(folder: Path, name: str) -> TextPipeline:
+    import diffusers
+
+    blocks = getattr(diffusers, getattr(diffusers, name).default_blocks_name)()
+    block = blocks.sub_blocks["text_encoder"]
+    specs = {spec.name: spec for spec in block.expected_components}
+    _require(folder, list(specs), "prompts are encoded")
+
+    def load(spec):
+        return spec.load(
+            pretrained_model_name_or_path=str(folder),
+            subfolder=spec.name,
+            local_files_only=True,
+            **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}),
+        )
+
+    parts = _read(folder, "text encoder", lambda: {key: load(spec) for key, spec in specs.items()})
+    pipeline = block.init_pipeline()
+    pipeline.update_components(**parts)
+    # its negative prompts are encoded as any prompt
+    return TextPipeline(
+        name,
+        _modules(parts),
+        lambda text, negative, device: {"cond": pipeline(prompt=text, output="prompt_embeds")},
+    )
+
+
+def _modules(parts: dict) -> torch.nn.ModuleDict:
+    return (
+        torch.nn.ModuleDict(
+            {part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}
+        )
+        .eval()
+        .requires_grad_(False)
+    )
+
+
+def _index(folder: Path) -> dict | None:
+    """What a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
+    found = next((name for name in INDEXES if (folder / name).is_file()), None)
+    return found and _read(folder, found, lambda: read_json(folder / found))
+
+
+def _require(folder: Path, parts: list[str], purpose: str):
+    missing = [part for part in parts if not (folder / part).is_dir()]
+    if missing:
+        raise RefusedError(
+            f"the folder {folder.name} has no {' and no '.join(missing)}, with which {purpose}; download "
+            f"the whole folder that is published for diffusers."
+        )
+    for part in parts:
+        _read(folder, part, lambda part=part: check_regular(folder / part))
+
+
+def _read(folder: Path, what: str, action: Callable):
+    """What ``action`` reads; RefusedError with the library's reason where it cannot."""
+    try:
+        return action()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        lines = (line for line in str(error).splitlines() if line.strip())
+        first = reason(next(lines, type(error).__name__))
+        raise RefusedError(
+            f"the {what} of the folder {folder.name} cannot be read ({first}); download its files "
+            f"(.safetensors, configurations and tokenizer) again."
+        ) from error

@@ -1,0 +1,1 @@
+"""ComfyUI's loop around the solver of the backend."""

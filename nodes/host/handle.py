@@ -1,0 +1,134 @@
+"""The graph's handle of a transformer that lives in a backend.
+
+ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
+are settled
+whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are
+freed.
+"""
+
+import logging
+import weakref
+from dataclasses import dataclass, replace
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.utils
+
+from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
+from ...backend.config import ParallelConfig
+from ...backend.protocol import Describe, Described, Loaded
+from ..comfy_models.registry import weightless_patcher
+
+_handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
+#: Not empty while ``make_no_room`` runs.
+_preparing: list[bool] = []
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelDiT:
+    """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs
+    that are added, (path, strength) each."""
+
+    config: ParallelConfig
+    path: str
+    weight_dtype: str
+    loaded: Loaded
+    patcher: comfy.model_patcher.ModelPatcher
+    loras: tuple[tuple[str, float], ...] = ()
+
+
+def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
+    """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
+
+    ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
+    ends the launch or the load, and the backend with it.
+    """
+    _, loaded = _load(config, path, weight_dtype)
+    patcher = weightless_patcher(loaded)
+    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher)
+    unload_with(patcher, handle)
+    _handles.add(handle)
+    return handle
+
+
+def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
+    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable;
+    errors as in ``load``."""
+    loras = (*handle.loras, (path, strength))
+    _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
+    found = replace(handle, loaded=loaded, loras=loras)
+    _handles.add(found)
+    return found
+
+
+def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
+    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in
+    ``load``.
+
+    ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
+    """
+    return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
+
+
+def describe(handle: ParallelDiT, message: Describe) -> Described:
+    """What each rank would hold and send. Errors as in ``load``."""
+    return ensure_loaded(handle)[0].describe(message)
+
+
+def _load(
+    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
+) -> tuple[Backend, Loaded]:
+    check = comfy.model_management.throw_exception_if_processing_interrupted
+    at_hand = backend_at_hand(config)
+    if (
+        make_room
+        and (at_hand is None or not at_hand.alive(check))
+        and not keeps_weights(config, check)
+        and config.device != "cpu"
+    ):
+        # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+    backend = backend_for(config, check)
+    keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
+    bar = comfy.utils.ProgressBar(1)
+    loaded = backend.load(
+        path,
+        weight_dtype,
+        keep,
+        check,
+        loras,
+        lambda progress: bar.update_absolute(progress.step, progress.total),
+    )
+    if bar.current:  # it was not there yet
+        for rank in loaded.info["ranks"]:
+            logging.info("parallel-dit: %s", rank["text"])
+    return backend, loaded
+
+
+def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
+    """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was
+    pressed, or its GPU is full."""
+    config, path, weight_dtype = (
+        handle.config,
+        handle.path,
+        handle.weight_dtype,
+    )  # not the handle, which must not live as long as its patcher's clones
+
+    def unload(patcher, unpatch_all: bool):
+        backend = backend_at_hand(config)
+        if unpatch_all and not _preparing and backend is not None and backend.alive():
+            backend.unload(path, weight_dtype)
+
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, unload)
+
+
+def make_no_room(executor, *arguments, **options):
+    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere,
+    so no other transformer leaves the ranks for it, such as the second expert of Wan 2.2."""
+    _preparing.append(True)
+    try:
+        return executor(*arguments, **options)
+    finally:
+        _preparing.pop()

@@ -1,0 +1,63 @@
+"""What Load Parallel DiT says of its ranks, and for which request: what each would hold and send."""
+
+from ...backend.protocol import Describe, Described
+from ..comfy_models.registry import family_named
+from .handle import ParallelDiT, describe
+
+#: The request: side of a picture, or width, height and frames of a video, and rows of text.
+SIDE, VIDEO, TEXT_ROWS = 1024, (832, 480, 81), 512
+
+
+def plan(dit: ParallelDiT, prompts: int) -> list[str]:
+    """A line that tells the request and the settings of ``dit``, and one for each rank."""
+    config, (what, latent) = dit.config, assumed_latent(dit)
+    told = describe(
+        dit,
+        Describe(dit.loaded.model, latent, TEXT_ROWS, prompts, config.num_pipeline_patch, config.stale_kv),
+    )
+    return [for_what(dit, prompts, what, told), *told.ranks]
+
+
+def for_what(dit: ParallelDiT, prompts: int, what: str, told: Described) -> str:
+    """One line."""
+    config = dit.config
+    patches = (
+        ", 1 patch"
+        if config.patches == 1
+        else f", {config.patches} patches ({config.stale_kv} stale keys and values)"
+    )
+    prompt = "one prompt" if prompts == 1 else "two prompts (cfg above 1.0)"
+    return (
+        f"For {what} ({told.image_rows} rows), {TEXT_ROWS} rows of text, "
+        f"{prompt}{patches if config.pipefusion_degree > 1 else ''}:"
+    )
+
+
+def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
+    """(what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
+    several)."""
+    format, family = dit.patcher.model.latent_format, family_named(dit.loaded)
+    ratio, ratios = (
+        getattr(format, "spacial_downscale_ratio", None),
+        getattr(format, "temporal_downscale_ratio", 4),
+    )
+    extra = [1] if format.latent_dimensions == 3 else []
+    if not extra or family.pictures:
+        side = SIDE // (ratio or 8)
+        return f"a picture of {SIDE} x {SIDE}" if ratio else f"a latent of {side} x {side}", [
+            format.latent_channels,
+            *extra,
+            side,
+            side,
+        ]
+    width, height, frames = VIDEO
+    latent = [1 + (frames - 1) // ratios, height // (ratio or 8), width // (ratio or 8)]
+    what = (
+        f"{frames} frames of {width} x {height}"
+        if ratio
+        else f"a latent of {latent[0]} x {latent[1]} x {latent[2]}"
+    )
+    return what + " without their sound" * bool(family.latents), [
+        family.latents[0] if family.latents else format.latent_channels,
+        *latent,
+    ]

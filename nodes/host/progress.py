@@ -1,0 +1,86 @@
+"""What somebody sees while the ranks work: ComfyUI's bar and preview on the node, a line of text under it,
+and the terminal's bar."""
+
+import time
+
+import torch
+from comfy_execution.utils import get_executing_context
+from tqdm.auto import tqdm
+
+from ...backend.protocol import Progress
+
+#: Least seconds between two lines of text on the node.
+TEXT_SECONDS = 0.5
+
+
+class Reporter:
+    """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt,
+    and the time that is left.
+
+    ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes. ``holds_last``: the last step is
+    reported by ``last`` alone.
+    """
+
+    def __init__(
+        self,
+        callback,
+        latent: torch.Tensor,
+        total: int,
+        ranks: int,
+        disable_pbar: bool,
+        holds_last: bool = False,
+    ):
+        self.callback, self.latest, self.total, self.ranks, self.holds_last = (
+            callback,
+            latent,
+            total,
+            ranks,
+            holds_last,
+        )
+        self.bar = tqdm(total=total, disable=disable_pbar)
+        self.say, self.began, self.said = node_text(), time.monotonic(), float("-inf")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+    def __call__(self, progress: Progress):
+        if "x0" in progress.tensors:
+            self.latest = progress.tensors["x0"].to(self.latest.device)
+        if not (self.holds_last and progress.step == self.total):
+            self._report(progress.step, self.latest, self.latest)
+
+    def last(self, denoised: torch.Tensor, samples: torch.Tensor):
+        """The last step, with its own prediction and the result."""
+        self._report(self.total, denoised, samples)
+
+    def _report(self, step: int, x0: torch.Tensor, x: torch.Tensor):
+        self.bar.update(step - self.bar.n)
+        now = time.monotonic()
+        if step == self.total or now - self.said >= TEXT_SECONDS:
+            self.said = now
+            self.say(status(step, self.total, now - self.began, self.ranks))
+        if self.callback is not None:
+            self.callback(step - 1, x0, x, self.total)
+
+
+def status(step: int, total: int, seconds: float, ranks: int) -> str:
+    """One line: how far, how fast and how long still."""
+    each = seconds / step
+    pace = f"{each:.2f} s/step" if each >= 1 else f"{1 / each:.1f} steps/s"
+    if step == total:
+        return f"{total} steps in {seconds:.1f} s ({pace}, {ranks} rank{'s' * (ranks > 1)})"
+    return f"step {step}/{total}, {tqdm.format_interval(each * (total - step))} left ({pace})"
+
+
+def node_text():
+    """A function that shows a text under the node that runs now; it does nothing where no node of a server
+    runs."""
+    context = get_executing_context()
+    if context is None:
+        return lambda text: None
+    from server import PromptServer  # ComfyUI's own, whole only once the server is up
+
+    return lambda text: PromptServer.instance.send_progress_text(text, context.node_id)

@@ -1,0 +1,112 @@
+"""The solver's loop of ComfyUI's samplers, run by the ranks.
+
+ComfyUI's own sampling code computes noise, schedule, masks, conditioning and latent scaling, as for any
+model. A wrapper around its innermost call, the solver's loop over steps, hands that loop's inputs to the
+ranks instead.
+"""
+
+import comfy.model_management
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+
+from ...backend.protocol import Sample
+from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
+from ..comfy_models.registry import family_named
+from ..load_parallel_dit import skips_negative
+from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
+from .handle import ParallelDiT, ensure_loaded
+from .progress import Reporter
+
+#: Least seconds between two previews; each costs a gather of the latent to rank 0.
+PREVIEW_SECONDS = 0.2
+
+
+class RemoteSolver:
+    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same answer, computed by the
+    ranks.
+
+    ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch, as
+    ComfyUI's own solvers give it; without it callbacks get the latest preview, and the noise where there is
+    none yet.
+    """
+
+    def __init__(self, dit: ParallelDiT, sampler_name: str, wants_denoised: bool = False):
+        self.dit, self.sampler_name, self.wants_denoised = dit, sampler_name, wants_denoised
+        self.backend, self.loaded = ensure_loaded(dit)
+
+    def __call__(
+        self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+    ):
+        """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space ->
+        samples likewise. ``executor``: ComfyUI's own loop."""
+        if len(sigmas) < 2:  # no step: it scales the latent and asks nothing of the model
+            return executor(
+                guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+            )
+        request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
+        management = comfy.model_management
+        with Reporter(
+            callback,
+            noise,
+            len(sigmas) - 1,
+            self.backend.welcome.world_size,
+            disable_pbar,
+            holds_last=self.wants_denoised,
+        ) as reporter:
+            result = self.backend.sample(request, reporter, management.processing_interrupted)
+            if result is None:
+                management.throw_exception_if_processing_interrupted()
+                raise management.InterruptProcessingException()
+            samples = result.tensors["samples"].to(noise.device)
+            if self.wants_denoised:
+                reporter.last(result.tensors["denoised"].to(noise.device), samples)
+        return samples
+
+    def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:
+        prompts, conditioning = self._prompts(guider, noise)
+        tensors = {"noise": noise, "latent": latent_image, "sigmas": sigmas, **conditioning}
+        if denoise_mask is not None:
+            tensors["denoise_mask"] = denoise_mask
+        if self.sampler_name in HALF_LOG_SNR:
+            percent_to_sigma = guider.inner_model.model_sampling.percent_to_sigma
+            tensors["percent_sigmas"] = torch.tensor(
+                [percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64
+            )
+        config = self.dit.config
+        return Sample(
+            model=self.loaded.model,
+            sampler=self.sampler_name,
+            cfg=float(guider.cfg),
+            seed=seed,
+            denoised=self.wants_denoised,
+            prompts=prompts,
+            num_pipeline_patch=config.num_pipeline_patch,
+            warmup_steps=config.warmup_steps,
+            stale_kv=config.stale_kv,
+            attention=config.attention,
+            preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
+            latent_shapes=latent_shapes(guider.conds["positive"][0]),
+            tensors=tensors,
+        )
+
+    def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
+        """(Sample.prompts, their tensors)."""
+        family, unet_config = family_named(self.loaded), guider.inner_model.model_config.unet_config
+        batch, prompts, tensors = noise.shape[0], {}, {}
+        sides = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
+        everyone = [cond for side in sides for cond in guider.conds[side]]
+        for side in sides:
+            for index, cond in enumerate(guider.conds[side], 1):
+                name = side if index == 1 else f"{side}{index}"
+                other = (
+                    next((one for one in everyone if one is not cond), None) if len(everyone) == 2 else None
+                )
+                arguments = model_arguments(
+                    side, cond, batch, self.loaded.info["conditioning"], family, other
+                )
+                for key, value in fill_zeros(arguments, batch, family, unet_config).items():
+                    tensors[f"{name}.{key}"] = value
+                prompts[name], weight = mixing(cond, noise)
+                if weight is not None:
+                    tensors[f"weight.{name}"] = weight
+        return prompts, tensors

@@ -1,0 +1,42 @@
+"""The ``shift`` input: what ComfyUI's ModelSampling nodes do to a MODEL, for the model object of a
+PARALLEL_DIT."""
+
+import comfy.model_patcher
+import comfy.model_sampling
+
+from ...backend.protocol import RefusedError
+from ..comfy_models.registry import Family
+
+
+def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_name: str, family: Family):
+    """Shift the noise levels of ``model``, a clone, by ComfyUI's own classes; 0 leaves the model's own.
+
+    ``shift`` is the number of the ModelSampling node that is used with this family: of ModelSamplingSD3 and
+    ModelSamplingAuraFlow where noise levels are sigma = shift · t / (1 + (shift - 1) · t), and of
+    ModelSamplingFlux, the logarithm of it, where ComfyUI builds the family with that class. RefusedError for
+    models that are no flow models.
+    """
+    if shift == 0:
+        return
+    own = model.get_model_object("model_sampling")
+    kinds = comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.ModelSamplingDiscreteFlow
+    if not isinstance(own, comfy.model_sampling.CONST) or not isinstance(own, kinds):
+        raise RefusedError(
+            f"shift is {shift:g}, but {family_name} is not a flow model: its noise levels are fixed by its "
+            f"training; set shift to 0."
+        )
+    if hasattr(own, "audio_shift"):
+        raise RefusedError(
+            f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the "
+            f"video's, which one shift does not tell; set shift to 0."
+        )
+    exponential = isinstance(own, kinds[0]) and not family.linear_shift
+
+    class ModelSampling(kinds[0] if exponential else kinds[1], comfy.model_sampling.CONST):
+        """As ComfyUI's nodes make it."""
+
+    shifted = ModelSampling(model.model.model_config)
+    shifted.set_parameters(
+        shift=shift, **({} if exponential else {"multiplier": getattr(own, "multiplier", 1.0)})
+    )
+    model.add_object_patch("model_sampling", shifted)

@@ -1,0 +1,70 @@
+"""The ParallelLoRA node: a LoRA, added to a transformer that a backend holds."""
+
+import logging
+import math
+import os
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..backend.protocol import RefusedError
+from .host.handle import with_lora
+from .load_parallel_dit import ParallelDiTType
+
+
+class ParallelLoRA(io.ComfyNode):
+    """PARALLEL_DIT + a file of models/loras -> PARALLEL_DIT; as LoraLoaderModelOnly."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ParallelLoRA",
+            display_name="Parallel LoRA",
+            category="parallel",
+            description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of "
+            "these nodes to add several.",
+            inputs=[
+                ParallelDiTType.Input(
+                    "dit", tooltip="The transformer, from Load Parallel DiT or another Parallel LoRA."
+                ),
+                io.Combo.Input(
+                    "lora_name",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A .safetensors file in models/loras, with keys as ComfyUI, kohya, diffusers, "
+                    "PEFT or LyCORIS write them.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How much of the LoRA is added; 0 adds nothing, negative values subtract it.",
+                ),
+            ],
+            outputs=[
+                ParallelDiTType.Output(
+                    display_name="dit",
+                    tooltip="For Parallel Sampler, Parallel Model or another Parallel LoRA. The "
+                    "transformer without the LoRA stays usable too.",
+                )
+            ],
+        )
+
+    @classmethod
+    def execute(cls, dit, lora_name, strength) -> io.NodeOutput:
+        if not math.isfinite(strength):
+            raise RefusedError(f"strength is {strength}; use a number.")
+        if strength == 0:
+            return io.NodeOutput(dit)
+        path = folder_paths.get_full_path("loras", lora_name)
+        if path is None:
+            raise RefusedError(
+                f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
+                f"the page."
+            )
+        found = with_lora(dit, os.path.abspath(path), strength)
+        warning = found.loaded.info["warnings"][-1]
+        if warning:
+            logging.warning("parallel-dit: %s", warning)
+        return io.NodeOutput(found)

@@ -1,0 +1,141 @@
+"""Paints a prompt with the bundled model on one rank and on two, through the nodes' own client, socket and
+backend."""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import torch
+from PIL import Image
+
+from backend.client import pool
+from backend.config import ConfigError, ParallelConfig
+from backend.protocol import BackendError, RefusedError, Sample
+from demo import shapes
+
+PROMPT = "a red circle left of a blue square on black"
+MODEL = ROOT / "demo" / "shapes-flux"
+#: Name -> ParallelConfig fields of the ways to use two ranks.
+METHODS = {
+    "cfg": {"cfg_degree": 2},
+    "ulysses": {"ulysses_degree": 2},
+    "ring": {"ring_degree": 2},
+    "pipefusion": {"pipefusion_degree": 2},
+}
+BAR = 30
+
+
+def request(model: str, prompt: str, steps: int, cfg: float, seed: int) -> Sample:
+    """The Sample that ComfyUI's nodes would send: noise of the seed, the schedule of diffusers' flow-matching
+    scheduler, two prompts."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+    noise = torch.randn(1, 16, 32, 32, generator=torch.Generator().manual_seed(seed))
+    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": scheduler.sigmas.float()}
+    for branch, text in (("positive", prompt), ("negative", "")):
+        tensors[f"{branch}.c_crossattn"], tensors[f"{branch}.y"] = shapes.encode_prompt(text)
+    return Sample(model, "euler", cfg, seed, tensors=tensors)
+
+
+def show(progress):
+    """A progress bar on the terminal."""
+    filled = BAR * progress.step // progress.total
+    print(
+        f"\r  [{'#' * filled}{'.' * (BAR - filled)}] step {progress.step}/{progress.total}",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def paint(config: ParallelConfig, options) -> tuple[torch.Tensor, float]:
+    """The latent (1, 16, 32, 32) in the model's space, and the median seconds of a run on a warm backend."""
+    print(
+        f"{config.product} on the {config.resolve_device(torch.cuda.device_count())}: starting ...",
+        file=sys.stderr,
+    )
+    pool.allow(MODEL)
+    backend = pool.backend_for(config)
+    message = request(
+        backend.load(str(MODEL)).model, options.prompt, options.steps, options.cfg, options.seed
+    )
+    message = replace(message, num_pipeline_patch=config.num_pipeline_patch, warmup_steps=config.warmup_steps)
+    seconds = []
+    for _ in range(options.repeat + 1):  # the first one warms up
+        began = time.perf_counter()
+        result = backend.sample(message, show)
+        seconds.append(time.perf_counter() - began)
+    print(file=sys.stderr)
+    return result.tensors["samples"], statistics.median(seconds[1:])
+
+
+def save(samples: torch.Tensor, path: Path):
+    """Write the picture of a latent as PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = shapes.decode(shapes.to_vae_units(samples))[0]
+    Image.fromarray((picture * 255).round().byte().numpy()).save(path)
+
+
+def device() -> str:
+    """cuda where there is a GPU for each of the two ranks; one GPU cannot show what two do, so then the
+    CPU."""
+    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", default=PROMPT, help=f'like "{PROMPT}"')
+    parser.add_argument(
+        "--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--cfg", type=float, default=2.5)
+    parser.add_argument("--seed", type=int, default=10)
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="timed runs on each number of ranks (the median is shown)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "output" / "demo.png")
+    parser.add_argument(
+        "--comfyui",
+        type=Path,
+        metavar="PATH",
+        help="queue workflows/demo.api.json in this ComfyUI, headless, instead",
+    )
+    return parser.parse_args()
+
+
+def main():
+    chosen = options()
+    if chosen.comfyui:
+        import demo_comfyui
+
+        return demo_comfyui.run(chosen.comfyui, chosen.out)
+    # on the CPU a rank stands for a GPU: one thread each, or one rank would take the cores that two need
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        one, alone = paint(ParallelConfig(device=device()), chosen)
+        two, together = paint(ParallelConfig(device=device(), **METHODS[chosen.method]), chosen)
+    except (ConfigError, RefusedError, BackendError) as error:
+        sys.exit(str(error))
+    finally:
+        pool.close_all()
+    save(two, chosen.out)
+    verdict = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
+    print(
+        f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times "
+        f"as fast (medians of {chosen.repeat})."
+    )
+    print(f"The two latents differ by {((one - two).norm() / one.norm()).item():.1e} of their size.")
+    print(f'{chosen.out}: "{chosen.prompt}"{"" if verdict else " (" + "; ".join(verdict.problems) + ")"}')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What rank 0 tells the other ranks arrives, through shared memory or by broadcast."""
+
+import pytest
+import torch
+from launch import run_ranks
+
+from backend.serving import shared_memory
+from backend.serving.shared_memory import Slab
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_hears_every_byte(ranks, tmp_path):
+    results = run_ranks("ranks.dispatch", ranks, tmp_path)
+    assert all(results["shared"]["right"]) and all(results["by broadcast"]["right"])
+    assert results["shared"]["shared"] >= 1 and results["by broadcast"]["shared"] is None
+
+
+def pair(ranks: int = 2) -> list[Slab]:
+    """Every rank's end, all in this process."""
+    first, told = Slab.make(ranks)
+    return [first, *(Slab.join(told, ranks, rank) for rank in range(1, ranks))]
+
+
+def test_a_body_stays_until_every_rank_has_it():
+    first, second, third = pair(3)
+    parts = [torch.arange(5, dtype=torch.uint8), torch.arange(3, dtype=torch.uint8)]
+    number = first.write(parts)
+    assert number and second.read(number, 8).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert not first.write(parts)  # the third has not
+    third.read(number, 8)
+    assert first.write(parts) == number + 1
+
+
+def test_what_does_not_fit_is_sent_otherwise(monkeypatch):
+    monkeypatch.setattr(shared_memory, "MAX_BYTES", 1 << 16)
+    first, second = pair()
+    assert not first.write([torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)])
+    assert second.read(first.write([torch.ones(1 << 16, dtype=torch.uint8)]), 1 << 16).all()
+
+
+def test_a_file_of_the_same_number_on_another_machine_is_not_taken_for_it():
+    first, (pid, file, sign) = Slab.make(2)
+    with pytest.raises(ValueError, match="another machine"):
+        Slab.join([pid, file, "0" * len(sign)], 2, 1)
+    with pytest.raises(OSError):
+        Slab.join([pid, 10**6, sign], 2, 1)

@@ -1,0 +1,322 @@
+"""A real backend of two ranks behind the nodes' own client: requests, refusals, models, LoRAs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import model_call
+from live_backend import (  # noqa: F401 (fixtures)
+    CONFIG,
+    backend,
+    checkpoint,
+    close_at_the_end,
+    request_for,
+    with_tensors,
+)
+from loras import write_mixed
+from safetensors.torch import save_file
+from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkpoint
+
+from backend import config, protocol
+from backend.client import pool
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.parallel import mesh
+from backend.rank_plan import describe
+from backend.serving.broadcast import FIRST
+
+
+def test_golden_latent_through_the_socket(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, preview_seconds=1e-9)
+    steps, shapes = [], set()
+
+    def on_progress(progress):
+        steps.append((progress.step, progress.total))
+        shapes.update(tuple(x.shape) for x in progress.tensors.values())
+
+    result = backend.sample(request, on_progress)
+    assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4
+    assert steps == [(i, 6) for i in range(1, 7)]
+    assert shapes == {(1, 16, 16, 16)}
+
+
+def test_stale_pipeline_through_the_socket(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=4)
+    error = error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden)
+    assert 1e-4 < error < 1
+
+
+def test_previews_of_a_stale_pipeline_show_one_step_each(backend, checkpoint):
+    """The x0 after step k, whole, is what the same steps lead to where the schedule ends there: no rows of
+    step k - 1 or k + 1 are in it."""
+    request, _ = request_for(backend, checkpoint, num_pipeline_patch=4, preview_seconds=1e-9)
+    previews, sigmas = {}, request.tensors["sigmas"]
+    backend.sample(request, lambda p: previews.update({p.step: p.tensors["x0"]} if p.tensors else {}))
+    assert len(previews) >= 2
+    for step, x0 in previews.items():
+        ended = backend.sample(
+            with_tensors(
+                replace(request, preview_seconds=0.0), sigmas=torch.cat([sigmas[:step], torch.zeros(1)])
+            )
+        )
+        assert (ended.tensors["samples"] - x0).norm() / x0.norm() < 1e-5, step
+
+
+def test_largest_seed(backend, checkpoint):
+    request, golden = request_for(backend, checkpoint, seed=(1 << 64) - 1)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    stochastic = backend.sample(replace(request, sampler="euler_ancestral")).tensors["samples"]
+    assert torch.isfinite(stochastic).all()
+
+
+def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
+    """Progress to its end, what each rank read and holds, and nothing of it again for the same file, whatever
+    settings come with the requests."""
+    copy = folder / "another.safetensors"
+    copy.write_bytes(Path(checkpoint).read_bytes())
+    seen, again = [], []
+    loaded = backend.load(
+        str(copy), on_progress=lambda progress: seen.append((progress.step, progress.total))
+    )
+    assert seen[-1][0] == seen[-1][1] > 1e6 and seen == sorted(seen)
+    ranks = loaded.info["ranks"]
+    assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (1, 1)] and ranks[0]["blocks"][
+        1
+    ] == ranks[1]["blocks"][0]
+    size = copy.stat().st_size
+    assert all(
+        rank["file_bytes"] == size
+        and rank["weight_bytes"] == rank["bytes_read"] <= 0.55 * size
+        and rank["peak_bytes"] > rank["weight_bytes"]
+        for rank in ranks
+    )
+    assert "read" in ranks[1]["text"] and "\n" not in ranks[1]["text"]
+    assert backend.load(str(copy), on_progress=again.append).info["ranks"] == ranks and not again
+    changed = ParallelConfig(
+        pipefusion_degree=2,
+        num_pipeline_patch=4,
+        warmup_steps=3,
+        stale_kv="extrapolate",
+        attention="sdpa",
+        device="cpu",
+    )
+    assert pool.backend_for(changed) is backend
+    backend.unload(str(copy), "default")
+
+
+def test_a_message_with_a_long_header_reaches_every_rank(backend, checkpoint):
+    call = model_call(golden_request("euler_simple", backend.load(checkpoint).model)[0], "flux", 2)
+    long = replace(call, client="me", forget=[f"argument {i}" for i in range(1000)])
+    assert len(json.dumps(long.forget)) > FIRST
+    found = [backend.sample(each).tensors["output"] for each in (call, long, call)]
+    assert all(torch.equal(output, found[0]) for output in found) and found[0].std() > 0.01
+
+
+def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoint):
+    """And not of those with which the ranks were started; what is no latent of the model is refused."""
+    model = backend.load(checkpoint).model
+    for patches, stale in ((1, "reuse"), (5, "extrapolate")):
+        told = backend.describe(protocol.Describe(model, [16, 64, 48], 100, 1, patches, stale))
+        config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=patches, stale_kv=stale)
+        assert told.image_rows == 768 and told.ranks == [
+            str(plan) for plan in describe(config, checkpoint, 768, 100, branches=1, dtype=torch.float32)
+        ]
+        assert f"{patches} patches" in told.ranks[0]
+    asked = protocol.Describe(model, [16, 64, 48], 100, 1)
+    for changes in (
+        {"latent": [4, 64, 48]},
+        {"latent": [16, "a", 48]},
+        {"latent": []},
+        {"prompts": 3},
+        {"model": "other"},
+        {"num_pipeline_patch": 10000},
+        {"num_pipeline_patch": -1},
+    ):
+        with pytest.raises(protocol.RefusedError):
+            backend.describe(replace(asked, **changes))
+
+
+def nan(x):
+    return torch.where(torch.arange(x.numel()).reshape(x.shape) == 3, float("nan"), x)
+
+
+REFUSED = {
+    "solver": (lambda r: replace(r, sampler="no_such"), "not supported; choose one of euler"),
+    "no steps": (
+        lambda r: replace(r, tensors={**r.tensors, "sigmas": r.tensors["sigmas"][:1]}),
+        "at least one step",
+    ),
+    "NaN": (lambda r: replace(r, tensors={**r.tensors, "noise": nan(r.tensors["noise"])}), "noise holds NaN"),
+    "NaN in the prompt": (
+        lambda r: replace(r, tensors={**r.tensors, "positive.y": nan(r.tensors["positive.y"])}),
+        "positive.y holds NaN",
+    ),
+    "channels": (
+        lambda r: replace(r, tensors={**r.tensors, "noise": r.tensors["noise"][:, :4]}),
+        "wants 16 channels",
+    ),
+    "conditioning key": (
+        lambda r: replace(r, tensors={**r.tensors, "positive.control": torch.ones(1)}),
+        "'control', which flux does not support",
+    ),
+    "missing pooled": (
+        lambda r: replace(r, tensors={k: v for k, v in r.tensors.items() if k != "positive.y"}),
+        "has no 'y'",
+    ),
+    "other text encoder": (
+        lambda r: replace(r, tensors={**r.tensors, "positive.c_crossattn": torch.ones(1, 7, 40)}),
+        "encoded for another model",
+    ),
+    "other batch": (
+        lambda r: replace(r, tensors={**r.tensors, "positive.c_crossattn": torch.ones(3, 7, 64)}),
+        "batch 3",
+    ),
+    "more patches than tokens": (lambda r: replace(r, num_pipeline_patch=65), "more than the 64 tokens"),
+    "no warm-up": (
+        lambda r: replace(r, num_pipeline_patch=2, warmup_steps=0),
+        "at least one synchronous step",
+    ),
+    "no positive prompt": (
+        lambda r: replace(r, tensors={k: v for k, v in r.tensors.items() if not k.startswith("positive")}),
+        "no positive prompt",
+    ),
+    "mixing of no prompt": (
+        lambda r: replace(r, prompts={"positive2": {"strength": 1.0}}),
+        "has no such prompt; it has positive",
+    ),
+    "mixing by a list": (
+        lambda r: replace(r, prompts={"positive": [1.0]}),
+        "tell the numbers strength, from and until",
+    ),
+    "mixing by a number out of range": (
+        lambda r: replace(r, prompts={"positive": {"strength": 1e300}}),
+        "tell the numbers strength, from and until",
+    ),
+    "mixing by what is unknown": (
+        lambda r: replace(r, prompts={"positive": {"area": 1.0}}),
+        "tell the numbers strength, from and until",
+    ),
+    "weight of another size": (
+        lambda r: replace(r, tensors={**r.tensors, "weight.positive": torch.ones(1, 1, 7, 7)}),
+        "does not fit the latent's",
+    ),
+    "attention": (lambda r: replace(r, attention="flash-attn"), "CUDA GPUs only"),
+    "seed below 0": (lambda r: replace(r, seed=-1), "seed is -1"),
+    "seed over 64 bits": (lambda r: replace(r, seed=1 << 64), "seed is 18446744073709551616"),
+    "rising schedule": (
+        lambda r: replace(
+            r, sampler="dpmpp_2m_sde", tensors={**r.tensors, "sigmas": r.tensors["sigmas"].flip(0)}
+        ),
+        "the schedule rises",
+    ),
+    "no pixels": (
+        lambda r: with_tensors(r, noise=torch.ones(1, 16, 16, 0), latent=torch.ones(1, 16, 16, 0)),
+        "holds nothing",
+    ),
+    "fp8": (lambda r: with_tensors(r, noise=r.tensors["noise"].to(torch.float8_e4m3fn)), "send float32"),
+    "mask of another size": (lambda r: with_tensors(r, denoise_mask=torch.ones(3, 3)), "does not spread"),
+    "mask of more dimensions": (
+        lambda r: with_tensors(r, denoise_mask=torch.ones(1, 1, 1, 16, 16)),
+        "does not spread",
+    ),
+    "prompt without dimensions": (
+        lambda r: with_tensors(r, **{"positive.c_crossattn": torch.tensor(1.0)}),
+        "batch, tokens, width",
+    ),
+    "prompt of tokens' numbers": (
+        lambda r: with_tensors(r, **{"positive.c_crossattn": torch.ones(1, 7, 64).long()}),
+        "floating-point",
+    ),
+    "pooled prompt of three dimensions": (
+        lambda r: with_tensors(r, **{"negative.y": torch.ones(1, 1, 32)}),
+        "batch, width",
+    ),
+    "empty guidance": (
+        lambda r: with_tensors(r, **{"positive.guidance": torch.empty(0)}),
+        "guidance has shape",
+    ),
+    "unknown model": (lambda r: replace(r, model="gone"), "not loaded"),
+}
+
+
+@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
+def test_bad_request_is_refused_in_one_sentence_and_the_backend_stays(backend, checkpoint, change, says):
+    request, _ = request_for(backend, checkpoint)
+    pids = backend.welcome.pids
+    with pytest.raises(protocol.RefusedError, match=says) as error:
+        backend.sample(change(request))
+    assert "\n" not in str(error.value)
+    assert pool.backend_for(CONFIG).welcome.pids == pids
+
+
+def bad_files(folder: Path, good: Path) -> dict[str, tuple[Path, str]]:
+    """File or folder -> what its refusal says."""
+    data = good.read_bytes()
+    (folder / "truncated.safetensors").write_bytes(data[: len(data) // 2])
+    (folder / "text.safetensors").write_text("not a model " * 100)
+    (folder / "pickle.ckpt").write_bytes(b"\x80\x04")
+    (folder / "empty-folder").mkdir()
+    golden = Path(__file__).parents[1] / "golden"
+    (folder / "latents.safetensors").symlink_to(golden / "flux-dev__euler_simple.safetensors")
+    write_checkpoint(
+        folder / "incomplete.safetensors", drop=("single_blocks.3.linear1.weight", "txt_in.bias")
+    )
+    return {
+        "missing": (folder / "nothing.safetensors", "there is no model"),
+        "truncated": (folder / "truncated.safetensors", "truncated"),
+        "text": (folder / "text.safetensors", "no safetensors file"),
+        "pickle": (folder / "pickle.ckpt", "not a .safetensors file"),
+        "other family": (
+            folder / "latents.safetensors",
+            "no transformer of a supported family",
+        ),
+        "missing keys": (folder / "incomplete.safetensors", "lacks 5 of"),
+        "empty folder": (folder / "empty-folder", "no config.json"),
+    }
+
+
+def test_bad_files_are_refused_and_the_backend_stays(backend, checkpoint, folder):
+    for name, (path, says) in bad_files(folder, Path(checkpoint)).items():
+        with pytest.raises(protocol.RefusedError, match=says) as error:
+            backend.load(str(path))
+        assert "\n" not in str(error.value), name
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
+    """A model with LoRAs beside the one without, sampled in turn; one that does not fit is refused."""
+    path = str(write_mixed(folder / "lora.safetensors", facts("flux-dev")["shapes"]))
+    plain, golden = request_for(backend, checkpoint)
+    with_lora = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.8)]).model)
+    weaker = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.4)]).model)
+    first, *between, last = (
+        backend.sample(request).tensors["samples"] for request in (with_lora, weaker, plain, with_lora)
+    )
+    assert error_in_std(to_vae_units(between[1]), golden) <= 1e-4
+    assert first.equal(last) and all(error_in_std(one, first) > 1e-2 for one in between)
+    save_file(
+        {"img_in.lora_A.weight": torch.ones(2, 128), "img_in.lora_B.weight": torch.ones(256, 2)},
+        folder / "control.safetensors",
+    )
+    for loras, says in (
+        ([(str(folder / "control.safetensors"), 1.0)], "made for another model"),
+        ([(path, "1")], "not a pair"),
+        ([(str(folder / "nowhere"), 1.0)], "no LoRA at"),
+    ):
+        with pytest.raises(protocol.RefusedError, match=says):
+            backend.load(checkpoint, loras=loras)
+    Path(path).unlink()
+    with pytest.raises(protocol.RefusedError, match="no LoRA at"):
+        backend.sample(weaker)
+    assert backend.client.request(protocol.Ping()).models == [plain.model]
+    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), golden) <= 1e-4
+
+
+def test_more_stages_than_blocks_is_refused_at_load():
+    engine = Engine(config.ParallelConfig(pipefusion_degree=16, device="cpu"), mesh.single())
+    with pytest.raises(UnsupportedError, match="has 6 blocks"):
+        engine.check_load(str(Path(__file__).parents[2] / "demo" / "shapes-flux"), "default")

@@ -1,0 +1,172 @@
+"""A real backend of two ranks behind the nodes' own client: cancel, other degrees, a killed rank, a killed
+parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from tiny import error_in_std, to_vae_units
+
+from backend import protocol
+from backend.client import pool
+from backend.config import ParallelConfig
+
+#: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
+#: ten minutes (mesh.TIMEOUT).
+SOON = 60
+
+
+@pytest.mark.parametrize("patches", [1, 4])
+def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patches):
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
+    long = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
+    seen = []
+    assert backend.sample(long, lambda p: seen.append(p.step), lambda: len(seen) >= 3) is None
+    assert max(seen) < 30
+    assert backend.client.request(protocol.Ping()).models == [request.model]
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def steps_after_cancel(backend, request) -> tuple[int, float]:
+    """Steps that are done between the sight of the third and the end of a request that is cancelled then;
+    seconds of a step before."""
+    client, sent, began = backend.client, False, time.monotonic()
+    client.send(request)
+    while not isinstance(reply := client._next(), protocol.Cancelled):
+        assert not isinstance(reply, (protocol.Failure, protocol.Result)), reply
+        if isinstance(reply, protocol.Progress) and reply.step == 3 and not sent:
+            client.send(protocol.Cancel())
+            sent, step = True, (time.monotonic() - began) / 3
+    return reply.step - 3, step
+
+
+@pytest.mark.parametrize(
+    "degrees, patches",
+    [
+        ({"pipefusion_degree": 2}, 1),
+        ({"pipefusion_degree": 2}, 4),
+        ({"ulysses_degree": 2}, 1),
+        ({"cfg_degree": 2}, 1),
+    ],
+    ids=str,
+)
+def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees, patches):
+    """Steps of some tenths of a second, so that the client's reaction is short beside them."""
+    backend = pool.backend_for(ParallelConfig(device="cpu", **degrees))
+    request, golden = request_for(backend, checkpoint, num_pipeline_patch=patches)
+    large = {key: torch.randn(1, 16, 64, 64) for key in ("noise", "latent")}
+    long = replace(request, tensors={**request.tensors, **large, "sigmas": torch.linspace(1, 0, 60)})
+    steps, seconds = steps_after_cancel(backend, long)
+    assert steps <= 1
+    assert backend.client.request(protocol.Ping()).models == [request.model]
+    began = time.monotonic()
+    result = backend.sample(replace(request, num_pipeline_patch=1))
+    assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4
+    assert time.monotonic() - began < 20 * seconds  # the ranks do not go on with the other 57 steps
+
+
+def test_degrees_change_on_the_same_ranks(checkpoint):
+    """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads
+    its stage. No process starts again."""
+
+    def changed(**degrees):
+        backend, seen = pool.backend_for(ParallelConfig(device="cpu", **degrees)), []
+        left = backend.client.request(protocol.Ping()).models
+        loaded = backend.load(checkpoint, on_progress=seen.append)
+        request, golden = request_for(backend, checkpoint)
+        assert backend.client.request(protocol.Ping()).models == [request.model] == [loaded.model]
+        assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+        assert backend.welcome.degrees == ParallelConfig(**degrees).degrees
+        return backend, left, [rank["bytes_read"] for rank in loaded.info["ranks"]], bool(seen)
+
+    backend, *_ = changed(ulysses_degree=2)
+    pids = backend.welcome.pids
+    for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
+        same, left, read, progress = changed(**degrees)
+        assert same is backend and left and read == [0, 0] and not progress
+    for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
+        same, left, read, progress = changed(**degrees)
+        assert (
+            same is backend
+            and not left
+            and progress
+            and all(0 < size < 0.75 * Path(checkpoint).stat().st_size for size in read)
+        )
+    assert backend.welcome.pids == pids
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"ulysses_degree": 3}, "= 3 ranks, but this backend has 2"),
+        ({"degree": 2}, "not one of this version"),
+        ({"cfg_degree": 3}, "two branches"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
+    with pytest.raises(protocol.RefusedError, match=words):
+        backend.client.request(protocol.Arrange(config))
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, rank):
+    request, _ = request_for(backend, checkpoint)
+    request = replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
+    killed = []
+
+    def kill_once(progress):
+        if not killed:
+            os.kill(backend.welcome.pids[rank], signal.SIGKILL)
+            killed.append(time.monotonic())
+
+    with pytest.raises(protocol.BackendError, match=f"rank {rank} was killed by SIGKILL"):
+        backend.sample(request, kill_once)
+    assert time.monotonic() - killed[0] < SOON
+    fresh = pool.backend_for(CONFIG)
+    request, golden = request_for(fresh, checkpoint)
+    assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+PARENT = """
+import sys; sys.path.insert(0, {root!r})
+import os, time
+from backend.client import pool
+from backend.config import ParallelConfig
+backend = pool.backend_for(ParallelConfig(ulysses_degree=2, device="cpu"))
+print(*backend.welcome.pids, backend.process._agent.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_no_process_outlives_a_killed_parent():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(root=str(Path(__file__).parents[2]))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 3 and all(map(alive, pids))
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + SOON
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))

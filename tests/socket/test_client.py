@@ -1,0 +1,331 @@
+"""The client against a server in a thread that speaks the protocol, well or badly."""
+
+import select
+import threading
+import time
+
+import pytest
+import torch
+from fake_backend import TOKEN, WELCOME, FakeBackend, reply
+
+from backend.client import client as client_module
+from backend.client.client import BackendClient
+from backend.config import ConfigError
+from backend.protocol import (
+    BackendError,
+    Cancel,
+    Cancelled,
+    Failure,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Progress,
+    RefusedError,
+    Result,
+    Sample,
+    framing,
+)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(handler, kind="unix") -> address, see FakeBackend.start."""
+    fake = FakeBackend(tmp_path)
+    yield fake.start
+    fake.close()
+
+
+def sample_message(**tensors):
+    return Sample(
+        model="m", sampler="euler", cfg=1.0, seed=7, tensors=tensors or {"noise": torch.zeros(1, 4)}
+    )
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_request_and_reply(serve, kind):
+    def handler(connection):
+        assert framing.receive(connection) == Load("/m.safetensors", "bf16")
+        reply(connection, Loaded("m", "flux", {"config": {"depth": 2}}))
+
+    client = BackendClient(serve(handler, kind), TOKEN)
+    assert client.welcome == WELCOME
+    assert client.request(Load("/m.safetensors", "bf16")) == Loaded("m", "flux", {"config": {"depth": 2}})
+
+
+def test_progress_on_the_way_to_a_reply(serve):
+    def handler(connection):
+        framing.receive(connection)
+        for step in (1, 2):
+            reply(connection, Progress(step, 2))
+        reply(connection, Loaded("m", "flux"))
+
+    seen = []
+    client = BackendClient(serve(handler), TOKEN)
+    assert (
+        client.request(
+            Load("/m"), on_progress=lambda progress: seen.append((progress.step, progress.total))
+        ).model
+        == "m"
+    )
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_giving_up_in_progress_hangs_up(serve):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Progress(1, 2))
+        connection.recv(1)
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(KeyboardInterrupt):
+        client.request(Load("/m"), on_progress=stop)
+    assert client.closed
+
+
+def test_wrong_token(serve):
+    with pytest.raises(
+        BackendError, match="did not let this client in.*not know our token.*PARALLEL_DIT_TOKEN"
+    ):
+        BackendClient(serve(lambda connection: None), "guess")
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])
+def test_bad_address(address):
+    with pytest.raises(ConfigError, match="address is"):
+        BackendClient(address, TOKEN)
+
+
+def test_nobody_listens(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        BackendClient(f"unix:{tmp_path / 'none'}", TOKEN)
+
+
+def test_refusal_keeps_the_connection(serve):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Failure("no such file"))
+        framing.receive(connection)
+        reply(connection, Pong(["m"]))
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(RefusedError, match="^no such file$"):
+        client.request(Load("/nowhere"))
+    assert client.request(Ping()) == Pong(["m"])
+
+
+def test_fatal_failure_closes(serve):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Failure("rank 1 ran out of memory", fatal=True, rank=1))
+        time.sleep(1)
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(BackendError, match="rank 1 ran out of memory"):
+        client.request(Load("/m"))
+    assert client.closed
+    with pytest.raises(BackendError, match="is closed"):
+        client.request(Ping())
+
+
+def test_dropped_connection(serve):
+    client = BackendClient(serve(lambda connection: framing.receive(connection)), TOKEN)
+    with pytest.raises(BackendError, match="was lost"):
+        client.sample(sample_message())
+    assert client.closed
+
+
+def test_sample_reports_progress(serve):
+    def handler(connection):
+        request = framing.receive(connection)
+        for step in (1, 2):
+            reply(connection, Progress(step, 2, {"x0": torch.full((1, 2), float(step))}))
+        reply(connection, Result({"seconds": 1.5}, {"samples": request.tensors["noise"] + 1}))
+
+    client = BackendClient(serve(handler), TOKEN)
+    seen = []
+    result = client.sample(sample_message(noise=torch.zeros(1, 2)), seen.append)
+    assert [(p.step, p.total, p.tensors["x0"].tolist()) for p in seen] == [
+        (1, 2, [[1.0, 1.0]]),
+        (2, 2, [[2.0, 2.0]]),
+    ]
+    assert result.tensors["samples"].tolist() == [[1.0, 1.0]] and result.stats == {"seconds": 1.5}
+
+
+def cancellable(received: list):
+    """A server that steps for ever, until Cancel comes; then it answers a Ping."""
+
+    def handler(connection):
+        framing.receive(connection)
+        step = 0
+        while not select.select([connection], [], [], 0.02)[0]:
+            step += 1
+            reply(connection, Progress(step, 1000))
+        received.append(framing.receive(connection))
+        reply(connection, Progress(step + 1, 1000))  # the step that was running when Cancel came
+        reply(connection, Cancelled(step + 1))
+        received.append(framing.receive(connection))
+        reply(connection, Pong())
+
+    return handler
+
+
+def test_cancel(serve):
+    received, seen = [], []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    assert client.sample(sample_message(), seen.append, lambda: len(seen) >= 3) is None
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()] and len(seen) == 3
+
+
+def test_interrupt_raised_by_the_progress_callback(serve):
+    class Interrupt(BaseException):
+        """As ComfyUI's own, no Exception."""
+
+    def interrupt(progress):
+        raise Interrupt
+
+    received = []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    with pytest.raises(Interrupt):
+        client.sample(sample_message(), interrupt)
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()]
+
+
+def test_cancel_while_nothing_arrives(serve):
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        reply(connection, Cancelled(0))
+
+    client = BackendClient(serve(handler), TOKEN)
+    asked = []
+    began = time.monotonic()
+    assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
+    assert time.monotonic() - began < 10
+
+
+def test_result_that_crosses_cancel(serve):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Result({}, {"samples": torch.zeros(1)}))
+        assert framing.receive(connection) == Cancel()
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    assert client.request(Ping()) == Pong()
+
+
+def test_backend_that_ignores_cancel(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.3)
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    with pytest.raises(BackendError, match="did not stop"):
+        client.sample(sample_message(), should_cancel=lambda: True)
+    release.set()
+    assert client.closed
+
+
+def test_check_that_raises_closes(serve):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        raise Stop
+
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    with pytest.raises(Stop):
+        client.request(Load("/m"), stop)
+    release.set()
+    assert client.closed  # its reply could come later, in place of another's
+
+
+def test_frame_in_pieces(serve):
+    def handler(connection):
+        framing.receive(connection)
+        for byte in b"".join(framing.encode(Result({"n": 1}, {"samples": torch.arange(3.0)}))):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.002)  # longer in all than POLL_SECONDS
+
+    assert BackendClient(serve(handler), TOKEN).sample(sample_message()).tensors["samples"].tolist() == [
+        0.0,
+        1.0,
+        2.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        framing.PREFIX.pack(framing.MAGIC, framing.MAX_HEADER + 1, 0),
+        framing.PREFIX.pack(framing.MAGIC, 2, framing.MAX_BODY + 1),
+        framing.PREFIX.pack(framing.MAGIC, 2, 0) + b"{}",
+        framing.PREFIX.pack(framing.MAGIC, 17, 0) + b'{"type": "Pickle"}'[:17],
+        framing.PREFIX.pack(b"PDT9", 2, 0) + b"{}",
+    ],
+    ids=["http", "long header", "long body", "no type", "unknown type", "another version"],
+)
+def test_frames_of_others_close(serve, frame):
+    def handler(connection):
+        framing.receive(connection)
+        connection.sendall(frame)
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(BackendError, match="was lost"):
+        client.request(Ping())
+    assert client.closed
+
+
+def test_request_over_the_limit_is_refused(serve, monkeypatch):
+    def handler(connection):
+        assert framing.receive(connection, 1 << 20) == Ping()
+        reply(connection, Pong())
+
+    monkeypatch.setattr(framing, "MAX_BODY", 1000)
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(RefusedError, match="too large"):
+        client.sample(sample_message(noise=torch.zeros(1000)))
+    assert client.request(Ping()) == Pong()
+
+
+def test_same_tensor_twice_in_a_request(serve):
+    """A graph may link one CONDITIONING to both inputs."""
+
+    def handler(connection):
+        names = sorted(framing.receive(connection).tensors)
+        reply(connection, Result({"names": names}, {"samples": torch.zeros(1)}))
+
+    both = torch.zeros(1, 3)
+    result = BackendClient(serve(handler), TOKEN).sample(
+        sample_message(**{"positive.y": both, "negative.y": both})
+    )
+    assert result.stats["names"] == ["negative.y", "positive.y"]
+
+
+def test_what_is_done_meanwhile_is_done_once_and_its_errors_cancel(serve):
+    def handler(connection):
+        for _ in range(2):
+            framing.receive(connection)
+            reply(connection, Result({}, {"samples": torch.zeros(1)}))
+        assert framing.receive(connection) == Cancel()
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    def fails():
+        raise ArithmeticError
+
+    client, done = BackendClient(serve(handler), TOKEN), []
+    assert client.sample(sample_message(), meanwhile=lambda: done.append(1)).tensors["samples"].tolist() == [
+        0.0
+    ] and done == [1]
+    with pytest.raises(ArithmeticError):
+        client.sample(sample_message(), meanwhile=fails)
+    assert client.request(Ping()) == Pong()

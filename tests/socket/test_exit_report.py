@@ -1,0 +1,105 @@
+"""Which rank is named when a backend has ended, from what torchrun leaves."""
+
+import json
+
+import pytest
+
+from backend.client.exit_report import first_failure
+
+TABLE = """\
+[0]:
+  time      : 2025-01-01_00:00:00
+  host      : localhost
+  rank      : {} (local_rank: {})
+  exitcode  : {} (pid: 4242)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+"""
+
+
+def leave(folder, codes, errors=(), stderr=()):
+    """Write ``codes`` {rank: exit code} as torchrun's table, ``errors`` {rank: (message, seconds)} as the
+    ranks' files.
+    """
+    (folder / "backend.log").write_text(
+        "noise\n" + "".join(TABLE.format(rank, rank, code) for rank, code in codes.items())
+    )
+    for rank, (message, seconds) in dict(errors).items():
+        place = folder / f"ranks/run_x/attempt_0/{rank}"
+        place.mkdir(parents=True)
+        (place / "error.json").write_text(
+            json.dumps(
+                {
+                    "message": {
+                        "message": message,
+                        "extraInfo": {"py_callstack": "…", "timestamp": str(seconds)},
+                    }
+                }
+            )
+        )
+    for rank, text in dict(stderr).items():
+        place = folder / f"ranks/run_x/attempt_0/{rank}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "stderr.log").write_text(text)
+
+
+@pytest.mark.parametrize(
+    "codes, errors, expected",
+    [
+        (
+            {0: 1, 1: -9},
+            {0: ("RuntimeError: Connection closed by peer [127.0.0.1]:1", 5)},
+            "rank 1 was killed by SIGKILL, as the system does when memory runs out",
+        ),
+        ({0: -15, 1: 1}, {1: ("ValueError: broken", 5)}, "rank 1 failed with ValueError: broken"),
+        (
+            {0: 1, 1: 1},
+            {
+                0: ("RuntimeError: Connection reset by peer", 4),
+                1: ("OutOfMemoryError: CUDA out of memory.\nTried to allocate", 5),
+            },
+            "rank 1 failed with OutOfMemoryError: CUDA out of memory.",
+        ),
+        (
+            {0: 1, 1: 1},
+            {0: ("ValueError: second", 8), 1: ("ValueError: first", 7)},
+            "rank 1 failed with ValueError: first",
+        ),
+        ({0: -11, 1: -15}, {}, "rank 0 was killed by SIGSEGV"),
+        (
+            {0: 1, 1: 1},
+            {0: ("RuntimeError: Broken pipe", 3), 1: ("RuntimeError: Connection closed by peer", 2)},
+            "rank 1 failed with RuntimeError: Connection closed by peer",
+        ),
+        ({2: 7}, {}, "rank 2 exited with code 7"),
+    ],
+)
+def test_cause(tmp_path, codes, errors, expected):
+    leave(tmp_path, codes, errors)
+    assert str(first_failure(tmp_path)) == expected
+
+
+def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
+    leave(
+        tmp_path,
+        {0: 1},
+        stderr={
+            0: "Traceback (most recent call last):\n  File …\n"
+            "ModuleNotFoundError: No module named 'diffusers'\n\n"
+        },
+    )
+    assert (
+        str(first_failure(tmp_path)) == "rank 0 failed with ModuleNotFoundError: No module named 'diffusers'"
+    )
+
+
+def test_nothing_recorded(tmp_path):
+    assert first_failure(tmp_path) is None
+
+
+def test_half_written_record(tmp_path):
+    leave(tmp_path, {0: -9})
+    place = tmp_path / "ranks/run_x/attempt_0/0"
+    place.mkdir(parents=True)
+    (place / "error.json").write_text('{"message": {"mess')
+    assert "killed by SIGKILL" in str(first_failure(tmp_path))

@@ -1,0 +1,184 @@
+"""Launching, reusing and losing a backend, as the nodes and the scripts do it; no ComfyUI needed."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from backend.client import client, launcher, pool
+from backend.client.launcher import BackendProcess, launch_command, sanitized_environment
+from backend.config import ConfigError, ParallelConfig
+from backend.protocol import BackendError, RefusedError
+
+TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def end_backends():
+    yield
+    pool.close_all()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return str(tiny.write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-flux.safetensors"))
+
+
+def wait_until_gone(pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_environment_drops_other_launchers_settings():
+    parent = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "ROLE_RANK": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "NCCL_P2P_DISABLE": "1",
+        "PYTHONPATH": "/other",
+        "PARALLEL_DIT_TOKEN": "of a backend elsewhere",
+        "PARALLEL_DIT_ADDRESSES": "tcp:elsewhere:1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    env = sanitized_environment(parent, TWO_RANKS, "cpu")
+    assert not {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ROLE_RANK",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PARALLEL_DIT_TOKEN",
+        "PARALLEL_DIT_ADDRESSES",
+    } & set(env)
+    assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
+    assert env["PYTHONPATH"] == f"{launcher.PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
+    assert int(env["OMP_NUM_THREADS"]) >= 1
+
+
+def test_values_of_nccl_that_somebody_set_are_kept():
+    theirs = {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_RAS_ENABLE": "1"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
+
+
+@pytest.mark.parametrize(
+    "visible, gpus, expected",
+    [
+        (None, "", "0,1"),
+        (None, "3,1", "3,1"),
+        ("4,5,6", "", "4,5"),
+        ("4,5,6", "2,0", "6,4"),
+        ("GPU-a, GPU-b", "", "GPU-a,GPU-b"),
+    ],
+)
+def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
+    parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    config = ParallelConfig(ulysses_degree=2, gpus=gpus)
+    assert sanitized_environment(parent, config, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_every_flag_is_one_that_torchrun_knows():
+    from torch.distributed.run import get_args_parser
+
+    command = launch_command(TWO_RANKS, "unix:/x/backend.sock", Path("/x"))
+    args = get_args_parser().parse_args(command[3:])
+    assert args.training_script == "backend.worker" and args.nproc_per_node == "2"
+    assert args.rdzv_endpoint == "/x/rdzv" and "store_type=file" in args.rdzv_conf and not args.standalone
+    assert args.training_script_args[:2] == ["--address", "unix:/x/backend.sock"]
+
+
+def test_config_that_cannot_run_launches_nothing():
+    with pytest.raises(ConfigError, match="at most 16"):
+        pool.backend_for(ParallelConfig(ulysses_degree=17, device="cpu"))
+    assert not pool._backends
+
+
+def test_address_without_token(monkeypatch):
+    monkeypatch.setenv("PARALLEL_DIT_ADDRESSES", "unix:/run/b, tcp:127.0.0.1:1")
+    monkeypatch.delenv("PARALLEL_DIT_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="has no PARALLEL_DIT_TOKEN"):
+        pool.backend_for(ParallelConfig(address="tcp:127.0.0.1:1"))
+    monkeypatch.setenv("PARALLEL_DIT_TOKEN", "x")
+    with pytest.raises(BackendError, match="No backend listens at tcp:127.0.0.1:1"):
+        pool.backend_for(ParallelConfig(address="tcp:127.0.0.1:1"))
+
+
+def test_backend_is_reused_until_its_topology_changes(checkpoint):
+    first = pool.backend_for(TWO_RANKS)
+    loaded = first.load(checkpoint)
+    assert loaded.family == "flux" and first.load(checkpoint).model == loaded.model
+    assert pool.backend_for(ParallelConfig(ulysses_degree=2, device="cpu", attention="sdpa")) is first
+    with pytest.raises(RefusedError, match="nowhere"):
+        first.load("/nowhere.safetensors")
+    assert first.load(checkpoint, keep=set()).model == loaded.model  # refused, yet still there
+    folder, pids = first.process.folder, first.welcome.pids
+    second = pool.backend_for(ParallelConfig(device="cpu"))
+    assert second is not first and second.alive() and not first.alive()
+    wait_until_gone(pids)
+    assert not folder.exists()
+
+
+def test_weights_that_nobody_keeps_make_room(checkpoint):
+    backend = pool.backend_for(ParallelConfig(device="cpu"))
+    default = backend.load(checkpoint)
+    half = backend.load(checkpoint, "bf16", keep={(checkpoint, "default")})
+    assert set(backend.models.values()) == {default.model, half.model}
+    backend.load(checkpoint, "bf16", keep=set())
+    assert list(backend.models.values()) == [half.model]
+    backend.unload(checkpoint, "bf16")
+    assert not backend.models and backend.load(checkpoint, "bf16").model == half.model
+
+
+def test_giving_up_during_a_load_ends_the_backend(checkpoint, monkeypatch):
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt():
+        raise Interrupt
+
+    backend = pool.backend_for(ParallelConfig(device="cpu"))
+    monkeypatch.setattr(
+        client, "POLL_SECONDS", 0.0
+    )  # a tiny checkpoint is loaded before anybody looks up otherwise
+    with pytest.raises(Interrupt):
+        backend.load(checkpoint, check=interrupt)
+    assert not backend.alive()
+    wait_until_gone(backend.welcome.pids)
+
+
+def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
+    (tmp_path / "backend").mkdir()
+    (tmp_path / "backend/worker.py").write_text("import no_such_package")
+    monkeypatch.setattr(launcher, "PACK", tmp_path)
+    process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
+    try:
+        with pytest.raises(
+            BackendError,
+            match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'"
+            ".*its log is .*backend.log",
+        ):
+            process.wait_ready(60)
+    finally:
+        process.close()
+
+
+def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):
+    (tmp_path / "backend").mkdir()
+    (tmp_path / "backend/worker.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setattr(launcher, "PACK", tmp_path)
+    process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
+    try:
+        with pytest.raises(BackendError, match="not ready after 3 s"):
+            process.wait_ready(3)
+    finally:
+        process.close()
+    assert not process.running

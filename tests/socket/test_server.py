@@ -1,0 +1,321 @@
+"""Rank 0's socket under attack, without ranks behind it."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from backend import protocol
+from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
+from backend.serving.server import (
+    HELLO_SECONDS,
+    MAX_CLIENTS,
+    MAX_WAITING,
+    Previews,
+    Server,
+    _listen,
+    progress,
+)
+
+TOKEN = "correct horse"
+
+
+@pytest.fixture
+def server(tmp_path):
+    tmp_path.chmod(0o700)
+    server = Server(f"unix:{tmp_path}/s", TOKEN, Welcome(1, "cpu", {}, [1]), models=lambda: ["m"])
+    server.path = str(tmp_path / "s")
+    yield server
+    server.listener.close()
+
+
+def connect(server) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    client.connect(server.path)
+    return client
+
+
+def answer(client, token=TOKEN, role=handshake.CLIENT):
+    """The server's answer to a proof made with ``token`` for ``role``."""
+    nonce = handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    challenge = framing.receive(client)
+    assert handshake.is_proof(challenge.proof, TOKEN, handshake.BACKEND, nonce, challenge.nonce)
+    framing.send(client, Proof(handshake.proof(token, role, nonce, challenge.nonce)))
+    return framing.receive(client)
+
+
+def greeted(server) -> socket.socket:
+    client = connect(server)
+    assert isinstance(answer(client), Welcome)
+    return client
+
+
+def closed(client) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_wrong_token_is_told_and_closed(server, capfd):
+    client = connect(server)
+    assert "token is not this backend's" in answer(client, "wrong").message
+    assert closed(client)
+    assert capfd.readouterr().err == "A client was not let in: it does not know this backend's token.\n"
+    assert "token is not this backend's" in answer(connect(server), "wrong").message
+    assert not capfd.readouterr().err  # nobody fills the disk with that line
+    greeted(server)
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(server):
+    """Neither the backend's own proof for this client, nor one with the token for the backend's role."""
+    client, nonce = connect(server), handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    framing.send(client, Proof(framing.receive(client).proof))
+    assert "token" in framing.receive(client).message and closed(client)
+    assert "token" in answer(connect(server), role=handshake.BACKEND).message
+
+
+def test_a_recorded_handshake_is_of_no_use_later(server):
+    client, nonce = connect(server), handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    recorded = Proof(handshake.proof(TOKEN, handshake.CLIENT, nonce, framing.receive(client).nonce))
+    framing.send(client, recorded)
+    assert isinstance(framing.receive(client), Welcome)
+    again = connect(server)
+    framing.send(again, Hello(nonce))
+    framing.receive(again)
+    framing.send(again, recorded)
+    assert "token" in framing.receive(again).message and closed(again)
+
+
+@pytest.mark.parametrize("first", [Hello(""), Hello("0" * 63), Hello("Z" * 64), Hello("\u0660" * 64)])
+def test_a_nonce_has_one_form(server, first):
+    client = connect(server)
+    framing.send(client, first)
+    assert "64 hexadecimal digits" in framing.receive(client).message and closed(client)
+
+
+def test_another_version_is_told(server):
+    client = connect(server)
+    framing.send(client, Hello(handshake.new_nonce(), protocol.VERSION + 1))
+    assert "restart both" in framing.receive(client).message and closed(client)
+
+
+@pytest.mark.parametrize(
+    "first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__
+)
+def test_nothing_works_before_the_token(server, first):
+    client = connect(server)
+    framing.send(client, first)
+    assert isinstance(framing.receive(client), Failure)
+    assert server.next_job(0.05) is None
+
+
+def test_large_frame_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30))
+    assert "limit" in framing.receive(client).message
+
+
+def test_garbage_closes_one_connection_only(server):
+    good, bad = greeted(server), greeted(server)
+    bad.sendall(os.urandom(4096))
+    assert isinstance(framing.receive(bad), Failure)
+    framing.send(good, Ping())
+    assert framing.receive(good) == Pong(["m"])
+
+
+def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
+    clients = [greeted(server), greeted(server)]
+    for index, client in enumerate(clients):
+        framing.send(client, Load(f"/{index}"))
+    for _ in clients:
+        job = server.next_job(5)
+        job.reply(protocol.Loaded(job.message.path, "flux"))
+        server.finish(job)
+    assert [framing.receive(client).model for client in clients] == ["/0", "/1"]
+
+
+def test_a_client_that_leaves_cancels_its_request(server):
+    client = greeted(server)
+    framing.send(client, Load("/a"))
+    job = server.next_job(5)
+    client.close()
+    assert job.cancelled.wait(5)
+
+
+def test_cancel_after_the_end_does_not_touch_the_next_request(server):
+    client = greeted(server)
+    framing.send(client, Load("/a"))
+    server.finish(server.next_job(5))
+    framing.send(client, protocol.Cancel())
+    framing.send(client, Load("/b"))
+    job = server.next_job(5)
+    time.sleep(0.1)
+    assert not job.cancelled.is_set()
+
+
+def test_too_many_connections_are_closed_and_places_come_back(server):
+    crowd = [greeted(server) for _ in range(MAX_CLIENTS)]
+    assert closed(connect(server))
+    crowd.pop().close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        client = connect(server)
+        try:
+            assert isinstance(answer(client), Welcome)
+            return
+        except ConnectionError:
+            time.sleep(0.05)
+    pytest.fail("a place was not given back")
+
+
+def test_silent_peers_do_not_keep_a_client_out(server):
+    silent = [connect(server) for _ in range(MAX_CLIENTS)]
+    began = time.monotonic()
+    client = greeted(server)
+    assert closed(silent[0]) and time.monotonic() - began < HELLO_SECONDS
+    framing.send(client, Ping())
+    assert framing.receive(client) == Pong(["m"])
+
+
+def test_a_slow_reader_does_not_hold_up_replies(server):
+    """Replies wait in the connection's own outbox: the thread of the ranks never blocks on a client."""
+    client = greeted(server)
+    framing.send(client, Load("/a"))
+    job = server.next_job(5)
+    done = threading.Event()
+    threading.Thread(
+        target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()),
+        daemon=True,
+    ).start()
+    assert done.wait(5)
+    assert not job.client_keeps_up
+
+
+def test_a_proof_that_is_no_text(server):
+    client = connect(server)
+    framing.send(client, Hello(handshake.new_nonce()))
+    framing.receive(client)
+    header = b'{"type": "Proof", "proof": "\\ud800"}'
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
+    assert "token" in framing.receive(client).message
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 4000, b'{"type": "Hello", "nonce": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
+)
+def test_a_header_that_breaks_parsers(server, header):
+    client = connect(server)
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
+    assert isinstance(framing.receive(client), Failure) and closed(client)
+
+
+def test_a_body_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(
+        framing.PREFIX.pack(framing.MAGIC, 18, 16)
+        + b'{"type": "Result"}'
+        + framing.bodies.LENGTH.pack(1 << 40)
+        + bytes(8)
+    )
+    assert "shorter than its table" in framing.receive(client).message and closed(client)
+
+
+def test_a_slow_greeting_loses_its_place(server, monkeypatch):
+    monkeypatch.setattr("backend.serving.server.HELLO_SECONDS", 0.3)
+    client, began = connect(server), time.monotonic()
+    with pytest.raises(OSError):
+        for byte in b"".join(framing.encode(Hello("0" * 64))) * 100:
+            client.sendall(bytes([byte]))
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20
+
+
+def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkeypatch):
+    """It shuts its sending side and never reads: the write to it would block for ever."""
+    monkeypatch.setattr("backend.serving.server.LEAVE_SECONDS", 0.2)
+    before, client = server.clients._value, greeted(server)
+    framing.send(client, Load("/a"))
+    server.next_job(5).reply(protocol.Loaded("m", "x" * 1_000_000))
+    client.shutdown(socket.SHUT_WR)
+    deadline = time.monotonic() + 5
+    while server.clients._value < before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.clients._value == before
+
+
+def test_a_flood_of_requests_is_stopped(server):
+    flooding, good = greeted(server), greeted(server)
+    for _ in range(MAX_WAITING + 1):
+        framing.send(flooding, Load("/a"))
+    assert "wait already" in framing.receive(flooding).message and closed(flooding)
+    framing.send(good, Ping())
+    assert framing.receive(good) == Pong(["m"])
+
+
+def test_a_reply_that_cannot_be_written_is_a_failure(server):
+    client = greeted(server)
+    framing.send(client, Load("/a"))
+    server.next_job(5).reply(protocol.Result({"seconds": float("inf")}))
+    assert "cannot be written" in framing.receive(client).message
+    framing.send(client, Ping())
+    assert framing.receive(client) == Pong(["m"])
+
+
+def test_accepting_goes_on_after_an_error(server, monkeypatch):
+    accept, calls = server.listener.accept, []
+
+    class Failing:
+        fileno = server.listener.fileno
+
+        def accept(self):
+            calls.append(1)
+            if len(calls) == 1:
+                raise OSError("too many open files")
+            return accept()
+
+    whole, server.listener = server.listener, Failing()
+    greeted(server).close()  # accepted by the call that waits already
+    greeted(server).close()
+    assert len(calls) >= 2
+    server.listener = whole
+
+
+def test_shared_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        _listen(f"unix:{tmp_path}/s")
+
+
+def test_previews_are_bounded():
+    now = [0.0]
+    previews = Previews(0.2, lambda: now[0])
+    assert previews.due() and not previews.due()
+    now[0] = 0.25
+    assert previews.due()
+    assert not Previews(0, lambda: 0.0).due()
+
+
+def test_previews_are_counted_with_their_cost(server):
+    now, client = [0.0], greeted(server)
+    framing.send(client, Load("/a"))
+    job, previews = server.next_job(5), Previews(0.2, lambda: now[0])
+
+    def make_x0():
+        now[0] += 0.05
+        return torch.ones(1)
+
+    for step in (1, 2):
+        progress(job, step, 2, previews, make_x0)
+        assert framing.receive(client) == protocol.Progress(
+            step, 2, {"x0": torch.ones(1)} if step == 1 else {}
+        )
+        now[0] += 0.1
+    assert previews.stats == {"previews": 1, "preview_seconds": pytest.approx(0.05)}

@@ -1,0 +1,136 @@
+"""What rank 0 does with a frame, without a socket and without peers: for the fuzz of the suite and the long
+one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
+
+import queue
+import resource
+import signal
+from functools import lru_cache
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from backend import engine
+from backend.config import ParallelConfig
+from backend.parallel import mesh
+from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
+from backend.sampling.model_call import build_call
+from backend.sampling.request import build
+from backend.serving.server import Client
+from backend.worker import Leader, model_key
+
+#: What one frame may cost: seconds of this process, and bytes.
+SECONDS, BYTES = 5.0, 1 << 28
+#: ru_maxrss counts in these.
+KILOBYTE = 1024
+
+
+class Told(BaseException):
+    """A message has passed every check: the other ranks would hear of it now. No check may catch this."""
+
+
+class TooMuch(BaseException):
+    """A frame costs more than SECONDS or BYTES."""
+
+
+class Stream:
+    """A socket on which ``data`` has arrived and the peer has hung up."""
+
+    def __init__(self, data: bytes):
+        self.left = memoryview(data)
+
+    def recv_into(self, view: memoryview) -> int:
+        count = min(len(view), len(self.left))
+        view[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+
+class Rank0(Leader):
+    """Rank 0 of one rank with the transformer at ``path`` loaded as ``model``, where every message that
+    passes the checks raises Told."""
+
+    def __init__(self, path: str):
+        self.device, self.mesh = "cpu", mesh.single()
+        self.engine, self.dispatcher = engine.Engine(ParallelConfig(), self.mesh), self
+        self.opened = lru_cache(engine.open_checkpoint)
+        self.model = model_key(Load(path))
+        self.engine.load(self.model, path, "default")
+        self.paths, self.reports = {self.model: path}, {self.model: []}
+        welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
+        self.server = SimpleNamespace(
+            welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
+        )
+
+    def tell(self, message):
+        """In the dispatcher's place."""
+        raise Told
+
+    def take(self, data: bytes) -> str:
+        """What comes of a frame: "no frame", "refused", "answered" or "accepted". Raises what would end rank
+        0, and TooMuch."""
+        before = _peak()
+        signal.signal(signal.SIGVTALRM, _too_long)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        try:
+            # frames are odd here, files are not
+            with mock.patch.object(engine, "open_checkpoint", self.opened):
+                return self._take(data)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            if _peak() - before > BYTES:
+                raise TooMuch(f"{_peak() - before} bytes for a frame of {len(data)}")
+
+    def _take(self, data):
+        try:
+            framing.receive(Stream(data), limit=framing.MAX_HELLO)
+        except ConnectionError:
+            pass  # of a peer that is not let in yet: nothing more is done with it
+        try:
+            message = framing.receive(Stream(data))
+        except ConnectionError:
+            return "no frame"
+        client = Client(None, self.server)
+        client._handle(message)
+        found = "answered"
+        while not self.server.jobs.empty():
+            found = self._run(self.server.jobs.get())
+        while not client.outbox.empty():
+            framing.encode(client.outbox.get())
+        return found
+
+    def _run(self, job):
+        if isinstance(job.message, Shutdown):
+            return "answered"
+        try:
+            self.run(job)
+        except Told:
+            self._follow(job.message)
+            return "accepted"
+        assert not job.client.outbox.empty(), "no answer"
+        return "refused"
+
+    def _follow(self, message):
+        """What every rank does next with an accepted message, as far as it is quick."""
+        _, header, table, *data = framing.encode(message)
+        parts = [torch.frombuffer(part, dtype=torch.uint8) for part in data]
+        heard = framing.decode(
+            header, table, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        )
+        assert type(heard) is type(message)
+        if not isinstance(heard, (Sample, ModelCall)):
+            return
+        model, device = self.engine.models[heard.model], self.mesh.device
+        if isinstance(heard, Sample):
+            build(heard, self.engine.config, model.family, model.config, model.dtype, device)
+        else:
+            filled = self.engine.kept.filled(heard)
+            build_call(filled, model.family, model.config, model.dtype, device, [0])
+
+
+def _peak() -> int:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KILOBYTE
+
+
+def _too_long(*_):
+    raise TooMuch(f"more than {SECONDS} s")

@@ -1,0 +1,106 @@
+"""Runs a rank program on ranks that are forked from one process with everything imported: imports would cost
+each of them seconds."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from functools import cache
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed import TCPStore
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+TESTS = Path(__file__).parents[1]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families"]
+#: Ranks give way to the tests of one process, which run at the same time.
+NICE = 10
+
+
+def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
+    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or
+    its error."""
+    found = {key: Future() for key in jobs}
+
+    def work():
+        for key, job in jobs.items():
+            try:
+                found[key].set_result(job())
+            except Exception as error:  # of the tests that ask for it
+                found[key].set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found
+
+
+def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 1200) -> object:
+    """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with
+    the first rank's traceback and the ranks' output."""
+    fork_server()
+    folder = folder / f"{program} {ranks}"
+    folder.mkdir()
+    out = folder / "found.json"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+    context = start_processes(
+        _rank,
+        (program, ranks, store.port, folder, (*arguments, str(out))),
+        ranks,
+        join=False,
+        daemon=True,
+        start_method="forkserver",
+    )
+    deadline = time.monotonic() + seconds
+    try:
+        while not context.join(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"{program} on {ranks} ranks did not end in {seconds:.0f} s.\n{_output(folder)}"
+                )
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise AssertionError(f"{program} on {ranks} ranks: {error}\n{_output(folder)}") from None
+    finally:
+        for process in context.processes:
+            process.kill()
+    return json.loads(out.read_text())
+
+
+@cache
+def fork_server():
+    """Start the process that ranks are forked from. It has no threads yet, and none of this one's state but
+    the environment: kernels and threads are those that the tests are run with."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
+
+
+def _rank(rank: int, program: str, world: int, port: int, folder: Path, arguments: tuple):
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(NICE)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    importlib.import_module(program).main(*arguments)
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _output(folder: Path) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("rank*.log")))

@@ -1,0 +1,40 @@
+"""A live backend of two ranks and requests for it: the same one for every test that leaves it alive."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import golden_request, write_checkpoint
+
+from backend import protocol
+from backend.client import pool
+from backend.config import ParallelConfig
+
+CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return str(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+@pytest.fixture
+def backend(checkpoint):
+    return pool.backend_for(CONFIG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_at_the_end():
+    """The next module's tests look at what a backend has loaded."""
+    yield
+    pool.close_all()
+
+
+def request_for(backend, checkpoint, case="euler_simple", **changes) -> tuple[protocol.Sample, object]:
+    """A golden case's request for the model that ``backend`` has loaded, with ``changes`` of its fields, and
+    the golden latent."""
+    sample, golden = golden_request(case, backend.load(checkpoint).model)
+    return protocol.Sample(**{**vars(sample), "num_pipeline_patch": 1, **changes}), golden
+
+
+def with_tensors(request, **tensors):
+    return replace(request, tensors={**request.tensors, **tensors})

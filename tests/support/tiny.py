@@ -1,0 +1,139 @@
+"""Tiny checkpoints and the golden cases as requests; for the tests' own process and the rank programs."""
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from backend.loading.checkpoint import open_checkpoint
+from backend.protocol import Sample
+from backend.protocol.solver_names import PERCENTS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+#: ComfyUI's latent format of Flux: model = (vae - shift) * scale.
+SCALE, SHIFT = 0.3611, 0.1159
+# : FAMILY__CASE -> distance of one process from the golden latent, in its standard deviations
+# (scripts/golden_distances.py).
+DISTANCES = json.loads((GOLDEN.parent / "golden_distances.json").read_text())
+FLUX_CASES = sorted(path.stem.split("__")[1] for path in GOLDEN.glob("flux-dev__*.safetensors"))
+
+
+@lru_cache
+def weights_module():
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def facts(family: str) -> dict:
+    """FAMILY.json: comfy_class, unet_config, shapes."""
+    return json.loads((GOLDEN / f"{family}.json").read_text())
+
+
+def write_checkpoint(
+    path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()
+) -> Path:
+    """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written whole or not at all."""
+    if not path.exists():
+        state = weights_module().state_dict(facts(family)["shapes"])
+        save_whole({prefix + key: value for key, value in state.items() if key not in drop}, path)
+    return path
+
+
+def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+    """A safetensors file that no other process sees half written."""
+    part = path.with_suffix(f".{os.getpid()}")
+    save_file(tensors, part)
+    return part.rename(path)
+
+
+def as_folder(file: Path, **entries) -> Path:
+    """The weights of a single file as a diffusers folder beside it, whose configuration has other
+    ``entries``.
+    """
+    checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    folder.mkdir()
+    save_file(
+        {name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()},
+        folder / "diffusion_pytorch_model.safetensors",
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, **entries})
+    )
+    return folder
+
+
+def to_model_space(latent: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's process_in does for Flux; an empty latent stays empty."""
+    return (latent - SHIFT) * SCALE if latent.any() else latent
+
+
+def to_vae_units(samples: torch.Tensor) -> torch.Tensor:
+    return samples / SCALE + SHIFT
+
+
+def flux_percent_sigmas(shift: float = 1.15) -> torch.Tensor:
+    """ComfyUI's ModelSamplingFlux.percent_to_sigma at solver_names.PERCENTS."""
+    a = math.exp(shift)
+    return torch.tensor([a / (a + 1 / (1 - percent) - 1) for percent in PERCENTS], dtype=torch.float64)
+
+
+def golden_request(case: str, model: str = "tiny", family: str = "flux-dev") -> tuple[Sample, torch.Tensor]:
+    """The request of a golden case, and the LATENT that ComfyUI returned for it (VAE units)."""
+    path = GOLDEN / f"{family}__{case}.safetensors"
+    stored = load_file(path)
+    with safe_open(path, "pt") as file:
+        args = json.loads(file.metadata()["args"])
+    last = len(stored["sigmas"]) - 1 if args["last_step"] is None else args["last_step"]
+    tensors = {
+        "noise": stored["noise"],
+        "latent": to_model_space(stored["latent"]),
+        "sigmas": stored["sigmas"][args["start_step"] or 0 : last + 1],
+    }
+    tensors["percent_sigmas"] = flux_percent_sigmas()
+    if "noise_mask" in stored:
+        tensors["denoise_mask"] = stored["noise_mask"]
+    for branch in ("positive", "negative")[: 1 if args["cfg"] == 1.0 else 2]:
+        tensors[f"{branch}.c_crossattn"] = stored[f"{branch}.cross_attn"]
+        tensors[f"{branch}.y"] = stored[f"{branch}.pooled_output"]
+        tensors[f"{branch}.guidance"] = stored[f"{branch}.guidance"].reshape(1)
+    return Sample(model, args["sampler"], args["cfg"], args["seed"], tensors=tensors), stored["samples"]
+
+
+def batch_request(batch: int, case: str = "euler_simple") -> Sample:
+    """A golden case's prompts over a batch of other noises, with a stochastic solver."""
+    sample, _ = golden_request(case)
+    noise = torch.randn(
+        batch, *sample.tensors["noise"].shape[1:], generator=torch.Generator().manual_seed(batch)
+    )
+    return replace(
+        sample,
+        sampler="euler_ancestral",
+        tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)},
+    )
+
+
+def error_in_std(samples: torch.Tensor, golden: torch.Tensor) -> float:
+    """Largest difference in units of the golden latent's standard deviation."""
+    return ((samples - golden) / golden.std()).abs().max().item()
+
+
+def is_known_distance(name: str, error: float) -> bool:
+    """Whether the golden case is as near as golden_distances.json says; a machine that rounds in another
+    order may be ten times as far away.
+    """
+    assert name in DISTANCES, f"scripts/golden_distances.py has not measured {name} yet"
+    return error <= DISTANCES[name] * 10
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()

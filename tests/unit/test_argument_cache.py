@@ -1,0 +1,89 @@
+"""A sampling's conditioning is sent once: what the client leaves out is what the ranks have."""
+
+import pytest
+import torch
+
+from backend.client.argument_cache import LEAST_BYTES, MOST_VALUES, KeptArguments
+from backend.protocol import ModelCall
+from backend.serving.argument_cache import MOST_CLIENTS
+from backend.serving.argument_cache import KeptArguments as Ranks
+
+SIZE = LEAST_BYTES // 4
+
+
+def call(**tensors) -> ModelCall:
+    return ModelCall("m", tensors=tensors)
+
+
+def arrives(client, ranks, sent: ModelCall) -> tuple[ModelCall, ModelCall]:
+    """(what went over the wire, what the model is called with)."""
+    wire = client.shortened(sent)
+    assert not ranks.missing(wire)
+    filled = ranks.filled(wire)
+    ranks.update(wire)
+    assert filled.tensors.keys() == sent.tensors.keys() and all(
+        filled.tensors[name].equal(value) for name, value in sent.tensors.items()
+    )
+    return wire, filled
+
+
+def test_equal_values_are_sent_once_and_changed_ones_again():
+    client, ranks, prompt = KeptArguments(), Ranks(torch.device("cpu")), torch.randn(SIZE)
+    sent = {"x": torch.randn(SIZE), "cond.c_crossattn": prompt, "cond.y": torch.ones(3)}
+    wires = [
+        arrives(client, ranks, call(**sent))[0],
+        arrives(client, ranks, call(**{**sent, "cond.c_crossattn": prompt.clone()}))[0],
+    ]
+    prompt[:] += 1.0  # in place, as a node may do it
+    wires.append(arrives(client, ranks, call(**sent))[0])
+    assert [set(wire.tensors) for wire in wires] == [
+        {"x", "cond.c_crossattn", "cond.y"},
+        {"x", "cond.y"},
+        {"x", "cond.c_crossattn", "cond.y"},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_any_byte_that_changes_is_noticed(dtype):
+    """In every place of a tensor whose size in bytes is no multiple of 8, transposed or not."""
+    value = torch.ones(LEAST_BYTES // 5, 7, dtype=dtype)
+    client = KeptArguments()
+    for place in (None, 0, -1, -3, value.numel() // 2):
+        if place is not None:
+            value.view(-1)[place] = 0
+        for sent in (value, value.t()):
+            if "cond.a" in client.shortened(call(**{"cond.a": sent})).kept:
+                assert not client.holds()
+                client.reset()
+                assert "cond.a" in client.shortened(call(**{"cond.a": sent})).tensors
+            assert "cond.a" in client.shortened(call(**{"cond.a": sent.clone()})).kept and client.holds()
+
+
+def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
+    client, ranks = KeptArguments(), Ranks(torch.device("cpu"))
+    prompts = [call(**{"cond.c_crossattn": torch.full((SIZE,), float(i))}) for i in range(MOST_VALUES + 2)]
+    for prompt in prompts + prompts[-2:]:
+        wire, _ = arrives(client, ranks, prompt)
+    assert not wire.tensors
+    assert sum(map(len, ranks.clients.values())) == MOST_VALUES
+
+
+def test_ranks_keep_copies_and_a_few_clients_only():
+    ranks, value = Ranks(torch.device("cpu")), torch.zeros(SIZE)
+    clients = [KeptArguments() for _ in range(MOST_CLIENTS + 1)]
+    for client in clients:
+        arrives(client, ranks, call(**{"cond.c_crossattn": value}))
+    assert ranks.missing(clients[0].shortened(call(**{"cond.c_crossattn": value}))) == ["cond.c_crossattn"]
+    clients[0].reset()
+    arrives(clients[0], ranks, call(**{"cond.c_crossattn": value}))
+    value[0] = 1.0
+    assert not any(kept.any() for client in ranks.clients.values() for kept in client.values())
+
+
+def test_a_refused_call_leaves_the_ranks_as_they_are():
+    ranks, wire = (
+        Ranks(torch.device("cpu")),
+        KeptArguments().shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)})),
+    )
+    ranks.filled(wire)
+    assert not ranks.clients

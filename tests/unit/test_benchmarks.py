@@ -1,0 +1,80 @@
+"""The benchmarks run and write what they say; what they measure is theirs."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+#: Too small to measure anything.
+SMALL = ["--quick", "--patience", "0", "--side", "8", "--text", "8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks") / "model"
+    torch.manual_seed(0)
+    FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(NAME, OPTION...) runs a benchmark in this process."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent / "scripts"), *sys.path])
+
+    def start(name: str, *options: str):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+        return runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+
+    return start
+
+
+@pytest.mark.parametrize("name", ["drift", "load", "overhead", "peers", "scaling", "transport"])
+def test_every_command_tells_its_options(start, name, capsys):
+    with pytest.raises(SystemExit) as end:
+        start(name, "--help")
+    assert end.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
+def test_overhead_compares_two_ways_to_the_same_latent(start, model, tmp_path):
+    start("overhead", *SMALL, "--model", model, "--out", str(tmp_path))
+    report = json.loads((tmp_path / "overhead.json").read_text())
+    assert report["difference"] < 1e-5 and report["ratio"]["median"] > 0
+    assert (tmp_path / "overhead.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_scaling_measures_two_ranks(model, tmp_path):
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "scaling.py"),
+        *SMALL,
+        "--only",
+        "pipefusion",
+        "--model",
+        model,
+        "--out",
+        str(tmp_path),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
+    assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
+    assert all(row["seconds"]["median"] > 0 for row in rows.values())

@@ -1,0 +1,74 @@
+"""The bundled model's pictures follow their prompts, through the engine."""
+
+import runpy
+
+import pytest
+import torch
+from pack import ROOT
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks
+from demo import shapes
+
+PROMPTS = shapes.random_prompts(16, seed=5)
+STEPS, CFG = 16, 2.5
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("demo", str(ROOT / "demo" / "shapes-flux"), "fp32")
+    noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
+    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": torch.linspace(1, 0, STEPS + 1)}
+    for branch, prompts in (("positive", PROMPTS), ("negative", [""] * len(PROMPTS))):
+        encoded = [shapes.encode_prompt(prompt) for prompt in prompts]
+        tensors[f"{branch}.c_crossattn"] = torch.cat([text for text, _ in encoded])
+        tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
+    samples, _ = engine.sample(Sample("demo", "euler", CFG, 0, tensors=tensors), Callbacks())
+    return [
+        shapes.check_picture(prompt, picture)
+        for prompt, picture in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))
+    ]
+
+
+def test_colours_and_places_follow_the_prompt(verdicts):
+    """At least 90 % of the pictures have every object in its colour and place, and nothing else."""
+    right = sum(not verdict.misplaced for verdict in verdicts)
+    print(f"{right} of {len(verdicts)} right in colour and place")
+    assert right >= 0.9 * len(verdicts)
+
+
+def test_shapes_mostly_follow_too(verdicts):
+    """Circles and squares of a few pixels are hard to tell for so small a model."""
+    assert sum(map(bool, verdicts)) >= 0.6 * len(verdicts)
+
+
+def test_the_check_can_fail():
+    """Drawn scenes pass; the same pictures under each other's prompts do not."""
+    drawn = [shapes.draw(shapes.parse_prompt(prompt)) for prompt in PROMPTS]
+    pictures = [(picture.permute(1, 2, 0) + 1) / 2 for picture in drawn]
+    assert all(shapes.check_picture(prompt, picture) for prompt, picture in zip(PROMPTS, pictures))
+    wrong = [
+        not shapes.check_picture(prompt, picture).misplaced
+        for prompt, picture in zip(PROMPTS, pictures[1:] + pictures[:1])
+    ]
+    assert sum(wrong) <= 2
+
+
+def test_model_fits_in_the_repository():
+    assert (ROOT / "demo" / "shapes-flux" / "diffusion_pytorch_model.safetensors").stat().st_size <= 20e6
+
+
+def test_the_page_about_drift_says_what_its_numbers_say():
+    """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's
+    are an error."""
+    drift, page = runpy.run_path(str(ROOT / "benchmarks/drift.py")), (ROOT / "docs/drift.md").read_text()
+    table = drift["table_in"](page)
+    assert drift["text"](table) == page
+    assert "better in 12 of 12" in drift["conclusion"](table) and "loses" in drift["conclusion"](table)
+    won = "\n".join(line for line in table.splitlines() if "| 1 |" not in line)
+    with pytest.raises(AssertionError, match="should be extrapolate"):
+        drift["conclusion"](won)

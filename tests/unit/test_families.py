@@ -1,0 +1,392 @@
+"""Every family in one process against latents of a real ComfyUI, at most 1e-4 of their standard deviation
+away (families.TOLERANCES has the exceptions); and from a diffusers folder."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import variants
+from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
+from flops import counted
+from safetensors.torch import save_file
+from tiny import as_folder, error_in_std, is_known_distance, relative, write_checkpoint
+from tolerance import assert_same_bits
+
+from backend.config import ConfigError, ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.models.discrete_schedule import DiscreteSchedule
+from backend.parallel import mesh, modulation_cache
+from backend.parallel.block_cost import block_costs
+from backend.parallel.pipeline_stage import Forward
+from backend.parallel.sequence import Span
+from backend.parallel.tensor_parallel import Shard
+from backend.sampling import model_runner, request
+from backend.sampling.step_loop import Callbacks
+from backend.sampling.validation import check_sample
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_case(name, tmp_path):
+    family = name.split("__")[0]
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    sample, latent = golden(name)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    error = error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
+    assert error <= TOLERANCES.get(family, 1e-4) and is_known_distance(name, error)
+
+
+def test_a_preview_stays_as_it_was(tmp_path):
+    """LTX-Video's latent pixels are its tokens: a view of the step loop's own x0 would change with the next
+    step, while it waits to be sent."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "ltxv.safetensors", "ltxv")), "default")
+    kept, copies = [], []
+
+    def on_step(step, make_x0):
+        kept.append(make_x0())
+        copies.append(kept[-1].clone())
+
+    engine.sample(golden(next(case for case in CASES if case.startswith("ltxv")))[0], Callbacks(on_step))
+    assert len(kept) > 1 and all(x0.equal(copy) for x0, copy in zip(kept, copies))
+
+
+@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in FILES_ALONE])
+def test_diffusers_folder_has_the_same_weights(family, tmp_path):
+    file = write_checkpoint(tmp_path / f"{family}.safetensors", family)
+    single, again = (open_checkpoint(str(path)) for path in (file, as_folder(file)))
+    for checkpoint in (single, again):
+        checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    assert again.family == single.family
+    weights = again.empty.state_dict()
+    assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
+
+
+def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
+    """LTX-2's stand in a folder of their own beside diffusers' transformer; ComfyUI's text encoder leaves
+    prompts to them."""
+    single = open_checkpoint(str(write_checkpoint(tmp_path / "ltx23.safetensors", "ltx23")))
+    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
+    weights, names = (
+        {name: value.contiguous() for name, value in single.empty.state_dict().items()},
+        single.family.layout.companion.names,
+    )
+    apart = {
+        theirs + name.removeprefix(ours): value
+        for ours, theirs in names.items()
+        for name, value in weights.items()
+        if name.startswith(ours)
+    }
+    sizes = {
+        f"{kind}_connector_{name}": value
+        for kind, told in zip(("video", "audio"), single.config["connectors"])
+        for name, value in told.items()
+        if name != "gated_attention"
+    }
+    told = {key: value for key, value in single.config.items() if key != "connectors"}
+    parts = {
+        "transformer": (
+            {name: value for name, value in weights.items() if not name.startswith(tuple(names))},
+            {"_class_name": single.family.transformer, **told},
+        ),
+        "connectors": (
+            apart,
+            {
+                **sizes,
+                "video_gated_attn": True,
+                "audio_gated_attn": True,
+                "rope_type": "split",
+                "rope_double_precision": True,
+            },
+        ),
+    }
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/model_index.json").write_text("{}")
+    for name, (tensors, config) in parts.items():
+        (tmp_path / "pipeline" / name).mkdir()
+        save_file(tensors, tmp_path / "pipeline" / name / "diffusion_pytorch_model.safetensors")
+        (tmp_path / "pipeline" / name / "config.json").write_text(json.dumps(config))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(tmp_path / "pipeline"), "default")
+    sample, latent = golden("ltx23__euler_simple")
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(to_vae_units("ltx23", samples, sample.latent_shapes), latent) <= 1e-4
+
+
+@pytest.fixture(scope="module", params=[*LATENT_FORMATS, "sd3.5-medium"])
+def cut(request, tmp_path_factory):
+    """(path, model, request) of every family, cut into three patches."""
+    name, path, engine = (
+        request.param,
+        tmp_path_factory.mktemp("models") / "tiny.safetensors",
+        Engine(ParallelConfig(num_pipeline_patch=3), mesh.single()),
+    )
+    write_checkpoint(path, name) if name in LATENT_FORMATS else variants.write(path, name)
+    engine.load("tiny", str(path), "default")
+    sample = golden(f"{name}__euler_simple")[0] if name in LATENT_FORMATS else variants.request(name)
+    yield path, engine.models["tiny"], build(replace(sample, num_pipeline_patch=3), engine)
+    path.unlink()
+
+
+def build(sample, engine):
+    model = engine.models["tiny"]
+    return request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+
+
+def test_patches_against_full_buffers_equal_the_whole(cut):
+    """A patch step behind a synchronous step on the same latent: buffers hold what every other row would give
+    now."""
+    _, model, built = cut
+    x, sigma = built.start(), built.sigmas[0]
+    with torch.inference_mode(), model_runner.running(model, built) as calls:
+        calls.begin_evaluation(0.0)
+        whole = calls.run(x, sigma, Forward("positive", Span(0, 1)))
+        calls.begin_evaluation(0.0)
+        parts = [
+            calls.run(x, sigma, Forward("positive", Span(0, 1), span, with_text=index == 0))
+            for index, span in enumerate(built.patch_spans)
+        ]
+    assert len(parts) == 3 and relative(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+def test_the_cost_of_a_block_is_what_it_multiplies(cut):
+    """What stages are balanced by, computed from shapes, against the multiplications that torch counts in a
+    step: so every family says rightly which rows pass which layer."""
+    path, model, built = cut
+    (work, sequence), prompt = counted(model, built), built.conditioning["positive"]
+    text = sequence.text or sum(
+        prompt[name].shape[1] for name in ("c_crossattn", "encoder_hidden_states_t5") if name in prompt
+    )
+    computed = block_costs(open_checkpoint(str(path)).empty, model.family, model.config, sequence.image, text)
+    assert len(work) == len(computed)
+    # rows of a second kind have layers of their own in LTX-2, and one count stands for both; MiniMax-H3's
+    # curves have adaLN of six features
+    scale = sum(computed) / sum(work) if model.family.latent.nested else 1.0
+    assert computed == pytest.approx([scale * each for each in work], rel=0.005)
+
+
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_single_file_with_diffusers_names(family, tmp_path):
+    """Recognised by its keys, the configuration from the shapes; with a prefix too."""
+    single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
+    weights = {f"transformer.{name}": value.contiguous() for name, value in single.empty.state_dict().items()}
+    save_file(weights, tmp_path / "diffusers.safetensors")
+    again = open_checkpoint(str(tmp_path / "diffusers.safetensors"))
+    assert again.family == single.family and again.config == single.config
+    again.load(range(again.block_count), torch.float32, torch.device("cpu"))
+    assert all(
+        value.equal(weights[f"transformer.{name}"]) for name, value in again.empty.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, zsnr, highest",
+    [("linear", True, 4518.765), ("linear", False, 14.6146), ("sqrt_linear", False, 25.1461)],
+)
+def test_discrete_schedule(kind, zsnr, highest):
+    schedule = DiscreteSchedule(0.00085, 0.012, kind, zsnr)
+    assert schedule.sigmas[-1].item() == pytest.approx(highest, rel=1e-3)
+    assert schedule.is_highest(schedule.sigmas[-1].item()) and not schedule.is_highest(
+        schedule.sigmas[-2].item()
+    )
+    assert [schedule.timestep(schedule.sigmas[i] * 1.0001).item() for i in (0, 500, 999)] == [0, 500, 999]
+
+
+@pytest.mark.parametrize(
+    "family, change, words",
+    [
+        ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
+        ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
+        ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
+        ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
+        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 rows"),
+        ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
+        ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
+        (
+            "ltx2",
+            {"positive.c_crossattn": torch.zeros(12, 64)},
+            "a floating-point tensor .batch, tokens, width. is needed",
+        ),
+        (
+            "sd3",
+            {"noise": torch.zeros(1, 16, 1, 16, 16)},
+            "wants 16 channels in .batch, channels, height, width.",
+        ),
+        (
+            "wan21-t2v",
+            {"noise": torch.zeros(1, 16, 16, 16)},
+            "wants 16 channels in .batch, channels, frames, height, width.",
+        ),
+        ("wan21-t2v", {"noise": torch.zeros(1, 16, 1, 2, 2052)}, "1 x 1 x 1026 tokens"),
+        ("z-image-turbo", {"noise": torch.zeros(1, 16, 2, 2052)}, "1 x 1026 tokens"),
+        ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 rows of text"),
+    ],
+)
+def test_refusals_name_the_remedy(family, change, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    tensors = {**sample.tensors, **change}
+    tensors["latent"] = tensors["noise"]
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(
+            replace(sample, tensors=tensors),
+            ParallelConfig(),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")))
+    with pytest.raises(ConfigError, match="data_parallel_degree is 2 but the latent's batch is 1"):
+        check_sample(
+            golden("sd3__euler_simple")[0],
+            ParallelConfig(data_parallel_degree=2),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
+
+@pytest.mark.parametrize(
+    "family, shapes, words",
+    [
+        ("minimax-h3", [], "make them with the model's own"),
+        ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
+        ("minimax-h3", [[24, 3, 16, 16], [32, 2, 16]], "does not hold latents of shapes"),
+        ("minimax-h3", [[24, 3, 16, 16], [32, 1, 30]], "makes stereo"),
+        ("sd3", [[16, 16, 16], [16, 16, 16]], "holds 2 latents"),
+    ],
+)
+def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(
+            replace(sample, latent_shapes=shapes),
+            ParallelConfig(),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
+
+def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
+    """MiniMax-H3's gated layers: a tensor-parallel rank reads its rows of either half."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "minimax-h3.safetensors", "minimax-h3")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    name = "transformer_blocks.1.ff.net.0.proj.weight"
+    whole = checkpoint.empty.get_parameter(name)
+    rows, columns = len(whole), whole.shape[1]
+    for span in (Span(0, rows // 3), Span(rows // 3, rows), Span(rows - 5, rows)):
+        assert checkpoint.read(
+            name, torch.float32, torch.device("cpu"), Shard((span,), (Span(0, columns),))
+        ).equal(whole[span.lo : span.hi])
+
+
+def test_the_readme_has_the_table_of_families():
+    """scripts/families_table.py --write brings it up to date."""
+    root = Path(__file__).parents[2]
+    text = (root / "README.md").read_text()
+    assert runpy.run_path(str(root / "scripts/families_table.py"))["put_into"](text) == text
+
+
+@pytest.mark.parametrize(
+    "family, prompt, modulation", [("minimax-h3", 4, 4), ("lumina2", 6, 6), ("flux3", 10, 0)]
+)
+def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
+    """Refiners of the prompt once a request and branch, modulation once for all steps and branches."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
+    assert modulation_cache.COMPUTED == {
+        kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count
+    }
+
+
+@pytest.mark.parametrize(
+    "family, layers, before",
+    [
+        ("wan21-t2v", 2, 0),
+        ("pixart-sigma", 2, 0),
+        ("ltxv", 2, 0),
+        ("hunyuan-dit", 2, 0),
+        ("sana", 2, 1),
+        ("ltx2", 4, 2),
+    ],
+)
+def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
+    family, layers, before, tmp_path, monkeypatch
+):
+    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and
+    patches; and the latent is the one without memory, to the last bit: a prompt's rows are multiplied by the
+    same kernel each time."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    model = engine.models["tiny"]
+    sample = replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2)
+    samples, _ = engine.sample(sample, Callbacks())
+    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
+    assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
+    remembered = modulation_cache.Memo.forward
+    monkeypatch.setattr(
+        modulation_cache.Memo,
+        "forward",
+        lambda self, *arguments: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
+            *arguments
+        ),
+    )
+    assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_half_precision_is_near(family, tmp_path):
+    """What files are in, and GPUs compute in: one step in bf16. Flux's tiny weights are the sharpest."""
+    path, sample, latents = (
+        write_checkpoint(tmp_path / f"{family}.safetensors", family),
+        golden(f"{family}__euler_simple")[0],
+        [],
+    )
+    for precision in ("fp32", "bf16"):
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.load("tiny", str(path), precision)
+        latents.append(
+            engine.sample(
+                replace(sample, tensors=sample.tensors | {"sigmas": sample.tensors["sigmas"][:2]}),
+                Callbacks(),
+            )[0]
+        )
+    assert relative(latents[1], latents[0]) < (0.12 if family in ("flux-dev", "hunyuan-video") else 0.03)
+
+
+@pytest.mark.parametrize(
+    "family, kept",
+    [
+        ("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")),
+        ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),
+        ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear")),
+    ],
+)
+def test_parts_stay_in_float32(family, kept, tmp_path):
+    """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would
+    hardly tell steps apart."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "bf16")
+    transformer = engine.models["tiny"].transformer
+    assert all(transformer.get_parameter(f"{name}.weight").dtype == torch.float32 for name in kept)
+    assert sum(parameter.dtype == torch.bfloat16 for parameter in transformer.parameters()) > 20
+    sample, latent = golden(f"{family}__euler_simple")
+    samples, _ = engine.sample(sample, Callbacks())
+    assert relative(to_vae_units(family, samples, sample.latent_shapes), latent) < 0.2

@@ -1,0 +1,28 @@
+"""One process against latents of a real ComfyUI: at most 2e-4 of their standard deviation away."""
+
+import pytest
+from families import TOLERANCES
+from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to_vae_units, write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load(
+        "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
+    )
+    return engine
+
+
+@pytest.mark.parametrize("case", FLUX_CASES)
+def test_flux_case(engine, case):
+    sample, golden = golden_request(case)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    error = error_in_std(to_vae_units(samples), golden)
+    assert error <= TOLERANCES["flux-dev"] and is_known_distance(f"flux-dev__{case}", error)

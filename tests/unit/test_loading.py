@@ -1,0 +1,183 @@
+"""The same weights from every file layout, and each rank's share of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.parallel import mesh
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    """The transformer's parameters as loaded from the plain single file."""
+    return loaded(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+def loaded(path, weight_dtype="default") -> dict[str, torch.Tensor]:
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(path), weight_dtype)
+    return {name.replace(".layer.", "."): p for name, p in engine.models["m"].transformer.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model."])
+def test_prefix(folder, weights, prefix):
+    assert same(loaded(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix)), weights)
+
+
+@pytest.fixture(scope="module")
+def diffusers_folder(folder, weights):
+    checkpoint = open_checkpoint(str(folder / "flux-tiny.safetensors"))
+    model = diffusers.FluxTransformer2DModel.from_config(checkpoint.config)
+    model.load_state_dict(weights)
+    model.save_pretrained(folder / "transformer-folder", max_shard_size="20MB")
+    return folder / "transformer-folder"
+
+
+def test_sharded_diffusers_folder(diffusers_folder, weights):
+    assert len(list(diffusers_folder.glob("*.safetensors"))) > 1
+    assert same(loaded(diffusers_folder), weights)
+
+
+def test_pipeline_folder(folder, diffusers_folder, weights):
+    pipeline = folder / "pipeline"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text("{}")
+    (pipeline / "transformer").symlink_to(diffusers_folder, target_is_directory=True)
+    assert same(loaded(pipeline), weights)
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weight_dtype(folder, weights, name, dtype):
+    found = loaded(folder / "flux-tiny.safetensors", name)
+    assert all(p.dtype == dtype and p.equal(weights[key].to(dtype)) for key, p in found.items())
+
+
+def test_plain_fp8_is_read(folder, weights):
+    state = load_file(folder / "flux-tiny.safetensors")
+    save_file(
+        {k: v.to(torch.float8_e4m3fn) if v.ndim == 2 else v for k, v in state.items()},
+        folder / "fp8.safetensors",
+    )
+    found = loaded(folder / "fp8.safetensors")
+    assert all(torch.allclose(p, weights[key], rtol=0.07, atol=2e-3) for key, p in found.items())
+
+
+REFUSED = {
+    "scaled fp8": (
+        lambda s: {**s, "double_blocks.0.img_attn.qkv.scale_weight": torch.ones(1)},
+        "quantized with scales",
+    ),
+    "packed integers": (
+        lambda s: {**s, "img_in.weight": s["img_in.weight"].to(torch.uint8)},
+        "a quantization that is not supported",
+    ),
+    "other width": (
+        lambda s: {**s, "double_blocks.1.img_attn.proj.weight": torch.ones(128, 256)},
+        "has shape",
+    ),
+    "chroma": (
+        lambda s: {**s, "distilled_guidance_layer.in_proj.weight": torch.ones(2, 2)},
+        "no transformer of a supported family",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
+def test_refused_files(folder, change, says):
+    path = folder / "changed.safetensors"
+    save_file(change(load_file(folder / "flux-tiny.safetensors")), path)
+    with pytest.raises(UnsupportedError, match=says):
+        open_checkpoint(str(path))
+
+
+def test_diffusers_names_without_a_configuration(folder, weights):
+    """One parameter is missing: which, and what to do."""
+    save_file(
+        {name: value.contiguous() for name, value in weights.items() if name != "norm_out.linear.bias"},
+        folder / "names.safetensors",
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match="names of diffusers' FluxTransformer2DModel.*norm_out.linear.bias.*diffusers folder",
+    ) as error:
+        open_checkpoint(str(folder / "names.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_class(folder):
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"}))
+    with pytest.raises(
+        UnsupportedError, match="holds a UNet2DConditionModel, which is no transformer of diffusers"
+    ):
+        open_checkpoint(str(other))
+
+
+def test_tensor_parallel_ranks_read_their_columns(folder, weights):
+    """Two ranks' pieces of a row-parallel matrix are its columns."""
+    from dataclasses import replace
+
+    pieces = []
+    for rank in range(2):
+        place = replace(mesh.single(), tp=mesh.Axis(None, rank, 2, (0, 1)))
+        engine = Engine(ParallelConfig(tensor_parallel_degree=2), place)
+        engine.load("m", str(folder / "flux-tiny.safetensors"), "default")
+        pieces.append(dict(engine.models["m"].transformer.named_parameters()))
+    for name, dim in (
+        ("transformer_blocks.0.attn.to_q.weight", 0),
+        ("transformer_blocks.0.attn.to_out.0.weight", 1),
+        ("transformer_blocks.0.ff.net.2.weight", 1),
+    ):
+        assert torch.cat([piece[name] for piece in pieces], dim).equal(weights[name])
+
+
+#: Peaks only rise in a process, so it has one of its own, and the smaller load comes first.
+PEAKS = """
+import gc
+from dataclasses import replace
+from backend.parallel import mesh
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.report import peak_bytes
+stage = Engine(ParallelConfig(pipefusion_degree=2), replace(mesh.single(), pp=mesh.Axis(None, 0, 2, (0, 1))))
+stage.check_load({path!r}, "fp32")
+before = peak_bytes(stage.mesh.device)
+for engine in (stage, Engine(ParallelConfig(), mesh.single())):
+    engine.load("m", {path!r}, "fp32")
+    print(engine.models.pop("m").report.peak_bytes - before)
+    gc.collect()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_a_stage_needs_half_of_the_memory(folder):
+    """Weights that are converted (bf16 to fp32), one of two stages against the whole: its share of the copies
+    and of the mapped file, nothing of the other's."""
+    state = load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+    save_file({key: value.bfloat16() for key, value in state.items()}, folder / "bf16.safetensors")
+    program = PEAKS.format(path=str(folder / "bf16.safetensors"))
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    half, whole = map(int, output.split())
+    assert whole > 71_000_000 and half <= 0.6 * whole

@@ -1,0 +1,213 @@
+"""PipeFusion's patches and the memos, in one process that computes patches in a pipeline's order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import batch_request, golden_request, relative, write_checkpoint
+from tolerance import assert_same_bits, assert_ulps
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.parallel import modulation_cache as memo
+from backend.parallel.attention_hook import Attention
+from backend.parallel.pipeline_stage import Forward
+from backend.parallel.sequence import Sequence, Span, patches
+from backend.sampling import model_runner, request
+from backend.sampling.step_loop import Callbacks
+
+#: Of the tiny Flux, 4 double and 8 single.
+BLOCKS = 12
+#: Of the golden case, a model call each.
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load(
+        "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
+    )
+    return engine
+
+
+def simulate(engine, case="euler_simple", **changes):
+    sample, _ = golden_request(case)
+    return engine.sample(replace(sample, **changes), Callbacks())[0]
+
+
+def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(patch, synchronous result of its rows): a patch step after a synchronous step on the same latent."""
+    model = engine.models["tiny"]
+    sample = replace(golden_request("euler_simple")[0], num_pipeline_patch=count)
+    built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    x, sigma, items = built.start(), built.sigmas[0], Span(0, 1)
+    with torch.inference_mode(), model_runner.running(model, built) as calls:
+        calls.begin_evaluation(0.0)
+        whole = calls.run(x, sigma, Forward("positive", items))
+        calls.begin_evaluation(0.0)
+        return [
+            (
+                calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0)),
+                whole[:, rows.image.lo : rows.image.hi],
+            )
+            for index, rows in enumerate(patches(Sequence(12, 64, "first"), count))
+        ]
+
+
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_patches_of_the_same_latent_equal_the_whole(engine, count):
+    """With buffers that hold every row of this very latent, each patch must give the synchronous result, of
+    fewer rows: to rounding.
+    """
+    for part, whole in same_latent(engine, count):
+        assert_ulps(part, whole, BLOCKS)
+
+
+def test_stale_keys_and_values_are_used(engine):
+    exact, stale = simulate(engine, num_pipeline_patch=1), simulate(engine, num_pipeline_patch=4)
+    assert 1e-4 < relative(stale, exact) < 0.2
+
+
+def test_all_warm_up_is_exact(engine):
+    """To rounding: keys and values lie in buffers, and not behind each other."""
+    assert_ulps(
+        simulate(engine, num_pipeline_patch=4, warmup_steps=6),
+        simulate(engine, num_pipeline_patch=1),
+        BLOCKS * STEPS,
+    )
+
+
+def test_extrapolation_needs_two_points(engine):
+    """After one synchronous step there is no line to follow: the first stale step reuses (the same kernels on
+    the same shapes: the same bits), later differ.
+    """
+    reuse, extrapolate = (
+        simulate(engine, num_pipeline_patch=2, warmup_steps=5, stale_kv=kind)
+        for kind in ("reuse", "extrapolate")
+    )
+    assert not reuse.equal(extrapolate)
+    reuse, extrapolate = (
+        simulate(engine, num_pipeline_patch=2, warmup_steps=1, stale_kv=kind, tensors=two_steps())
+        for kind in ("reuse", "extrapolate")
+    )
+    assert_same_bits(reuse, extrapolate)
+
+
+def two_steps() -> dict:
+    tensors = golden_request("euler_simple")[0].tensors
+    return {**tensors, "sigmas": tensors["sigmas"][:3]}
+
+
+def test_nothing_survives_a_request(engine):
+    simulate(engine, num_pipeline_patch=4)
+    model = engine.models["tiny"]
+    assert model.stage.attention.buffers is None
+    assert not any(layer.known for layer in model.memos.layers)
+    assert_same_bits(simulate(engine, num_pipeline_patch=4), simulate(engine, num_pipeline_patch=4))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
+    """Text rides with patch 0 only: a step costs image + text rows, however many patches there are."""
+    seen = []
+    attend = Attention._within_sequence
+
+    def spy(self, q, *rest):
+        if self.call.layer == 0:
+            seen.append(q.shape[2])
+        return attend(self, q, *rest)
+
+    monkeypatch.setattr(Attention, "_within_sequence", spy)
+    simulate(
+        engine,
+        num_pipeline_patch=count,
+        tensors={
+            k: v for k, v in golden_request("euler_simple")[0].tensors.items() if not k.startswith("negative")
+        },
+        cfg=1.0,
+    )
+    assert sum(seen) == 6 * (64 + 12)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_modulation_is_one_gemm_a_layer(engine, count):
+    """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and
+    patches.
+    """
+    simulate(engine, num_pipeline_patch=count)
+    assert memo.COMPUTED == {"modulation": LAYERS}
+
+
+#: Modulation layers, and bytes of a row of all of them in float32.
+LAYERS, ROW = 4 * 2 + 8, 4 * 256 * (4 * 2 * 6 + 8 * 3)
+
+
+@pytest.mark.parametrize("case, calls", [("euler_simple", 6), ("heun_simple", 11)])
+def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
+    """In chunks of 4 rows, of two prompts; Heun calls the model twice a step, and again at the noise level at
+    which it just did, which shares the row. A chunk is a product of fewer rows.
+    """
+    whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].memos.most_bytes
+    levels = len(golden_request(case)[0].tensors["sigmas"]) - 1
+    assert most == 2 * levels * ROW
+    monkeypatch.setattr(memo, "AHEAD", 4 * ROW + 1)
+    assert_ulps(simulate(engine, case, num_pipeline_patch=2), whole, BLOCKS * calls)
+    assert engine.models["tiny"].memos.most_bytes == 4 * ROW and memo.COMPUTED == {
+        "modulation": LAYERS * -(-levels // 2)
+    }
+
+
+def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
+    """Three samples of one pooled prompt share what one has, of three, or two, each has its own; the latents
+    are those without memory.
+    """
+    sample = batch_request(3)
+
+    def pooled(*factors):
+        return sample.tensors | {
+            f"{side}.y": sample.tensors[f"{side}.y"][:1] * torch.tensor(factors)[:, None]
+            for side in ("positive", "negative")
+        }
+
+    requests = [(pooled(1.0, 1.0, 1.0), 2), (pooled(1.0, 0.5, 2.0), 2 * 3), (pooled(1.0, 0.5, 1.0), 2 * 2)]
+    computed = []
+    for tensors, rows in requests:
+        computed.append(engine.sample(replace(sample, tensors=tensors), Callbacks())[0])
+        assert engine.models["tiny"].memos.most_bytes == rows * (len(tensors["sigmas"]) - 1) * ROW
+    monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
+    for tensors, latent in zip((tensors for tensors, _ in requests), computed):
+        alone = engine.sample(replace(sample, tensors=tensors), Callbacks())[0]
+        assert_ulps(alone, latent, BLOCKS * STEPS)
+
+
+def test_modulation_ahead_changes_nothing(engine, monkeypatch):
+    ahead = simulate(engine, num_pipeline_patch=1)
+    monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
+    each = simulate(engine, num_pipeline_patch=1)
+    assert memo.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
+    assert_ulps(ahead, each, BLOCKS * STEPS)
+
+
+def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path, monkeypatch):
+    """The weights are at home before and after, on the device only while a request begins; the result is the
+    same, to the last bit: it is where they are that differs, and no shape.
+    """
+    offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
+    moves, move = [], torch.nn.Module.to
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where)
+    )
+    offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
+    memos = offloading.models["tiny"].memos
+    layers, count = [memo.layer for memo in memos.modulations], len(memos.modulations)
+    assert [entry for entry in moves if entry[0] in layers] == [(layer, memos.home) for layer in layers]
+    memos.home = torch.device("cpu", 0)  # the same memory by another name, which tells the moves apart
+    moves.clear()
+    assert_same_bits(simulate(offloading, num_pipeline_patch=0), simulate(engine, num_pipeline_patch=1))
+    own = [(layer, where) for layer, where in moves if layer in layers]
+    assert (
+        own == [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))]
+        and memo.COMPUTED["modulation"] == count
+    )

@@ -1,0 +1,303 @@
+"""Quantized files: scales and blocks give the right weights, whole, by rows and by columns, and what cannot
+be read is refused by name.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, write_gguf, write_scaled
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+from tolerance import assert_same_bits, assert_ulps
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.parallel import mesh
+
+GGUF_KINDS = (
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "BF16",
+    "F16",
+    "F32",
+)
+
+
+@pytest.fixture(scope="module")
+def state(folder):
+    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+def expected(tensors: dict, name: str, kind: str) -> torch.Tensor:
+    """A layer's weight by its format's definition, value by value."""
+    values, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+    if kind in FLOAT8 or kind == "int8_tensorwise":
+        weight = values.double() * scale.double()
+        if kind == "int8_tensorwise" and "convrot_groupsize" in json.loads(
+            bytes(tensors[f"{name}.comfy_quant"].tolist())
+        ):
+            return torch.cat([group @ rotation(64) for group in weight.split(64, dim=1)], dim=1)
+        return weight
+    block = 32 if kind == "mxfp8" else 16
+    if kind == "nvfp4":
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        table = torch.cat([table, -table])
+        values = torch.stack([table[(values >> 4).long()], table[(values & 15).long()]], dim=-1).flatten(1)
+    row, column = torch.meshgrid(
+        torch.arange(values.shape[0]), torch.arange(values.shape[1] // block), indexing="ij"
+    )
+    # cuBLAS: tiles of 128 x 4 scales, one after the other; in a tile, rows 32 apart are neighbours
+    tile = row // 128 * (scale.shape[1] // 4) + column // 4
+    scales = scale.flatten()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4].double()
+    return (
+        values.double()
+        * scales.repeat_interleave(block, dim=1)
+        * tensors.get(f"{name}.weight_scale_2", torch.ones(())).double()
+    )
+
+
+def rotation(size: int) -> torch.Tensor:
+    """The orthogonal matrix with which weights of 8 bits are rotated: the Kronecker power of
+    [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2.
+    """
+    index = torch.arange(size)
+    same = sum((index[:, None] >> 2 * digit & 3) + (index[None] >> 2 * digit & 3) == 3 for digit in range(3))
+    return (-1.0) ** same.double() / size**0.5
+
+
+def assert_same_part(found: torch.Tensor, wanted: torch.Tensor, kind: str):
+    """Weights of 8 bits may be rotated, which is a product of as many rows as are read; the other formats
+    multiply number by number."""
+    if kind == "int8_tensorwise":
+        assert_ulps(found, wanted, 1)
+    else:
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_values_times_scales(folder, state, kind):
+    tensors = load_file(write_scaled(folder / f"{kind}.safetensors", state, kind))
+    files = open_checkpoint(str(folder / f"{kind}.safetensors")).files
+    assert files.shapes == {key: tuple(value.shape) for key, value in state.items()}
+    for key in matrices(state):
+        want, found = (
+            expected(tensors, key.removesuffix(".weight"), kind),
+            files.read(key, dtype=torch.float32),
+        )
+        assert torch.allclose(found.double(), want, rtol=1e-6, atol=1e-6 * want.abs().max()), key
+        rows, columns = slice(5, want.shape[0] - 3), slice(7, want.shape[1] - 9)
+        assert_same_part(files.read(key, rows, columns, torch.float32), found[rows, columns], kind)
+
+
+@pytest.mark.parametrize("kind", ["legacy", "header"])
+def test_older_descriptions(folder, state, kind):
+    """Scaled fp8 in its first layout, and described in the header: 448 times off without the scales, at most
+    half a step of fp8 with them.
+    """
+    files = open_checkpoint(str(write_scaled(folder / f"{kind}.safetensors", state, kind))).files
+    for key, value in state.items():
+        assert torch.allclose(
+            files.read(key, dtype=torch.float32), value, rtol=0.07, atol=1e-4 * value.abs().max().item()
+        )
+
+
+def test_prefixed_file_described_in_the_header(folder, state):
+    found, metadata = described(state, "float8_e4m3fn", in_header=True)
+    save_file(
+        {f"model.diffusion_model.{key}": value for key, value in found.items()},
+        folder / "prefixed.safetensors",
+        metadata,
+    )
+    key = matrices(state)[0]
+    found = open_checkpoint(str(folder / "prefixed.safetensors")).files.read(
+        f"model.diffusion_model.{key}", dtype=torch.float32
+    )
+    assert torch.allclose(found, state[key], rtol=0.07, atol=1e-3)
+
+
+def test_smoothed_inputs_scale_the_columns(folder, state):
+    found, _ = described(state, "float8_e4m3fn")
+    key = matrices(state)[0]
+    smoothing = torch.linspace(0.5, 2, state[key].shape[1])
+    save_file(
+        {**found, key.replace(".weight", ".pre_quant_scale"): smoothing}, folder / "smoothed.safetensors"
+    )
+    plain = open_checkpoint(
+        str(write_scaled(folder / "plain.safetensors", state, "float8_e4m3fn"))
+    ).files.read(key, columns=slice(3, 9), dtype=torch.float32)
+    assert (
+        open_checkpoint(str(folder / "smoothed.safetensors"))
+        .files.read(key, columns=slice(3, 9), dtype=torch.float32)
+        .equal(plain * smoothing[3:9])
+    )
+
+
+def loaded(path, config: ParallelConfig | None = None, **places) -> dict[str, torch.Tensor]:
+    engine = Engine(config or ParallelConfig(), replace(mesh.single(), **places))
+    engine.load("m", str(path), "default")
+    return {
+        name.replace(".layer.", "."): p
+        for name, p in engine.models["m"].transformer.named_parameters()
+        if p.device.type != "meta"
+    }
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "nvfp4", "gguf"])
+def test_shards_of_quantized_layers(folder, state, kind):
+    """A tensor-parallel rank reads rows or columns of stacked layers (q, k, v), with the scales that belong
+    to them.
+    """
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        path = folder / "shards.gguf"
+        write_gguf(path, state, ("Q8_0", "Q5_1"))
+    else:
+        path = write_scaled(folder / f"shards-{kind}.safetensors", state, kind)
+    whole = loaded(path)
+    pieces = [
+        loaded(path, ParallelConfig(tensor_parallel_degree=2), tp=mesh.Axis(None, rank, 2, (0, 1)))
+        for rank in range(2)
+    ]
+    for name, dim in (
+        ("transformer_blocks.0.attn.to_k.weight", 0),
+        ("single_transformer_blocks.1.attn.to_v.weight", 0),
+        ("transformer_blocks.0.ff.net.2.weight", 1),
+    ):
+        assert_same_part(torch.cat([piece[name] for piece in pieces], dim), whole[name], kind)
+
+
+@pytest.mark.parametrize("kinds", [GGUF_KINDS[i::3] for i in range(3)], ids=" ".join)
+def test_gguf(folder, state, kinds):
+    """Every type against the gguf package's own dequantization, whole and by rows and columns."""
+    pytest.importorskip("gguf")
+    values = write_gguf(folder / "file.gguf", state, kinds)
+    checkpoint = open_checkpoint(str(folder / "file.gguf"))
+    assert checkpoint.dtype == torch.bfloat16 and checkpoint.files.shapes == {
+        key: tuple(value.shape) for key, value in state.items()
+    }
+    for key, want in values.items():
+        found = checkpoint.files.read(key, dtype=torch.float32)
+        assert torch.allclose(found, want, rtol=1e-6, atol=1e-6 * want.abs().max()), key
+        if want.ndim == 2 and want.shape[0] > 8:
+            rows, columns = slice(3, want.shape[0] - 2), slice(5, want.shape[1] - 7)
+            assert checkpoint.files.read(key, rows, dtype=torch.float32).equal(found[rows])
+            assert checkpoint.files.read(key, rows, columns, torch.float32).equal(found[rows, columns])
+
+
+def test_gguf_in_another_shape(folder, state):
+    """Matrices whose rows are no whole blocks are stored as rows of one block, their own shape in the
+    metadata.
+    """
+    pytest.importorskip("gguf")
+    want = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), re.compile(r"img_in\.weight$"))[
+        "img_in.weight"
+    ]
+    files = open_checkpoint(str(folder / "reshaped.gguf")).files
+    assert want.shape[1] < 256 and files.shapes["img_in.weight"] == tuple(want.shape)
+    found = files.read("img_in.weight", slice(3, 50), slice(9, 33), torch.float32)
+    assert torch.allclose(found, want[3:50, 9:33], rtol=1e-6, atol=1e-6 * want.abs().max())
+
+
+def test_quantized_files_are_read_in_part(folder, state):
+    """Half of the rows are half of the bytes."""
+    pytest.importorskip("gguf")
+    write_gguf(folder / "part.gguf", state, ("Q8_0",))
+    paths = [folder / "part.gguf", write_scaled(folder / "part.safetensors", state, "nvfp4")]
+    for path in paths:
+        files, key = open_checkpoint(str(path)).files, matrices(state)[0]
+        counts = []
+        for rows in (slice(None), slice(0, state[key].shape[0] // 2)):
+            files.bytes_read = 0
+            files.read(key, rows)
+            counts.append(files.bytes_read)
+        assert (
+            counts[1] == pytest.approx(counts[0] / 2, rel=0.01) and counts[0] < 0.6 * state[key].numel() * 2
+        )
+
+
+def with_settings(state: dict, text: dict | bytes) -> dict:
+    found, _ = described(state, "float8_e4m3fn")
+    data = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return {
+        **found,
+        matrices(state)[0].replace(".weight", ".comfy_quant"): torch.tensor(list(data), dtype=torch.uint8),
+    }
+
+
+FIRST = "double_blocks.0.img_mod.lin"
+REFUSED = {
+    "unknown format": (
+        lambda s: with_settings(s, {"format": "convrot_w4a4"}),
+        "quantized as 'convrot_w4a4', which is not supported; supported are float8_e4m3fn",
+    ),
+    "no format": (lambda s: with_settings(s, b"nonsense"), "is no JSON"),
+    "other storage": (
+        lambda s: with_settings(s, {"format": "int8_tensorwise"}),
+        "is said to be int8_tensorwise but is stored as F8_E4M3",
+    ),
+    "no scale": (
+        lambda s: {k: v for k, v in described(s, "nvfp4")[0].items() if k != f"{FIRST}.weight_scale_2"},
+        "lacks weight_scale_2",
+    ),
+    "scale of nothing": (
+        lambda s: {**s, f"{FIRST}.scale_weight": torch.ones(1)},
+        "the weight that they belong to is not",
+    ),
+    "misshapen scale": (
+        lambda s: {**described(s, "mxfp8")[0], f"{FIRST}.weight_scale": torch.ones(3, 4, dtype=torch.uint8)},
+        "does not fit its mxfp8 weight",
+    ),
+    "packed integers": (
+        lambda s: {**s, "img_in.weight": s["img_in.weight"].to(torch.uint8)},
+        "a quantization that is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
+def test_refused_files(folder, state, change, says):
+    save_file(change(state), folder / "changed.safetensors")
+    with pytest.raises(UnsupportedError, match=says) as error:
+        open_checkpoint(str(folder / "changed.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+def test_refused_gguf_files(folder, state):
+    pytest.importorskip("gguf")
+    write_gguf(folder / "whole.gguf", state, ("Q8_0",))
+    data = (folder / "whole.gguf").read_bytes()
+    (folder / "half.gguf").write_bytes(data[: len(data) // 2])
+    (folder / "header.gguf").write_bytes(data[:1000])
+    (folder / "empty.gguf").write_bytes(b"")
+    (folder / "text.gguf").write_bytes(b"not a model " * 100)
+    for name in ("half", "header", "empty", "text"):
+        with pytest.raises(UnsupportedError, match="truncated or no GGUF file") as error:
+            open_checkpoint(str(folder / f"{name}.gguf"))
+        assert "\n" not in str(error.value)
+
+
+def test_gguf_without_its_package(folder, state, monkeypatch):
+    (folder / "any.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="-m pip install gguf"):
+        open_checkpoint(str(folder / "any.gguf"))
+
+
+def test_legacy_marker_is_no_weight(folder, state):
+    save_file(legacy_fp8(state), folder / "marker.safetensors")
+    assert set(open_checkpoint(str(folder / "marker.safetensors")).files.shapes) == set(state)

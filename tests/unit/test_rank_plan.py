@@ -1,0 +1,162 @@
+"""describe() against what the ranks counted and against the published formulas."""
+
+import pytest
+from families import golden
+from tiny import write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine, describe
+from backend.parallel import mesh
+from backend.parallel.modulation_cache import AHEAD
+from backend.sampling.step_loop import Callbacks
+
+#: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one
+#: activation.
+TEXT, IMAGE, WIDTH, DOUBLE, SINGLE = 12, 60, 256, 4, 8
+LAYERS = DOUBLE + SINGLE
+A = (TEXT + IMAGE) * WIDTH * 4
+#: Bytes sent per rank and forward (perf formulas of the methods' papers), N ranks.
+FORMULAS = {
+    "ulysses": lambda n: 4 * A * LAYERS * (n - 1) / n**2,
+    "ring": lambda n: 2 * A * LAYERS * (n - 1) / n,
+    "tensor": lambda n: 2 * (n - 1) / n * A * (2 * DOUBLE + SINGLE),
+    "pipeline": lambda n: A,
+}
+DEGREES = {
+    "ulysses": "ulysses_degree",
+    "ring": "ring_degree",
+    "tensor": "tensor_parallel_degree",
+    "pipeline": "pipefusion_degree",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
+    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default")
+
+
+def plans(checkpoint, **fields):
+    return describe(ParallelConfig(**fields), checkpoint, IMAGE, TEXT, branches=1)
+
+
+@pytest.mark.parametrize("mechanism", FORMULAS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_formulas(checkpoint, mechanism, ranks):
+    sent = [
+        plan.bytes_per_step.get(mechanism, 0) for plan in plans(checkpoint, **{DEGREES[mechanism]: ranks})
+    ]
+    formula = FORMULAS[mechanism](ranks)
+    assert max(sent) <= 1.02 * formula
+    assert sum(sent) / len(sent) >= 0.7 * formula or mechanism == "pipeline"
+
+
+def test_traffic_of_a_hybrid_does_not_grow_with_patches(checkpoint):
+    """PP x SP sends only fresh rows: the same bytes at 2 and at 8 patches."""
+    hybrid = (ParallelConfig(pipefusion_degree=2, ring_degree=2, num_pipeline_patch=m) for m in (2, 8))
+    few, many = (describe(config, checkpoint, 2048, 128)[0].bytes_per_step for config in hybrid)
+    assert few["ring"] == pytest.approx(many["ring"], rel=0.02)
+
+
+def test_weights_divide_over_stages(checkpoint):
+    """Each stage holds its blocks and the shared layers; together they hold every block once."""
+    whole = plans(checkpoint)[0].weight_bytes
+    parts = plans(checkpoint, pipefusion_degree=3)
+    shared = (sum(plan.weight_bytes for plan in parts) - whole) / 2
+    assert 0 < shared < 0.2 * whole
+    assert all(plan.weight_bytes - shared <= 1.15 * (whole - shared) / 3 for plan in parts)
+    blocks = [plan.blocks for plan in parts]
+    assert (
+        blocks[0][0] == 0
+        and blocks[-1][1] == LAYERS
+        and all(a[1] == b[0] for a, b in zip(blocks, blocks[1:]))
+    )
+
+
+def test_offloaded_modulation_is_counted_apart(checkpoint):
+    whole, offloaded = plans(checkpoint)[0], plans(checkpoint, offload_modulation=True)[0]
+    modulation = 4 * (DOUBLE * 2 * 6 + SINGLE * 3) * WIDTH * (WIDTH + 1)
+    assert (
+        whole.host_bytes == 0
+        and offloaded.host_bytes == modulation == whole.weight_bytes - offloaded.weight_bytes
+    )
+    assert "MB in host memory" in str(offloaded)
+
+
+def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
+    """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes
+    them."""
+    row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
+
+    def told(calls=28, **workload):
+        return [
+            plan.modulation_bytes
+            for plan in describe(
+                ParallelConfig(**workload.pop("config", {})), checkpoint, IMAGE, TEXT, calls=calls, **workload
+            )
+        ]
+
+    assert told() == told(batch=3) == [2 * 28 * row] and told(6, branches=1) == [6 * row]
+    assert told(100000) == [AHEAD // row * row]
+    assert sum(told(config={"pipefusion_degree": 3})) == 2 * 28 * row and "modulation 2.1 MB" in str(
+        plans(checkpoint)[0]
+    )
+    assert told(config={"ulysses_degree": 2, "shard_weights": True}, batch=3) == [2 * 3 * row] * 2
+
+
+def test_explicit_stages_and_stale_buffers(checkpoint):
+    reuse = plans(checkpoint, pipefusion_degree=2, attn_layer_num_for_pp="3,9")
+    extrapolate = plans(checkpoint, pipefusion_degree=2, attn_layer_num_for_pp="3,9", stale_kv="extrapolate")
+    assert [plan.blocks for plan in reuse] == [(0, 3), (3, 12)]
+    assert [plan.kv_bytes for plan in reuse] == [2 * A * 3, 2 * A * 9]
+    assert [plan.kv_bytes for plan in extrapolate] == [2 * plan.kv_bytes for plan in reuse]
+
+
+def test_keys_and_values_that_are_kept_are_counted(tmp_path):
+    """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and
+    in a steady step no row of text is sent."""
+    path = str(write_checkpoint(tmp_path / "qwen.safetensors", "qwen-image21"))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", path, "default")
+    attention, found = engine.models["tiny"].stage.attention, []
+    engine.sample(
+        golden("qwen-image21__euler_simple")[0],
+        Callbacks(
+            lambda step, x0: found.append(
+                sum(pair.numel() * pair.element_size() for pair in attention._kept.values())
+            )
+        ),
+    )
+    kept = found[-1]
+
+    def told(text=12, **fields):
+        return describe(ParallelConfig(**fields), engine.check_load(path, "default"), 80, text)[0]
+
+    assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
+    for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):
+        assert told(**{degree: 2}).kv_bytes == kept / 2
+    assert told(pipefusion_degree=2, num_pipeline_patch=1).kv_bytes == kept / 2
+    assert (
+        told(pipefusion_degree=2).kv_bytes == 2 * 2 * 2 * 92 * 128 * 4
+    )  # the buffers of stale ones have them too
+    for degree in ("ulysses_degree", "pipefusion_degree", "tensor_parallel_degree"):
+        assert (
+            told(**{degree: 2}, num_pipeline_patch=1).bytes_per_step
+            == told(text=0, **{degree: 2}, num_pipeline_patch=1).bytes_per_step
+        )
+
+
+def test_sharded_weights_divide_over_the_ranks_that_hold_the_same(checkpoint):
+    whole = plans(checkpoint)[0].weight_bytes
+    assert plans(checkpoint, ulysses_degree=2, shard_weights=True)[0].weight_bytes == pytest.approx(
+        whole / 2, rel=0.01
+    )
+
+
+def test_text_says_it_in_one_line(checkpoint):
+    line = str(plans(checkpoint, pipefusion_degree=2, ulysses_degree=2)[1])
+    assert (
+        line.startswith("rank 1: stage 0, blocks 0-5, 4 heads, 2 patches")
+        and "ulysses" in line
+        and "\n" not in line
+    )

@@ -1,0 +1,88 @@
+"""Patches and shards cover every row once, at any size."""
+
+import pytest
+import torch
+
+from backend.models.latent_tokens import NestedGrid, TokenGrid
+from backend.parallel.sequence import Sequence, everything, patches
+
+
+@pytest.mark.parametrize(
+    "text, image, count, sp",
+    [(12, 64, 4, 1), (12, 64, 5, 3), (40, 64, 4, 2), (3, 7, 7, 1), (0, 50, 3, 2), (1, 9, 2, 4)],
+)
+@pytest.mark.parametrize("position", ["first", "last", None])
+def test_patches_cover_the_sequence(text, image, count, sp, position):
+    sequence = Sequence(text if position else 0, image, position)
+    rows = torch.cat([p.positions("joint") for p in patches(sequence, count, 0, sp)])
+    assert rows.sort().values.equal(torch.arange(sequence.joint))
+
+
+@pytest.mark.parametrize("text, image, count", [(512, 4096, 8), (12, 64, 4), (512, 600, 2)])
+def test_patches_are_balanced_over_the_joint_sequence(text, image, count):
+    sizes = [len(p.text) + len(p.image) for p in patches(Sequence(text, image, "first"), count)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_text_longer_than_a_patch_leaves_the_rest_balanced():
+    sizes = [(len(p.text), len(p.image)) for p in patches(Sequence(100, 61, "first"), 4)]
+    assert sizes == [(100, 1), (0, 20), (0, 20), (0, 20)]
+
+
+@pytest.mark.parametrize("count, sp", [(1, 1), (4, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize("position", ["first", "last", None])
+def test_context_rows_ride_with_patch_0(count, sp, position):
+    sequence = Sequence(12 if position else 0, 64, position, context=30)
+    found = patches(sequence, count, 0, sp)
+    assert [len(p.context) for p in found] == [30] + [0] * (count - 1)
+    assert torch.cat([p.positions("joint") for p in found]).sort().values.equal(torch.arange(sequence.joint))
+    assert torch.cat([p.positions("image") for p in found]).sort().values.equal(torch.arange(94))
+    assert len(found[0].image) <= len(found[-1].image)
+
+
+def test_positions_put_context_behind_the_latent():
+    first, last = (everything(Sequence(2, 3, position, context=4), 1, 2) for position in ("first", "last"))
+    assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions(
+        "image"
+    ).tolist() == [1, 2, 5, 6]
+    assert last.local_positions("joint").tolist() == [1, 2, 5, 6, 8]
+
+
+def test_positions_put_text_where_the_family_has_it():
+    first = everything(Sequence(2, 3, "first"), 1, 2)
+    last = everything(Sequence(2, 3, "last"), 1, 2)
+    assert first.local_positions("joint").tolist() == [1, 3, 4]
+    assert last.local_positions("joint").tolist() == [1, 2, 4]
+    assert first.local_positions("image").tolist() == [1, 2]
+
+
+def test_every_rank_has_rows_of_every_patch():
+    """However long the text: blocks that see the latent alone have nothing else."""
+    for rows in patches(Sequence(500, 64, "first"), 4, 0, 3):
+        assert min(len(share.image) for share in rows.shards) >= 1
+
+
+@pytest.mark.parametrize("sp", [1, 2, 3, 4])
+def test_fresh_text_stays_behind(sp):
+    shards = [everything(Sequence(11, 8, "last", fresh=4), rank, sp) for rank in range(sp)]
+    assert sum(rows.kept for rows in shards) == 7
+    assert all(rows.kept == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards)
+
+
+def test_nested_latents_are_rows_of_one_sequence_and_back():
+    """Video padded to its patch and stereo sound, in the model's order; narrower rows end in zeros."""
+    grid = NestedGrid((TokenGrid((3, 2, 5, 4), (1, 2, 2)), TokenGrid((7, 2, 6), (1, 1, 1))), (1, 0))
+    video, audio = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 7, 2, 6)
+    packed = torch.cat([video.flatten(1), audio.flatten(1)], dim=1)[:, None]
+    tokens = grid.to_tokens(packed)
+    assert tokens.shape == (2, grid.tokens, grid.features) == (2, 12 + 12, 12)
+    assert tokens[:, :12, :7].equal(audio.flatten(2).transpose(1, 2)) and not tokens[:, :12, 7:].any()
+    assert grid.to_latent(tokens).equal(packed) and grid.shape == tuple(packed.shape[1:])
+    assert grid.per_row([torch.tensor(1.0), torch.tensor(2.0)]).flatten().tolist() == [2.0] * 12 + [1.0] * 12
+
+
+def test_leading_rows_of_a_rank():
+    shares = [everything(Sequence(10, 20, "last"), rank, 2) for rank in (0, 1)]
+    assert [share.leading(13, ("image",)) for share in shares] == [(10,), (3,)]
+    assert [share.leading(13, ("text", "image")) for share in shares] == [(5, 3), (5, 0)]
+    assert [share.leading(4, ("text", "image")) for share in shares] == [(4, 0), (0, 0)]
