@@ -1,11 +1,13 @@
-"""The README's table of model families, from the families' own files and the golden files of the tests.
+"""The tables of model families, from the families' own files and the golden files of the tests: the short one
+of README.md and the full one of docs/models.md.
 
     python scripts/families_table.py [--write]
 
-Prints it; --write puts it into README.md. A test holds the two together.
+Prints both; --write puts each into its page. A test compares pages and tables.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,19 +18,17 @@ import diffusers
 from backend import models
 from backend.models.family import Family
 
-README, BEGIN, END = (
-    ROOT / "README.md",
-    "<!-- families: made by scripts/families_table.py -->\n",
-    "<!-- end of families -->\n",
-)
-HEAD = (
+BEGIN = "<!-- families: made by scripts/families_table.py -->\n"
+END = "<!-- end of families -->\n"
+SHORT_HEAD = ("model", "files", "notes")
+FULL_HEAD = (
     "model",
     "transformer in diffusers",
     "files",
     "CFG, data",
     "Ulysses, ring, PipeFusion",
     "tensor parallel",
-    "golden latents that hold it (distance)",
+    "golden latents that verify it (distance)",
 )
 
 
@@ -48,23 +48,42 @@ def golden_files() -> dict[str, list[str]]:
     return found
 
 
-def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]:
-    """A family's cells; its title is the first words of its file."""
-    plan = (
-        "own plan"
-        if family.tensor_plan
-        else "diffusers' plan"
-        if getattr(diffusers, family.transformer)._tp_plan
-        else ""
-    )
+def title_of(module) -> str:
+    """Return the first words of a family's file, which name the model and its variants."""
+    return module.__doc__.partition(":")[0].replace("\n", " ")
+
+
+def files_of(family: Family) -> str:
+    """List the kinds of files that a family is read from."""
     kinds = (
         ("single file", family.layout.signature),
         ("folder", models.family_of_class(family.transformer) is family),
     )
+    return ", ".join(kind for kind, there in kinds if there)
+
+
+def name_and_notes(title: str) -> tuple[str, str]:
+    """Split a title into the model's name and the rest: variants, whose it is, what it makes."""
+    name, rest = re.fullmatch(r"(.+?)(?:(?= \(| in a )|, (?!\d)| of |$)(.*)", title).groups()
+    variants = re.fullmatch(r" \((.*?)\)(.*)", rest)
+    if variants is None:
+        return name, rest.strip()
+    more = variants[2].removeprefix(" of ").strip(" ,")
+    separator = " " if more.startswith("and ") else "; "
+    return name, separator.join(filter(None, (variants[1], more)))
+
+
+def full_row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]:
+    """A family's cells in docs/models.md."""
+    plan = ""
+    if family.tp_plan:
+        plan = "own plan"
+    elif getattr(diffusers, family.transformer)._tp_plan:
+        plan = "diffusers' plan"
     return (
-        module.__doc__.partition(":")[0],
+        title_of(module),
         family.transformer,
-        ", ".join(kind for kind, there in kinds if there),
+        files_of(family),
         "yes",
         family.blocks.whole_only or "yes",
         f"megatron ({plan}), row, column, 2d" if plan else "row, column, 2d",
@@ -72,20 +91,43 @@ def row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]
     )
 
 
-def table() -> str:
-    """Markdown."""
+def short_row(module, family: Family) -> tuple[str, ...]:
+    """A family's cells in README.md."""
+    name, notes = name_and_notes(title_of(module))
+    return (name, files_of(family), notes)
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Write a table, one line a row."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def short_table() -> str:
+    """The table of README.md."""
+    return markdown(SHORT_HEAD, [short_row(module, module.FAMILY) for module in models.MODULES])
+
+
+def full_table() -> str:
+    """The table of docs/models.md."""
     golden = golden_files()
-    rows = [HEAD, ("---",) * len(HEAD), *(row(module, module.FAMILY, golden) for module in models.MODULES)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return markdown(FULL_HEAD, [full_row(module, module.FAMILY, golden) for module in models.MODULES])
 
 
-def put_into(text: str) -> str:
-    """The README's text with this table."""
+#: Page -> what makes its table.
+TABLES = {"README.md": short_table, "docs/models.md": full_table}
+
+
+def put_into(text: str, table: str) -> str:
+    """Return the text of a page with this table between the marks."""
     before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    return before + BEGIN + table + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        README.write_text(put_into(README.read_text()))
-    print(table(), end="")
+    for page, make in TABLES.items():
+        table = make()
+        if "--write" in sys.argv[1:]:
+            path = ROOT / page
+            path.write_text(put_into(path.read_text(), table))
+        print(table)

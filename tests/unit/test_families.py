@@ -296,11 +296,16 @@ def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
         ).equal(whole[span.lo : span.hi])
 
 
-def test_the_readme_has_the_table_of_families():
-    """scripts/families_table.py --write brings it up to date."""
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_a_page_has_its_table_of_families(page):
+    """scripts/families_table.py --write brings both up to date."""
     root = Path(__file__).parents[2]
-    text = (root / "README.md").read_text()
-    assert runpy.run_path(str(root / "scripts/families_table.py"))["put_into"](text) == text
+    script = runpy.run_path(str(root / "scripts/families_table.py"))
+    assert set(script["TABLES"]) == {"README.md", "docs/models.md"}
+    text = (root / page).read_text()
+    table = script["TABLES"][page]()
+    assert table.count("\n") == len(script["models"].MODULES) + 2 and table in text
+    assert script["put_into"](text, table) == text
 
 
 @pytest.mark.parametrize(
