@@ -134,7 +134,7 @@ def conclusion(table: str) -> str:
         lost = [worst for _, worst in gains if worst < 0]
         lines.append(
             f"With W = {warmup} `extrapolate` gains {min(mean for mean, _ in gains):.1f} to "
-            f"{max(mean for mean, _ in gains):.1f} dB in the mean; at the worst prompt it is better in "
+            f"{max(mean for mean, _ in gains):.1f} dB in the mean.\nAt the worst prompt it is better in "
             f"{len(gains) - len(lost)} of {len(gains)} cases"
             + (f" and loses up to {-min(lost):.1f} dB in the others." if lost else ".")
         )
@@ -159,27 +159,29 @@ def table_in(text: str) -> str:
 TEXT = """# Drift of PipeFusion
 
 Written by `python benchmarks/drift.py`. The demo model (Flux architecture, 256 image and 16 text tokens),
-{prompts} prompts, Euler, schedule shift {shift:g}, float32: PSNR of the decoded picture against the serial
-run (mean and worst prompt), and relative error of the latent. With one patch, and during warm-up, there is
-no drift: the results are equal. More than about 40 dB cannot be seen. The numbers hold for any
-`pipefusion_degree`: which rows are stale depends on M alone (tests/ranks/test_ranks.py holds pipelines of 2
-to 8 ranks to the one process that computes this table, to 1e-5).
+{prompts} prompts, Euler, schedule shift {shift:g}, float32: PSNR of the decoded image against one process
+(mean and worst prompt), and relative error of the latent. With one patch, and during warm-up, there is no
+drift: the results are equal. More than about 40 dB cannot be seen. The numbers are those of any
+`pipefusion_degree`: which tokens are stale depends on M alone. tests/ranks/test_ranks.py compares pipelines
+of 2 to 8 ranks with the one process that computes this table, to 1e-5.
 
 {table}
 
-`reuse` reads a row that this step has not refreshed yet as it was in the step before; `extrapolate` reads K
-+ r (K - K_prev), r the ratio of the two steps in sigma and at most 1, which costs a second buffer of keys
-and values.
+A token that this step has not refreshed yet is stale. `reuse` reads its keys and values as they were in the
+step before. `extrapolate` reads K + r (K - K_prev), r the ratio of the two steps in sigma and at most 1. That
+costs a second buffer of keys and values.
+
 {conclusion}
 
-Tried once on the same prompts and dropped, with code that is not kept, so that this script does not measure
-it again (12, 20 and 28 steps, M 2 and 8, W 1 and 2; dB against the line through two points): a parabola
-through three points gains up to 1.6 with two patches but loses 7 to 22 with eight; r times 0.75 gains up to
-1.3 (mean) in 12 and 20 steps and loses up to 1.6 in 28, r times 0.5 is worse; half of r in the first step
-that has two points gains up to 2 with W = 2 and loses up to 3 with W = 1; a factor of each block, fitted to
-other prompts (0.97 in the first to 0.47 in the last), gains up to 0.8 in the mean and 1.5 at the worst
-prompt with W = 1 in 12 and 20 steps, loses up to 5 elsewhere, and is still worse than reuse at one worst
-prompt.
+Tried once on the same prompts and dropped; the code is gone, so this script does not measure it again (12, 20
+and 28 steps, M 2 and 8, W 1 and 2; dB against the line through two points):
+
+- A parabola through three points gains up to 1.6 with two patches but loses 7 to 22 with eight.
+- r times 0.75 gains up to 1.3 (mean) in 12 and 20 steps and loses up to 1.6 in 28; r times 0.5 is worse.
+- Half of r in the first step that has two points gains up to 2 with W = 2 and loses up to 3 with W = 1.
+- A factor of each block was fitted to other prompts (0.97 in the first to 0.47 in the last). It gains up to
+  0.8 in the mean and 1.5 at the worst prompt with W = 1 in 12 and 20 steps. It loses up to 5 elsewhere, and
+  is still worse than reuse at one worst prompt.
 """
 
 
