@@ -1,5 +1,5 @@
 """How far one process is from every golden latent, in its standard deviations, on this machine: writes
-tests/golden_distances.json, which scripts/families_table.py puts into the README and the tests hold to a
+tests/golden_distances.json, which scripts/families_table.py puts into docs/models.md and the tests hold to a
 factor of ten (another machine rounds in another order).
 
     python scripts/golden_distances.py [--all]      # new cases alone without --all
