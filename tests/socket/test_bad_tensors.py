@@ -122,7 +122,9 @@ def test_a_check_that_fails_is_a_refusal(tmp_path):
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")), "default")
     model = engine.models["tiny"]
-    model.family = replace(model.family, refusal=lambda config, grid, cond: [][len(grid.counts)])
+    model.family = model.family.changed(
+        {"conditioning.refusal": lambda config, grid, cond: [][len(grid.counts)]}
+    )
     with pytest.raises(
         UnsupportedError,
         match="the request could not be checked .IndexError: list index out of range.* nothing was run",

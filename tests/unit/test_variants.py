@@ -457,7 +457,7 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
         image_cond_ids=torch.cat([ids(picture, -1 - i) for i, picture in enumerate(pictures)]),
     ).sample
     assert len(pictures) == 2
-    assert_ulps(found, want, sum(len(plain.get_submodule(name)) for name in model.family.block_lists))
+    assert_ulps(found, want, sum(len(plain.get_submodule(name)) for name in model.family.blocks.lists))
 
 
 @torch.inference_mode()

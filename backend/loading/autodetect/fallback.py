@@ -150,16 +150,10 @@ def unknown(cls: type) -> Family:
     return Family(
         name=cls.__name__,
         transformer=cls.__name__,
-        prediction="flow",
-        block_lists=(),
-        returns=("image",),
-        patch=lambda config: (1, 1, 1),
-        latent_channels=lambda config: 1,
-        conditioning=(),
-        required=(),
-        widths=lambda config: {},
-        forward_args=lambda *arguments: {},
-        output=lambda output, grid: output,
+        latent=Latent(channels=lambda config: 1, patch=lambda config: (1, 1, 1)),
+        io=ModelIO(lambda *arguments: {}, lambda output, grid: output),
+        blocks=Blocks(lists={}),
+        conditioning=Conditioning(accepted=(), required=(), widths=lambda config: {}),
         layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
     )
 
