@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from live_backend import CONFIG, backend, checkpoint, close_at_the_end  # noqa: F401
-from test_odd_files import index, transformer
+from odd_files import index, transformer
 from tiny import write_checkpoint
 
 from backend import start
