@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,32 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only get in each other's way
 
 import launch  # noqa: E402 (after the environment is set)
+import tiers  # noqa: E402
 
 from backend.client import pool  # noqa: E402
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of rank programs are the last: the programs run while the others do."""
+def pytest_addoption(parser):
+    group = parser.getgroup("tiers")
+    group.addoption("--all", action="store_true", help="run every test, also those marked full")
+    group.addoption("--left-out", action="store_true", help="list what runs under --all alone")
+
+
+def pytest_configure(config):
+    config.option.collectonly |= config.option.left_out
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what runs under --all alone, unless it is asked for by name. Tests of rank programs are the
+    last: the programs run while the others do."""
+    left_out = [item for item in items if tiers.is_full(item) and not tiers.is_named(item)]
+    if config.option.left_out:
+        left_out = [item for item in items if not tiers.is_full(item)]
+    elif config.option.all:
+        left_out = []
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=_has_program)
 
 
@@ -27,7 +46,13 @@ def pytest_collection_finish():
 
 
 def _has_program(item) -> bool:
-    return hasattr(getattr(item, "module", None), "run_program") and "rows" in item.fixturenames
+    return "rank_programs" in item.fixturenames and hasattr(getattr(item, "module", None), "run_program")
+
+
+def _runs(item) -> list:
+    """What a test needs of its module's rank program."""
+    params = item.callspec.params
+    return params["runs"] if "runs" in params else [params["run"]]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +72,13 @@ def allowed_folders(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_programs(request, tmp_path_factory):
-    """(name of a module of tests, ranks) -> what its rank program will have found. Those that are asked for
-    run from the first test on, one after the other: first those of few ranks, which leave room for other
-    processes."""
-    wanted = dict.fromkeys(
-        (item.module, item.callspec.params["rows"]) for item in request.session.items if _has_program(item)
-    )
+    """(name of a module of tests, ranks) -> what its rank program will have found of the runs that the
+    selected tests need. Programs run from the first test on, one after the other: first those of few ranks,
+    which leave room for other processes."""
+    wanted = {}
+    for item in filter(_has_program, request.session.items):
+        for run in _runs(item):
+            wanted.setdefault((item.module, run.ranks), {})[run] = None
     folders = {
         module: tmp_path_factory.mktemp("ranks") for module in dict.fromkeys(module for module, _ in wanted)
     }
@@ -60,9 +86,13 @@ def rank_programs(request, tmp_path_factory):
         launch.fork_server()  # here: it looks at the environment
     yield launch.in_background(
         {
-            (module.__name__, ranks): partial(module.run_program, ranks, folders[module])
-            for module, ranks in sorted(wanted, key=itemgetter(1))
+            (module.__name__, ranks): partial(module.run_program, ranks, folders[module], list(runs))
+            for (module, ranks), runs in sorted(wanted.items(), key=_ranks)
         }
     )
     for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ranks(wanted) -> int:
+    return wanted[0][1]

@@ -1,13 +1,12 @@
 """Rank program (launch.py): every family under the parallel methods of one world size, each against the
 single process; rank 0 writes the errors as JSON.
 
-main(FOLDER-OF-CHECKPOINTS, "CASE CASE ...", OUT.json)
+main(FOLDER-OF-CHECKPOINTS, [ids of runs], OUT.json)
 """
 
 import gc
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import diffusers
 import torch
 import torch.distributed as dist
 import variants
-from families import LATENT_FORMATS, golden, model_call
+from families import golden, model_call
+from ranks.family_cases import Run, runs
 from safetensors.torch import load_file
 from tiny import relative, save_whole, write_checkpoint
 
@@ -35,37 +35,6 @@ STEPS, MASKED = 2, 5
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
-#: Attention heads of the tiny checkpoints that have fewer than four.
-HEADS = {"kandinsky5-image": 2}
-#: Other ways to cut matrices: one call of the model each.
-SCHEMES = {2: ("row", "column"), 4: ("2d",)}
-CONFIGURATIONS = {
-    2: [
-        dict(ulysses_degree=2),
-        dict(cfg_degree=2),
-        dict(ring_degree=2),
-        dict(tensor_parallel_degree=2),
-        dict(pipefusion_degree=2, num_pipeline_patch=1),
-        dict(pipefusion_degree=2, num_pipeline_patch=3),
-    ],
-    4: [
-        dict(tensor_parallel_degree=2, ulysses_degree=2),
-        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1),
-        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
-        dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
-    ],
-}
-
-
-def runs(case: str, config: ParallelConfig) -> bool:
-    """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
-    any number of heads."""
-    if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS:
-        return False
-    return (
-        config.split_scheme != "megatron"
-        or config.tensor_parallel_degree * config.ulysses_degree <= HEADS.get(case, 4)
-    )
 
 
 def rows_called(config: ParallelConfig) -> int:
@@ -149,50 +118,50 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     return [kept["samples"], kept["output"]]
 
 
-def main(folder: str, families: str, out: str):
+def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
+    """What a run is judged by, against what the single process computed."""
+    count, megatron = rows_called(run_.config), run_.config.split_scheme == "megatron"
+    return dict(
+        id=run_.id,
+        bytes_read=engine.models[run_.case].bytes_read,
+        relative=relative(samples, wanted[0]) if megatron else 0.0,
+        called=relative(output, wanted[1][:count]) if count else 0.0,
+    )
+
+
+def main(folder: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    single, cases = Engine(ParallelConfig(), mesh.single()), families.split()
-    references = {family: reference(single, family, folder) for family in cases[rank::world]}
-    schemes = [dict(tensor_parallel_degree=world, split_scheme=scheme) for scheme in SCHEMES[world]]
-    meshes = [
-        (config, mesh.build(config, "cpu"))
-        for config in (ParallelConfig(**degrees) for degrees in [*CONFIGURATIONS[world], *schemes])
-    ]
-    engine, rows = Engine(*meshes[0]), []
-    for i, family in enumerate(cases):
-        for config, groups in meshes:
-            if not runs(family, config):
-                continue
-            megatron = config.split_scheme == "megatron"
-            started = time.perf_counter()
-            engine.rearrange(config, groups)
-            if family not in engine.models:
-                load(engine, family, folder)
-            samples, output = run(engine, family, count := rows_called(config))
-            if megatron:
-                dist.broadcast(samples, 0)  # ranks share the work of the references
-            if count:
-                output = (
-                    output if rank == 0 else output.new_empty(count, *output.shape[1:])
-                )  # rank 0 has all rows
-                dist.broadcast(output, 0)
-            if i % world == rank:
-                wanted = references[family]
-                rows.append(
-                    dict(
-                        family=family,
-                        config=config.product,
-                        scheme=config.split_scheme,
-                        stale=config.pipefusion_degree > 1 and config.num_pipeline_patch > 1,
-                        bytes_read=engine.models[family].bytes_read,
-                        relative=relative(samples, wanted[0]) if megatron else 0.0,
-                        called=relative(output, wanted[1][:count]) if count else 0.0,
-                        seconds=time.perf_counter() - started,
-                    )
-                )
-        engine.unload(family)
+    chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
+    cases = list(dict.fromkeys(each.case for each in chosen))
+    single = Engine(ParallelConfig(), mesh.single())
+    references = {case: reference(single, case, folder) for case in cases[rank::world]}
+    configs = dict.fromkeys(each.config for each in chosen)
+    meshes = {config: mesh.build(config, "cpu") for config in configs}
+    engine, found, previous = None, [], None
+    for run_ in chosen:
+        case, config = run_.case, run_.config
+        if engine is None:
+            engine = Engine(config, meshes[config])
+        if previous and previous.case != case:
+            engine.unload(previous.case)
+        engine.rearrange(config, meshes[config])
+        if case not in engine.models:
+            load(engine, case, folder)
+        count = rows_called(config)
+        samples, output = run(engine, case, count)
+        if config.split_scheme == "megatron":
+            dist.broadcast(samples, 0)  # ranks share the work of the references
+        if count:
+            if rank != 0:  # rank 0 has all rows
+                output = output.new_empty(count, *output.shape[1:])
+            dist.broadcast(output, 0)
+        if cases.index(case) % world == rank:
+            row = measured(engine, run_, samples, output, references[case])
+            before = previous.label if previous and previous.case == case else ""
+            found.append(row | {"before": before})
+        previous = run_
     everyone = [None] * world
-    dist.all_gather_object(everyone, rows)
+    dist.all_gather_object(everyone, found)
     if rank == 0:
         Path(out).write_text(json.dumps(sum(everyone, [])))
     dist.barrier()

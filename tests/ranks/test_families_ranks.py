@@ -4,78 +4,60 @@ starting a rank costs seconds."""
 from pathlib import Path
 
 import pytest
-from families import LATENT_FORMATS
+import signatures
 from launch import run_ranks
-from variants import VARIANTS
-
-#: Flux has tests of its own.
-FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
-#: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
-CASES = {
-    2: [
-        *FAMILIES,
-        *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")),
-        "qwen-image+mask",
-        "hunyuan-video+mask",
-        "hunyuan-video15+mask",
-        "ideogram4+mask",
-        "qwen-image21+mask",
-    ],
-    4: [
-        *FAMILIES,
-        "flux-kontext",
-        "flux2-edit",
-        "flux3-edit",
-        "qwen-image-edit-2511",
-        "qwen-image21-edit",
-        "krea2-edit",
-        "wan21-i2v",
-        "wan22-ti2v",
-        "ltxv-i2v",
-        "ltx25-i2v",
-        "minimax-h3-guides",
-        "cogvideox-1.5-i2v",
-    ],
-}
+from ranks.family_cases import CASES, Run, runs
+from tiers import params
 
 
-def run_program(ranks: int, folder: Path) -> list[dict]:
-    """What ranks/families.py finds on so many ranks."""
-    return run_ranks("ranks.families", ranks, folder, str(folder), " ".join(CASES[ranks]))
-
-
-@pytest.fixture(scope="session", params=CASES, ids="{} ranks".format)
-def rows(request, rank_programs):
-    found = rank_programs[__name__, request.param].result()
-    assert {row["family"] for row in found} == set(CASES[request.param])
+def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
+    """Id -> what ranks/families.py finds of these runs on so many ranks."""
+    ids = [run.id for run in selected]
+    found = {row["id"]: row for row in run_ranks("ranks.families", ranks, folder, str(folder), ids)}
+    assert found.keys() == set(ids)
     return found
 
 
-def test_exact_methods_equal_the_single_process(rows):
-    """CFG, Ulysses, ring, a pipeline of one patch, and hybrids: 1e-5 relative in float32."""
-    wrong = [row for row in rows if not row["stale"] and row["relative"] > 1e-5]
-    assert not wrong
+def weights_stay(before: dict, now: dict) -> bool:
+    """Do ranks of these degrees hold the same weights? Not where pipelines or tensor parallelism put others
+    on each; CFG and sequence parallelism, and patches of a pipeline, leave them where they are."""
+    of_weights = ("tensor_parallel_degree", "pipefusion_degree", "split_scheme")
+    return all(before.get(name) == now.get(name) for name in of_weights)
 
 
-def test_model_calls_equal_the_single_process(rows):
-    """One call on rows at different times, in every configuration: a pipeline is drained there, so nothing is
-    stale."""
-    wrong = [row for row in rows if row["called"] > 1e-5]
-    assert not wrong
+@pytest.mark.parametrize("run", params(runs()))
+def test_configuration(run, rank_programs):
+    """Exact methods (CFG, Ulysses, ring, a pipeline of one patch, and hybrids) equal the single process to
+    1e-5 relative in float32, and stale keys and values change random weights a little: no drift means that
+    nothing was stale. A call of the model, on samples at different times, drains a pipeline: nothing is stale
+    in it."""
+    row = rank_programs[__name__, run.ranks].result()[run.id]
+    if run.stale:
+        assert 1e-6 < row["relative"] < 0.25
+    else:
+        assert row["relative"] <= 1e-5
+    assert row["called"] <= 1e-5
+    degrees = dict(run.degrees)
+    before = dict(zip(row["before"].split()[::2], map(_number, row["before"].split()[1::2])))
+    if not before:
+        assert row["bytes_read"] > 0
+    elif "cfg_degree" not in degrees or "pipefusion_degree" not in degrees:  # those hold others on some ranks
+        assert (row["bytes_read"] == 0) == weights_stay(before, degrees)
 
 
-def test_degrees_that_leave_the_weights_where_they_are_read_nothing(rows):
-    """CFG and ring behind Ulysses, other patches of a pipeline; pipelines and tensor parallelism put other
-    weights on each rank."""
-    kept = {row["config"] for row in rows if row["bytes_read"] == 0 and not row["stale"]}
-    assert all(row["bytes_read"] == 0 for row in rows if row["stale"] and "cfg" not in row["config"])
-    assert kept == (
-        {"cfg_degree 2 = 2 ranks", "ring_degree 2 = 2 ranks"} if "2 ranks" in rows[0]["config"] else set()
-    )
+def _number(word: str) -> int | str:
+    return int(word) if word.isdigit() else word
 
 
-def test_pipefusion_drifts_a_little(rows):
-    """Stale keys and values change the result of random weights a little; no drift would mean that nothing
-    was stale."""
-    stale = [row["relative"] for row in rows if row["stale"]]
-    assert stale and all(1e-6 < drift < 0.25 for drift in stale)
+def test_every_signature_has_a_representative():
+    """The fast tier runs every configuration of one case of each signature, and something of every case."""
+    fast = [run for run in runs() if run.is_fast]
+    for ranks in CASES:
+        every = {signatures.of_case(run.case) for run in runs() if run.ranks == ranks}
+        full = {
+            signatures.of_case(case)
+            for case in CASES[ranks]
+            if {run for run in runs() if run.ranks == ranks and run.case == case} <= set(fast)
+        }
+        assert every == full
+    assert {run.case for run in fast} == {case for cases in CASES.values() for case in cases}

@@ -1,0 +1,129 @@
+"""What ranks/families.py runs: cases under configurations, of which the fast tier takes some. Data alone, so
+that tests are collected without diffusers' transformers."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import signatures
+from families import LATENT_FORMATS
+from variants import VARIANTS
+
+from backend.config import ParallelConfig
+
+#: Flux has tests of its own.
+FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
+#: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
+CASES = {
+    2: [
+        *FAMILIES,
+        *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")),
+        "qwen-image+mask",
+        "hunyuan-video+mask",
+        "hunyuan-video15+mask",
+        "ideogram4+mask",
+        "qwen-image21+mask",
+    ],
+    4: [
+        *FAMILIES,
+        "flux-kontext",
+        "flux2-edit",
+        "flux3-edit",
+        "qwen-image-edit-2511",
+        "qwen-image21-edit",
+        "krea2-edit",
+        "wan21-i2v",
+        "wan22-ti2v",
+        "ltxv-i2v",
+        "ltx25-i2v",
+        "minimax-h3-guides",
+        "cogvideox-1.5-i2v",
+    ],
+}
+#: Attention heads of the tiny checkpoints that have fewer than four.
+HEADS = {"kandinsky5-image": 2}
+CONFIGURATIONS = {
+    2: [
+        dict(ulysses_degree=2),
+        dict(cfg_degree=2),
+        dict(ring_degree=2),
+        dict(tensor_parallel_degree=2),
+        dict(pipefusion_degree=2, num_pipeline_patch=1),
+        dict(pipefusion_degree=2, num_pipeline_patch=3),
+    ],
+    4: [
+        dict(tensor_parallel_degree=2, ulysses_degree=2),
+        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1),
+        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
+        dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
+    ],
+}
+#: Other ways to cut matrices: one call of the model each.
+SCHEMES = {2: ("row", "column"), 4: ("2d",)}
+#: World size -> the configuration of a case in the fast tier, where another case has its signature.
+HYBRID = {2: dict(ulysses_degree=2), 4: dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case under one configuration; its id is that of its test."""
+
+    ranks: int
+    case: str
+    degrees: tuple[tuple[str, int | str], ...]
+
+    @property
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(**dict(self.degrees))
+
+    @property
+    def label(self) -> str:
+        """The configuration in words."""
+        return " ".join(f"{name} {value}" for name, value in self.degrees)
+
+    @property
+    def id(self) -> str:
+        return f"{self.ranks}-{self.case}-{self.label}"
+
+    @property
+    def stale(self) -> bool:
+        """Are keys and values of an earlier step read?"""
+        return self.config.pipefusion_degree > 1 and self.config.num_pipeline_patch > 1
+
+    @property
+    def is_fast(self) -> bool:
+        """Is it of the fast tier? Every configuration of a signature's representative, and one hybrid of
+        every other case."""
+        cases = CASES[self.ranks]
+        if self.case in _representatives(self.ranks):
+            return True
+        if self.ranks == 2 and self.case in CASES[4]:
+            return False  # its hybrid runs on four
+        return self.degrees == tuple(HYBRID[self.ranks].items()) and self.case in cases
+
+
+@cache
+def _representatives(ranks: int) -> set[str]:
+    return set(signatures.representatives(CASES[ranks]).values())
+
+
+def can_run(case: str, config: ParallelConfig) -> bool:
+    """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
+    any number of heads."""
+    if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS:
+        return False
+    return (
+        config.split_scheme != "megatron"
+        or config.tensor_parallel_degree * config.ulysses_degree <= HEADS.get(case, 4)
+    )
+
+
+def runs() -> list[Run]:
+    """Every run of every world size; those of a case follow each other, in the order in which ranks change
+    from one configuration into the next."""
+    found = []
+    for ranks, cases in CASES.items():
+        schemes = [dict(tensor_parallel_degree=ranks, split_scheme=scheme) for scheme in SCHEMES[ranks]]
+        for case in cases:
+            every = [Run(ranks, case, tuple(d.items())) for d in [*CONFIGURATIONS[ranks], *schemes]]
+            found += [run for run in every if can_run(case, run.config)]
+    return found

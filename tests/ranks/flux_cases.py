@@ -1,0 +1,341 @@
+"""What ranks/matrix.py runs: a tiny Flux under combinations of degrees, of which the fast tier takes some."""
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from tiny import FLUX_CASES, batch_request, golden_request
+
+from backend.config import ParallelConfig
+
+AXES = (
+    "cfg_degree",
+    "pipefusion_degree",
+    "ulysses_degree",
+    "ring_degree",
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+)
+#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that
+#: every step shows as well as another.
+STEPS, STALE_STEPS, FEW = 6, 4, 2
+
+#: Golden cases that differ from others in their solver alone.
+NEW_SOLVERS = {
+    "deis_normal",
+    "dpmpp_2m_sde_karras",
+    "ipndm_simple",
+    "lms_simple",
+    "res_multistep_sgm_uniform",
+}
+#: Positive and negative prompts of different lengths, one of them shorter than any group.
+SHORT_NEGATIVE = "negative of 1 row"
+#: A solver that reads the negative prediction by itself, which comes from another rank under CFG.
+CFG_PP = "euler_cfg_pp"
+#: Every solver, and a mask, with stale keys and values.
+STALE_SOLVERS = "stale, every solver"
+#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also
+#: under a solver that calls the model twice a step.
+MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
+#: A batch that no number of replicas here divides.
+UNEVEN_BATCH = "batch of 5"
+#: A batch of which 2 replicas have equal parts, so that describe() can be held to what is counted.
+EVEN_BATCH = "batch of 2"
+#: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
+COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
+#: What is no traffic, among the bytes that are counted.
+KEPT = "modulation ahead"
+#: With LoRAs of every kind in the weights.
+LORA = "LoRA"
+#: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share
+#: evenly.
+CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
+#: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
+OF_EIGHT = (
+    (1, 2, 2, 2, 1, 1),
+    (1, 4, 1, 2, 1, 1),
+    (1, 2, 4, 1, 1, 1),
+    (2, 4, 1, 1, 1, 1),
+    (2, 2, 2, 1, 1, 1),
+    (2, 1, 2, 2, 1, 1),
+    (1, 1, 4, 2, 1, 1),
+    (1, 2, 2, 1, 1, 2),
+    (1, 2, 1, 2, 1, 2),
+    (2, 1, 2, 1, 1, 2),
+    (2, 2, 1, 1, 2, 1),
+    (1, 1, 2, 2, 2, 1),
+    (1, 2, 1, 1, 2, 2),
+)
+
+
+def configurations(world: int) -> list[ParallelConfig]:
+    """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold
+    weights."""
+    if world == 8:
+        found = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in OF_EIGHT]
+        found += [
+            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", **{axis: 2})
+            for axis in ("cfg_degree", "ulysses_degree", "pipefusion_degree")
+        ]
+        return in_order(found)
+    sizes = [
+        [
+            d
+            for d in range(1, world + 1)
+            if world % d == 0
+            and (axis != "cfg_degree" or d <= 2)
+            and (axis != "tensor_parallel_degree" or 8 % d == 0)
+        ]
+        for axis in AXES
+    ]
+    products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
+    found = [config for config in products if config.world_size == world]
+    schemes = [
+        ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme)
+        for scheme in ("row", "column", "2d")
+    ]
+    sharded = [
+        replace(config, shard_weights=True)
+        for config in found
+        if config.pipefusion_degree == config.tensor_parallel_degree == 1
+        and config.sp_degree * config.data_parallel_degree > 1
+    ]
+    return in_order(found) + schemes + sharded
+
+
+def in_order(configs: list[ParallelConfig]) -> list[ParallelConfig]:
+    """Those of the same weights behind each other."""
+    return sorted(
+        configs,
+        key=lambda config: (
+            config.split_scheme,
+            config.tensor_parallel_degree,
+            config.pipefusion_degree,
+            config.sp_degree,
+        ),
+    )
+
+
+def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
+    """The ways to run a configuration: exactly, and with stale keys and values where it has a pipeline."""
+    if config.pipefusion_degree == 1:
+        return [("exact", config)]
+    found = [
+        ("one patch", replace(config, num_pipeline_patch=1)),
+        (
+            "stale, uneven patches",
+            replace(
+                config,
+                num_pipeline_patch=config.pipefusion_degree + 1,
+                stale_kv="extrapolate",
+                warmup_steps=2,
+            ),
+        ),
+    ]
+    if config.world_size == 2 or config.sp_degree > 1:
+        found += [("all warm-up", replace(config, warmup_steps=STEPS)), ("stale", config)]
+    return found + [(STALE_SOLVERS, config)] * (config.world_size == 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A golden case, or one of those above, over all of its steps or over fewer and longer ones."""
+
+    name: str
+    steps: int | None = None
+
+
+def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
+    """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one
+    golden case, and few steps of what is special there."""
+    few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
+    if config.data_parallel_degree > 1:
+        return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
+    if variant == STALE_SOLVERS:
+        return [*map(Case, FLUX_CASES), Case(CFG_PP, STALE_STEPS)]
+    plain = config.split_scheme == "megatron" and not config.shard_weights
+    if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
+        golden = (
+            FLUX_CASES
+            if config.ulysses_degree == 2
+            else [case for case in FLUX_CASES if case not in NEW_SOLVERS]
+        )
+        return [
+            *map(Case, golden),
+            Case(CFG_PP, STALE_STEPS),
+            Case(SHORT_NEGATIVE, FEW),
+            Case(MIXED_HEUN, STALE_STEPS),
+        ]
+    in_turn = (
+        variant == "exact" and config.cfg_degree == 1
+    )  # prompts are computed one after the other, as in one process
+    golden = plain and variant in ("exact", "one patch")
+    found = [Case("size20x12", None if golden and not in_turn else few)] + [
+        Case("euler_ancestral_simple")
+    ] * (golden and in_turn)
+    if world in (3, 8):  # what prompts need is shown on 2 and 4
+        return found
+    if not variant.startswith("stale") and (config.sp_degree > 1 or not in_turn):
+        found.append(Case(SHORT_NEGATIVE, FEW))
+    return found if in_turn else [*found, Case(MIXED, STALE_STEPS)]
+
+
+def request_of(case: Case):
+    """The request of a case, and the golden latent where there is one."""
+    if case.name in MADE:
+        return shortened(MADE[case.name](), case.steps), None
+    sample, golden = golden_request(case.name)
+    return (sample, golden) if case.steps is None else (shortened(sample, case.steps), None)
+
+
+def shortened(sample, steps: int):
+    """The request over fewer, longer steps."""
+    sigmas = sample.tensors["sigmas"]
+    return replace(
+        sample,
+        tensors={
+            **sample.tensors,
+            "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()],
+        },
+    )
+
+
+def short_negative():
+    sample, _ = golden_request("euler_simple")
+    return replace(
+        sample,
+        tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]},
+    )
+
+
+def mixed_prompts(solver: str):
+    """Prompts of different lengths, in an order in which a new one comes between known ones: before the third
+    of STALE_STEPS; the negative one ends with that step."""
+    sample = replace(golden_request("heun_simple")[0], sampler=solver)
+    tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
+    for name, rows in (("positive2", 9), ("positive3", 12)):
+        tensors |= {
+            f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows],
+            f"{name}.y": tensors["negative.y"],
+            f"{name}.guidance": tensors["positive.guidance"],
+        }
+    tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
+    return replace(
+        sample,
+        tensors=tensors,
+        prompts={
+            "positive2": {"from": sigmas[2].item(), "strength": 0.5},
+            "negative": {"until": sigmas[3].item()},
+        },
+    )
+
+
+#: Name of a case that is no golden one -> its request.
+MADE = {
+    UNEVEN_BATCH: lambda: batch_request(5),
+    EVEN_BATCH: lambda: batch_request(2, "size20x12"),
+    LORA: lambda: batch_request(2),
+    SHORT_NEGATIVE: short_negative,
+    MIXED: lambda: mixed_prompts("euler"),
+    MIXED_HEUN: lambda: mixed_prompts("heun"),
+    CFG_PP: lambda: replace(golden_request("euler_simple")[0], sampler=CFG_PP),
+}
+
+
+def has_lora_case(world: int, config: ParallelConfig) -> bool:
+    """Every way to cut weights, once."""
+    return world == 2 or (
+        config.tensor_parallel_degree > 1 and (config.pipefusion_degree > 1 or config.split_scheme == "2d")
+    )
+
+
+#: What runs besides requests, as the variant of a Run: a call of the model, LoRAs, and LoRAs on scaled fp8.
+CALL, FP8 = "model call", "LoRA on fp8"
+#: Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the
+#: modulation in host memory.
+TOGETHER = (
+    ParallelConfig(ulysses_degree=2, shard_weights=True),
+    ParallelConfig(pipefusion_degree=2, offload_modulation=True),
+)
+#: Cases of the fast tier on two ranks under CFG and ring, whose solvers Ulysses' runs show.
+FEW_SOLVERS = {"euler_simple", "heun_simple", CFG_PP, SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
+#: Configurations of the fast tier on more ranks: uneven shares, every pair of methods, and three at once.
+FAST = {
+    3: ("ulysses_degree 3", "pipefusion_degree 3"),
+    8: ("pipefusion_degree 2 ulysses_degree 2 tensor_parallel_degree 2",),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case under a variant of a configuration; its id is that of its test."""
+
+    config: ParallelConfig
+    variant: str
+    case: Case
+    #: The configuration as the variant changes it.
+    varied: ParallelConfig
+
+    @property
+    def ranks(self) -> int:
+        return self.config.world_size
+
+    @property
+    def label(self) -> str:
+        """The configuration in words."""
+        return label(self.config)
+
+    @property
+    def id(self) -> str:
+        return f"{self.ranks}-{self.label}-{self.variant}-{self.case.name}"
+
+    @property
+    def is_fast(self) -> bool:
+        """Is it of the fast tier? On two ranks every configuration, on four every pair of methods."""
+        if self.ranks == 2:
+            alone = self.variant == "exact" and self.config.ulysses_degree == 1
+            return not alone or self.case.name in FEW_SOLVERS
+        if self.ranks == 4:
+            return is_pair(self.config) and self.variant not in ("all warm-up", "stale")
+        return self.label in FAST[self.ranks]
+
+
+def label(config: ParallelConfig) -> str:
+    """The degrees above 1, and how weights are cut and held."""
+    words = [f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1]
+    if config.split_scheme != "megatron":
+        words.append(f"split_scheme {config.split_scheme}")
+    words += [name for name in ("shard_weights", "offload_modulation") if getattr(config, name)]
+    return " ".join(words)
+
+
+def is_pair(config: ParallelConfig) -> bool:
+    """Are two methods of degree 2 combined, of weights that are held plainly?"""
+    return sum(getattr(config, axis) == 2 for axis in AXES) == 2 and not config.shard_weights
+
+
+@cache
+def has_negative(case: Case) -> bool:
+    return "negative.y" in request_of(case)[0].tensors
+
+
+def runs() -> list[Run]:
+    """Every run of every world size, those of a configuration behind each other, in the order in which ranks
+    change from one configuration into the next."""
+    found = []
+    for world in (2, 3, 4, 8):
+        for config in configurations(world):
+            for variant, varied in variants(config):
+                found += [
+                    Run(config, variant, case, varied)
+                    for case in cases(world, config, variant)
+                    if config.cfg_degree == 1 or has_negative(case)
+                ]
+            if has_lora_case(world, config):
+                found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
+            calls = CALLS if world == 2 else list(CALLS)[-1:]
+            found += [Run(config, CALL, Case(call), config) for call in calls]
+    for config in TOGETHER:
+        found.append(Run(config, FP8, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
+    return found
