@@ -11,7 +11,9 @@ from .parallel_config import ParallelConfigNode
 from .parallel_demo_loader import ParallelDemoLoader
 from .parallel_lora import ParallelLoRA
 from .parallel_model import ParallelModel
-from .parallel_sampler import ParallelSampler, ParallelSamplerAdvanced, ParallelSamplerCustom
+from .parallel_sampler import ParallelSampler
+from .parallel_sampler_advanced import ParallelSamplerAdvanced
+from .parallel_sampler_custom import ParallelSamplerCustom
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 

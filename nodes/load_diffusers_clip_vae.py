@@ -13,7 +13,7 @@ from ..backend.protocol import RefusedError
 from .diffusers_folder.pipelines import open_text, open_vae
 from .diffusers_folder.text_encoder import diffusers_clips
 from .diffusers_folder.vae import DiffusersVAE
-from .load_parallel_dit import diffusers_folders
+from .host.model_files import diffusers_folders
 
 
 class LoadDiffusersCLIPVAE(io.ComfyNode):

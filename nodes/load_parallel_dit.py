@@ -1,72 +1,20 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
-import math
 import os
 
-import folder_paths
 from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
-from ..backend.config import ConfigError, ParallelConfig
 from ..backend.protocol import RefusedError
-from ..backend.protocol.solver_names import NEEDS_NEGATIVE
-from .diffusers_folder.pipelines import INDEXES
 from .host import handle
+from .host.guidance import check_guidance, skips_negative
+from .host.model_files import model_folders, model_paths
 from .host.plan import plan
 from .host.progress import node_text
-from .parallel_config import ParallelConfigType
+from .host.socket_types import ParallelConfigType, ParallelDiTType
 
-ParallelDiTType = io.Custom("PARALLEL_DIT")
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
-#: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
-GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
-
-
-def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers
-    that hold a transformer."""
-    paths = {
-        name: folder_paths.get_full_path("diffusion_models", name)
-        for name in folder_paths.get_filename_list("diffusion_models")
-    }
-    for kind in GGUF_FOLDERS & folder_paths.folder_names_and_paths.keys():
-        for root in folder_paths.get_folder_paths(kind):
-            names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-            for name in folder_paths.filter_files_extensions(names, [".gguf"]):
-                paths.setdefault(name, os.path.join(root, name))
-    return paths | {name: folder for name, folder in diffusers_folders().items() if name not in paths}
-
-
-def model_folders() -> list[str]:
-    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name."""
-    kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, "diffusers", "loras"}
-    return [root for kind in kinds for root in folder_paths.get_folder_paths(kind)]
-
-
-def diffusers_folders() -> dict[str, str]:
-    """Name -> path of the folders of diffusers: pipelines, and transformers alone."""
-    paths = {}
-    for root in folder_paths.get_folder_paths("diffusers"):
-        for folder, below, files in os.walk(root, followlinks=True):
-            if not {*INDEXES, "config.json"}.isdisjoint(files):
-                below.clear()  # the parts of a pipeline are no models of their own
-                paths.setdefault(os.path.relpath(folder, root), folder)
-    return paths
-
-
-def skips_negative(cfg: float, sampler_name: str) -> bool:
-    """Whether the negative prompt is never computed, as in ComfyUI."""
-    return math.isclose(cfg, 1.0) and sampler_name not in NEEDS_NEGATIVE
-
-
-def check_guidance(cfg: float, sampler_name: str, config: ParallelConfig):
-    """ConfigError where ``cfg`` leaves half of the ranks without work."""
-    if config.cfg_degree == 2 and skips_negative(cfg, sampler_name):
-        raise ConfigError(
-            "cfg is 1.0, which skips the negative prompt, so cfg_degree 2 would leave half of the ranks "
-            "without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
-        )
 
 
 class LoadParallelDiT(io.ComfyNode):

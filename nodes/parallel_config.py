@@ -4,8 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..backend.config import ATTENTIONS, DEVICES, SPLIT_SCHEMES, STALE_KV, ParallelConfig
-
-ParallelConfigType = io.Custom("PARALLEL_CONFIG")
+from .host.socket_types import ParallelConfigType
 
 #: A degree that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
 _MOST = 64

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ..backend.protocol import RefusedError
 from .host.handle import with_lora
-from .load_parallel_dit import ParallelDiTType
+from .host.socket_types import ParallelDiTType
 
 
 class ParallelLoRA(io.ComfyNode):

@@ -24,7 +24,7 @@ from ..backend.protocol import ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
-from .load_parallel_dit import ParallelDiTType
+from .host.socket_types import ParallelDiTType
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
 REFUSED_OPTIONS = {

@@ -5,17 +5,22 @@ model. A wrapper around its innermost call, the solver's loop over steps, hands 
 ranks instead.
 """
 
+import importlib
+
 import comfy.model_management
+import comfy.model_patcher
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
+from comfy.patcher_extension import WrappersMP, add_wrapper
 
 from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
-from ..load_parallel_dit import skips_negative
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
-from .handle import ParallelDiT, ensure_loaded
+from .guidance import skips_negative
+from .handle import ParallelDiT, ensure_loaded, make_no_room
 from .progress import Reporter
+from .shift import apply_shift
 
 #: Least seconds between two previews; each costs a gather of the latent to rank 0.
 PREVIEW_SECONDS = 0.2
@@ -110,3 +115,21 @@ class RemoteSolver:
                 if weight is not None:
                     tensors[f"weight.{name}"] = weight
         return prompts, tensors
+
+
+def model_on_ranks(
+    dit: ParallelDiT, sampler_name: str, shift: float
+) -> tuple[comfy.model_patcher.ModelPatcher, RemoteSolver]:
+    """Return a MODEL whose solver runs on the ranks, and that solver. Errors as in ``handle.load``."""
+    model = dit.patcher.clone()
+    remote = RemoteSolver(dit, sampler_name)
+    model.add_wrapper(WrappersMP.SAMPLER_SAMPLE, remote)
+    add_wrapper(WrappersMP.PREPARE_SAMPLING, make_no_room, model.model_options, is_model_options=True)
+    apply_shift(model, shift, dit.loaded.family, family_named(dit.loaded))
+    return model, remote
+
+
+def comfyui_node(name: str) -> type:
+    """Return the class ``name`` of ComfyUI's module ``nodes``, which is whole only once every pack is
+    imported."""
+    return getattr(importlib.import_module("nodes"), name)

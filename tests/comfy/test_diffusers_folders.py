@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 with comfy_modules():
     import comfy.latent_formats
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes import parallel_sampler
     from parallel_dit.nodes.comfy_models.sana import SanaLatent
     from parallel_dit.nodes.diffusers_folder import pipelines
     from parallel_dit.nodes.diffusers_folder.text_encoder import diffusers_clips
     from parallel_dit.nodes.diffusers_folder.vae import DiffusersVAE
+    from parallel_dit.nodes.host.sampling_checks import check_latent
 
 PROMPT, NEGATIVE = "a red fox in snow", "blurry"
 NAMES = [*pipeline_folders.PIPELINES, "Flux3ModularPipeline"]
@@ -317,10 +317,10 @@ def test_empty_latents_of_another_size(format, channels, told, node):
     be a picture of four times the sides."""
     latent = {"samples": torch.zeros(1, channels, 16, 16), **told}
     if node is None:
-        parallel_sampler._check_latent(latent, format(), ())
+        check_latent(latent, format(), ())
     else:
         with pytest.raises(RefusedError, match=f"at 1/8 .* are at 1/32, .* make it with {node}"):
-            parallel_sampler._check_latent(latent, format(), ())
+            check_latent(latent, format(), ())
 
 
 #: Steps of the graphs below; diffusers' schedulers shift these as ComfyUI's schedule is shifted.

@@ -16,8 +16,10 @@ with comfy_modules():
     from comfy_extras import nodes_custom_sampler as custom
     from comfy_extras import nodes_model_advanced as advanced
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes import parallel_sampler as ours
     from parallel_dit.nodes.host.shift import apply_shift
+    from parallel_dit.nodes.parallel_sampler import ParallelSampler
+    from parallel_dit.nodes.parallel_sampler_advanced import ParallelSamplerAdvanced
+    from parallel_dit.nodes.parallel_sampler_custom import ParallelSamplerCustom
 
     import nodes
 
@@ -59,7 +61,7 @@ class Pair:
             "latent_image": self.picture,
             **inputs,
         }
-        parallel = {"KSampler": ours.ParallelSampler, "KSamplerAdvanced": ours.ParallelSamplerAdvanced}[node]
+        parallel = {"KSampler": ParallelSampler, "KSamplerAdvanced": ParallelSamplerAdvanced}[node]
         with torch.inference_mode():
             (native,) = getattr(nodes, node)().sample(model=model or self.model, **inputs)
             (found,) = parallel.execute(dit=self.dit, shift=shift, **inputs).result
@@ -179,7 +181,7 @@ def custom_both(pair, noise, sigmas, solver="euler", cfg=2.5, latent=None, model
         native = custom.SamplerCustomAdvanced.execute(
             noise, guider, comfy.samplers.sampler_object(solver), sigmas.clone(), latent
         ).result
-        found = ours.ParallelSamplerCustom.execute(
+        found = ParallelSamplerCustom.execute(
             pair.dit, noise, cfg, solver, sigmas.clone(), pair.positive, pair.negative, latent, shift
         ).result
     return native, found
@@ -431,7 +433,7 @@ def test_what_cannot_be_mixed_is_refused_by_name(pairs, values, what):
     ):
         with pytest.raises(RefusedError, match=what) as refusal:
             with torch.inference_mode():
-                ours.ParallelSampler.execute(
+                ParallelSampler.execute(
                     pair.dit,
                     SEED,
                     STEPS,

@@ -1,0 +1,42 @@
+"""The models that ComfyUI's folders hold, for the loader nodes."""
+
+import os
+
+import folder_paths
+
+from ..diffusers_folder.pipelines import INDEXES
+
+#: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
+GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
+
+
+def model_paths() -> dict[str, str]:
+    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers
+    that hold a transformer."""
+    paths = {
+        name: folder_paths.get_full_path("diffusion_models", name)
+        for name in folder_paths.get_filename_list("diffusion_models")
+    }
+    for kind in GGUF_FOLDERS & folder_paths.folder_names_and_paths.keys():
+        for root in folder_paths.get_folder_paths(kind):
+            names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
+            for name in folder_paths.filter_files_extensions(names, [".gguf"]):
+                paths.setdefault(name, os.path.join(root, name))
+    return paths | {name: folder for name, folder in diffusers_folders().items() if name not in paths}
+
+
+def model_folders() -> list[str]:
+    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name."""
+    kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, "diffusers", "loras"}
+    return [root for kind in kinds for root in folder_paths.get_folder_paths(kind)]
+
+
+def diffusers_folders() -> dict[str, str]:
+    """Name -> path of the folders of diffusers: pipelines, and transformers alone."""
+    paths = {}
+    for root in folder_paths.get_folder_paths("diffusers"):
+        for folder, below, files in os.walk(root, followlinks=True):
+            if not {*INDEXES, "config.json"}.isdisjoint(files):
+                below.clear()  # the parts of a pipeline are no models of their own
+                paths.setdefault(os.path.relpath(folder, root), folder)
+    return paths

@@ -1,0 +1,67 @@
+"""Checks of a sampler node's inputs, before anything is sent to the ranks."""
+
+from ...backend.protocol import RefusedError
+from ..comfy_models.registry import family_named
+from .conditioning import check_conditioning
+from .guidance import check_guidance, skips_negative
+
+#: Scale of a model's latents -> ComfyUI's node that makes empty ones.
+_EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
+
+
+def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
+    """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where
+    it is skipped holds nothing that matters."""
+    check_guidance(cfg, sampler_name, dit.config)
+    name, family = dit.loaded.family, family_named(dit.loaded)
+    check_conditioning("positive", positive, name, family)
+    if skips_negative(cfg, sampler_name):
+        negative = positive
+    check_conditioning("negative", negative, name, family)
+    check_latent(latent, dit.patcher.model.latent_format, family.latents)
+    dit.config.check_batch(latent["samples"].shape[0])
+    return negative
+
+
+def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
+    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels, and latents
+    beside it, by itself.
+
+    ``nested``: channels of the latents, where the transformer takes several.
+    """
+    samples = latent["samples"]
+    if samples.is_nested:
+        channels = tuple(part.shape[1] for part in samples.unbind())
+        if not nested:
+            raise RefusedError(
+                "latent_image holds several latents (video and audio), but this transformer takes one."
+            )
+        if channels != nested:
+            raise RefusedError(
+                f"latent_image holds latents of {channels} channels, but this transformer takes {nested}; "
+                f"make them with this model's own empty-latent node."
+            )
+        return
+    if nested and samples.any():
+        raise RefusedError(
+            f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); make "
+            f"them with this model's own nodes."
+        )
+    shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
+    wanted = latent_format.latent_channels
+    if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
+        raise RefusedError(
+            f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
+            f"{wanted}, height, width]; encode the picture with the VAE of this model."
+        )
+    scale = getattr(latent_format, "spacial_downscale_ratio", 8)
+    if (
+        scale in _EMPTY
+        and samples.shape[1] in (4, 16)
+        and samples.shape[1] != wanted
+        and "downscale_ratio_spacial" not in latent
+    ):
+        raise RefusedError(
+            f"latent_image is an empty latent at 1/8 of the picture's size, but this transformer's are at "
+            f"1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."
+        )

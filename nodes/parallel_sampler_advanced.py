@@ -1,0 +1,104 @@
+"""The ParallelSamplerAdvanced node: ComfyUI's KSampler (Advanced) with the step loop on the ranks."""
+
+import comfy.samplers
+from comfy_api.latest import io
+
+from .host import sampling_inputs as inputs
+from .host.remote_solver import comfyui_node, model_on_ranks
+from .host.sampling_checks import check_inputs
+
+
+class ParallelSamplerAdvanced(io.ComfyNode):
+    """As KSampler (Advanced), with a PARALLEL_DIT in place of a MODEL."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ParallelSamplerAdvanced",
+            display_name="Parallel Sampler (Advanced)",
+            category="parallel",
+            description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, "
+            "for models in two stages.",
+            inputs=[
+                inputs.DIT,
+                io.Combo.Input(
+                    "add_noise",
+                    options=["enable", "disable"],
+                    default="enable",
+                    tooltip="disable where latent_image brings its noise, from the stage before.",
+                ),
+                io.Int.Input(
+                    "noise_seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip=inputs.SEED_TOOLTIP,
+                ),
+                inputs.STEPS,
+                inputs.cfg_input(8.0),
+                inputs.SAMPLER_NAME,
+                inputs.scheduler_input(comfy.samplers.SCHEDULER_NAMES[0]),
+                inputs.POSITIVE,
+                inputs.NEGATIVE,
+                inputs.LATENT,
+                io.Int.Input(
+                    "start_at_step",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    tooltip="The first of the steps that are done here.",
+                ),
+                io.Int.Input(
+                    "end_at_step", default=10000, min=0, max=10000, tooltip="The step before which to end."
+                ),
+                io.Combo.Input(
+                    "return_with_leftover_noise",
+                    options=["disable", "enable"],
+                    default="disable",
+                    tooltip="enable where another stage goes on from end_at_step.",
+                ),
+                inputs.shift_input(),
+            ],
+            outputs=[inputs.OUTPUT],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        dit,
+        add_noise,
+        noise_seed,
+        steps,
+        cfg,
+        sampler_name,
+        scheduler,
+        positive,
+        negative,
+        latent_image,
+        start_at_step,
+        end_at_step,
+        return_with_leftover_noise,
+        shift=0.0,
+    ) -> io.NodeOutput:
+        node = comfyui_node("KSamplerAdvanced")
+
+        negative = check_inputs(dit, cfg, sampler_name, positive, negative, latent_image)
+        model, _ = model_on_ranks(dit, sampler_name, shift)
+        return io.NodeOutput(
+            *node().sample(
+                model,
+                add_noise,
+                noise_seed,
+                steps,
+                cfg,
+                sampler_name,
+                scheduler,
+                positive,
+                negative,
+                latent_image,
+                start_at_step,
+                end_at_step,
+                return_with_leftover_noise,
+            )
+        )
