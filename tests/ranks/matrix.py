@@ -473,7 +473,7 @@ def main(checkpoint: str, out: str):
                 (samples, stats), golden = run(engine, variant, case)
                 counted = case.name in COUNTED and name not in UNDESCRIBED
                 sent = (
-                    of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes})
+                    of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
                     if counted
                     else None
                 )
