@@ -19,13 +19,13 @@ from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
 from .models.family import Family
 from .parallel import comm, fsdp, tensor_parallel
+from .parallel.cached_layers import cache_layers
 from .parallel.mesh import Mesh
-from .parallel.modulation_cache import remember
 from .parallel.pipeline_stage import Stage
 from .parallel.sequence import Span
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .rank_plan import describe as describe
-from .sampling.model_call import OneCall, build_call, check_call, rows_of_replica
+from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
 from .sampling.model_runner import LoadedModel, running
 from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
@@ -46,7 +46,7 @@ class Engine:
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
-        self.kept = KeptArguments(mesh.device)
+        self.argument_cache = KeptArguments(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
@@ -101,28 +101,28 @@ class Engine:
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress)
         weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
         weights = FusedWeights(checkpoint, cuts, device)
-        home = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
-        memos = remember(
+        offload_device = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
+        cache = cache_layers(
             transformer,
             [name for i, name in enumerate(checkpoint.block_names) if i in blocks],
             family,
-            home,
+            offload_device,
             dtype,
             stages,
             self.mesh,
         )
-        memos.go_home()
+        cache.offload()
         if sharded:
             fsdp.shard(transformer, family.blocks.lists, self.mesh)
         stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
-        shares = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
+        sharding_ranks = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
         report = LoadReport(
             self.mesh.rank,
             own,
             (blocks.start, blocks.stop),
             bytes_read,
             checkpoint.files.size,
-            weight_bytes // shares,
+            weight_bytes // sharding_ranks,
             peak_bytes(self.mesh.device),
             time.perf_counter() - started,
         )
@@ -135,7 +135,7 @@ class Engine:
             report,
             sharded,
             checkpoint.latent_format,
-            memos,
+            cache,
             weights,
             checkpoint.generic,
         )
@@ -154,7 +154,7 @@ class Engine:
         """Run on other process groups of the same ranks: models of which every rank's part is the same keep
         their weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
         same, (old, self.config, self.mesh) = self.config.same_weights(config), (self.mesh, config, mesh)
-        self.kept.clear()
+        self.argument_cache.clear()
         for key in self.models.keys() - self.stacks.keys():
             if same and self._fits(self.models[key]):
                 self._regroup(self.models[key], old)
@@ -171,7 +171,7 @@ class Engine:
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
         tensor_parallel.regroup(model.transformer, old, self.mesh)
-        model.memos.mesh = self.mesh
+        model.cache.mesh = self.mesh
         staged = self._is_staged(model.family)
         if model.stage and staged:
             model.stage.join(self.mesh)
@@ -218,7 +218,7 @@ class Engine:
         model = self.models.get(key)
         self.models = {name: other for name, other in self.models.items() if other is not model}
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
-        self.kept.clear()
+        self.argument_cache.clear()
         del model
         gc.collect()  # a stage and its blocks know each other
         if self.mesh.device.type == "cuda":
@@ -239,17 +239,17 @@ class Engine:
 
     @refusing("what is to be described")
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
-        """Rows of the latent, and a line for each rank, of a loaded model that was read from ``path``. Raises
-        UnsupportedError or ConfigError."""
+        """Count the latent's tokens, and describe each rank in a line, for a loaded model that was read from
+        ``path``. Raises UnsupportedError or ConfigError."""
         dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path, self.folders)
         config = replace(
             self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv
         )
-        rows = check_workload(message, config, checkpoint.family, checkpoint.config)
-        return rows, [
+        tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
+        return tokens, [
             str(plan)
             for plan in describe(
-                config, checkpoint, rows, message.text_rows, branches=message.prompts, dtype=dtype
+                config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype
             )
         ]
 
@@ -294,7 +294,7 @@ class Engine:
         model = self._loaded(call.model)
         check_numbers(call.tensors)
         check_call(
-            self.kept.filled(call),
+            self.argument_cache.filled(call),
             self.config,
             model.family,
             model.config,
@@ -308,10 +308,10 @@ class Engine:
         comm.SENT.clear()
         model, mesh, started = self.ready(call.model), self.mesh, time.perf_counter()
         batch, replicas = call.tensors["x"].shape[0], mesh.dp.size * mesh.cfg.size
-        rows = rows_of_replica(batch, mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank, replicas)
-        filled = self.kept.filled(call)
-        self.kept.update(call)
-        request = build_call(filled, model.family, model.config, model.dtype, mesh.device, rows)
+        samples = samples_of_replica(batch, mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank, replicas)
+        filled = self.argument_cache.filled(call)
+        self.argument_cache.update(call)
+        request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
         with running(model, request) as runner:
             tokens = OneCall(mesh, request, runner).run()
         output = request.grid.to_latent(tokens)
@@ -319,7 +319,7 @@ class Engine:
             mesh.cfg,
             mesh.dp,
         ):  # of the ranks on dp, those whose output is not rank 0's collect what nobody reads
-            output = comm.collect(output, axis, "outputs")
+            output = comm.gather(output, axis, "outputs")
         return output[:batch].cpu(), {
             "seconds": time.perf_counter() - started,
             "model_calls": runner.calls,
@@ -342,4 +342,4 @@ class Engine:
             (len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:])
             for i in range(self.mesh.dp.size)
         ]
-        return torch.cat(comm.gather(tokens, shapes, self.mesh.dp, "outputs"))
+        return torch.cat(comm.all_gather(tokens, shapes, self.mesh.dp, "outputs"))

@@ -14,8 +14,8 @@ from .loading.load_report import blocks_text
 from .parallel import tensor_parallel
 from .parallel.block_cost import IMAGE_ROWS, TEXT_ROWS, rows_through
 from .parallel.mesh import Axis, layout, single
-from .parallel.modulation_cache import rows_ahead
-from .parallel.sequence import Rows, Sequence, Span, everything, patches
+from .parallel.modulation_cache import embeddings_ahead
+from .parallel.sequence import Sequence, Span, TokenShards, patches, whole_sequence
 from .parallel.stage_split import Stages
 from .parallel.ulysses_ring import head_shards
 
@@ -137,9 +137,9 @@ class _Workload:
             {name: size for name, size in self._sent(place, stages, heads, parts, sp_rank).items() if size},
         )
 
-    def _parts(self, sequence: Sequence, sp_rank: int) -> list[Rows]:
+    def _parts(self, sequence: Sequence, sp_rank: int) -> list[TokenShards]:
         if not self._buffered:
-            return [everything(sequence, sp_rank, self.config.sp_degree)]
+            return [whole_sequence(sequence, sp_rank, self.config.sp_degree)]
         return patches(sequence, self.config.patches, sp_rank, self.config.sp_degree)
 
     @property
@@ -215,7 +215,7 @@ class _Workload:
         """Are stale keys and values read?"""
         return self.config.pipefusion_degree > 1 and self.config.patches > 1
 
-    def _kv_bytes(self, blocks: int, heads: int, place, parts: list[Rows]) -> int:
+    def _kv_bytes(self, blocks: int, heads: int, place, parts: list[TokenShards]) -> int:
         """Buffers of stale keys and values; without them what is kept of text that no step changes, of the
         rows of a Ulysses group."""
         sequence, u = parts[0].sequence, self.config.ulysses_degree
@@ -287,7 +287,7 @@ class _Workload:
             sent += self._outputs(place, len(part.local.image), len(part.image))
         prompts = self.branches * self.dtype.itemsize
         sent["tensor"] = self._reduced(place, stages, parts) * prompts
-        sent["modulation"] = sum(self._features(name, place) for name in stages.lent(place["pp"])) * prompts
+        sent["modulation"] = sum(self._features(name, place) for name in stages.hosted(place["pp"])) * prompts
         return sent
 
     @property
@@ -295,7 +295,7 @@ class _Workload:
         """The state of linear attention in float32, for one sample and block."""
         return 4 * self._all_heads * self._head_size * (self._head_size + 1)
 
-    def _mixed(self, blocks: int, part: Rows) -> Counter:
+    def _mixed(self, blocks: int, part: TokenShards) -> Counter:
         """What the modules of parallel/mixing.py send for one part; a picture is taken to be square."""
         ranks, calls = part.sp_size, blocks * self.batch * self.branches
         line = math.isqrt(self.image_rows) + 1
@@ -304,8 +304,10 @@ class _Workload:
             ranks - 1 if rows == len(part.local.image) else (part.sp_rank > 0) + (part.sp_rank < ranks - 1)
         )
         return Counter(
-            sums=calls * 2 * (ranks - 1) * self._sum_bytes // ranks,
-            surroundings=calls * others * rows * self._width * self.dtype.itemsize,
+            {
+                "linear-attention state": calls * 2 * (ranks - 1) * self._sum_bytes // ranks,
+                "halo": calls * others * rows * self._width * self.dtype.itemsize,
+            }
         )
 
     def _modulation_bytes(self, place, stages: Stages) -> int:
@@ -321,7 +323,9 @@ class _Workload:
         ]
         most = self.batch * self.branches
         if not self.config.shard_weights:
-            most = min(self.calls * self.branches, max(self.branches, rows_ahead(max(widths), self.dtype)))
+            most = min(
+                self.calls * self.branches, max(self.branches, embeddings_ahead(max(widths), self.dtype))
+            )
         return most * widths[place["pp"]] * self.dtype.itemsize
 
     def _features(self, layer: str, place) -> int:
@@ -353,7 +357,7 @@ class _Workload:
             sent["cfg"] += rows * features * (config.cfg_degree - 1)
         return sent
 
-    def _reduced(self, place, stages: Stages, parts: list[Rows]) -> int:
+    def _reduced(self, place, stages: Stages, parts: list[TokenShards]) -> int:
         """Elements that all-reduce and all-gather of tensor parallelism send for one prompt and its
         samples."""
         text, image = sum(len(part.local.text) for part in parts), sum(part.local.stream for part in parts)
@@ -373,8 +377,8 @@ class _Workload:
             rows = self._rows_of(block, module, text, image)
             if cut.reduce:
                 total += 2 * (cut.reduce.size - 1) * rows * cut.reduced_features // cut.reduce.size
-            if cut.collect:
-                total += (cut.collect.size - 1) * rows * sum(map(len, cut.outputs))
+            if cut.gather:
+                total += (cut.gather.size - 1) * rows * sum(map(len, cut.outputs))
         return total
 
     def _rows_of(self, block: str, module: str, text: int, image: int) -> int:

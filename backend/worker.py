@@ -267,8 +267,8 @@ class Leader(Worker):
 
     def on_call(self, job: Job, message: ModelCall) -> Act:
         """Refuse a call that cannot run. Raises UnsupportedError."""
-        self.engine.kept.check(message)
-        missing = self.engine.kept.missing(message)
+        self.engine.argument_cache.check(message)
+        missing = self.engine.argument_cache.missing(message)
         if missing:
             return partial(job.reply, Result({"missing": missing}))
         self.engine.check_forward(message)

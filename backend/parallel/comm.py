@@ -21,7 +21,7 @@ def count(mechanism: str, sent: Tensor | int):
         SENT[mechanism] += size
 
 
-def exchange(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
+def all_to_all(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
     """All-to-all of differently shaped parts: ``parts[i]`` goes to rank i of ``axis``; the answer's i-th
     tensor, of ``shapes[i]``, came from it."""
     flat = torch.cat([part.reshape(-1) for part in parts])
@@ -32,7 +32,7 @@ def exchange(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: st
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
 
 
-def agreed(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """``x`` of the first rank on all ranks of ``axes``, which may be overwritten."""
     for axis in axes:
         if axis.size > 1:
@@ -40,12 +40,12 @@ def agreed(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     return x
 
 
-def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+def cat(parts: list[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, which copies where there is one part too."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
+def all_gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
     """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants
     equal sizes and is slower."""
     if axis.size == 1:
@@ -65,7 +65,7 @@ def gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[T
     return parts
 
 
-def collect(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Every rank's ``x``, all of one shape, behind each other on the first rank of ``axis``; the others keep
     their own."""
     if axis.size == 1:
@@ -88,22 +88,22 @@ def collect(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     return whole
 
 
-def reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """The sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
     if x.device.type == "cpu":
-        return _reduce_pieces(x, axis, mechanism)
+        return _all_reduce_pieces(x, axis, mechanism)
     dist.all_reduce(x, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
     return x
 
 
-def _reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+def _all_reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """As gloo's all_reduce, piece by piece: every rank sums one piece and hands it round. The same bytes,
     several times as fast on gloo."""
     pieces = list(x.contiguous().view(-1).tensor_split(axis.size))
     own = [pieces[axis.rank].shape] * axis.size
-    total = torch.stack(exchange(pieces, own, axis, mechanism)).sum(dim=0)
-    return torch.cat(gather(total, [piece.shape for piece in pieces], axis, mechanism)).view(x.shape)
+    total = torch.stack(all_to_all(pieces, own, axis, mechanism)).sum(dim=0)
+    return torch.cat(all_gather(total, [piece.shape for piece in pieces], axis, mechanism)).view(x.shape)
 
 
 class Pipe:
@@ -121,7 +121,7 @@ class Pipe:
     def send(self, x: Tensor, to: int):
         """Send ``x`` to global rank ``to`` without waiting for it."""
         x = x.contiguous()
-        self.sending = [(work, kept) for work, kept in self.sending if not work.is_completed()]
+        self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
         self.sending.append((dist.isend(x, to, group=self.group), x))
         count(self.mechanism, x)
 

@@ -1,8 +1,8 @@
-"""PipeFusion's keys and values (arXiv 2405.14430): the whole sequence of each attention call, rows fresh or
-of the step before.
+"""PipeFusion's key/value buffers (arXiv 2405.14430): the whole sequence of each attention call, its tokens
+fresh or of the step before.
 
-Stale rows are read as they are (reuse), or extrapolated (ours): K + r (K - K_prev), r the ratio of the steps
-in sigma. That costs one more buffer and one elementwise pass a step, and no communication.
+Stale tokens are read as they are (reuse), or extrapolated (ours): K + r (K - K_prev), with r the ratio of the
+steps in sigma. That costs one more buffer and one elementwise pass a step, and no communication.
 """
 
 from dataclasses import dataclass, field
@@ -11,63 +11,62 @@ import torch
 from torch import Tensor
 
 from .sequence import Span
+from .step_context import StepContext
 
-#: A step in sigma is at most this many times the one before, for extrapolation: beyond it the line through
-#: two points says little.
+#: Extrapolation uses at most this ratio of a step in sigma to the one before: beyond it the line through two
+#: points says little.
 MAX_RATIO = 1.0
 
 
 @dataclass
 class KVBuffers:
-    """Buffers of one request, (2, B, H, rows, D) for each (branch, layer, call). ``batch`` is the request's;
-    calls may cover some items of it.
+    """Buffers of one request, (2, B, H, tokens, D) for each (branch, layer, call). ``batch`` is the
+    request's; calls may cover some samples of it.
 
-    Sums and surroundings (see mixing.py) have one buffer in the place of two. ``spans``: the image rows of
-    every patch.
+    Linear-attention states and halos (see token_mixing.py) have one buffer in the place of two. ``spans``:
+    the image tokens of every patch.
     """
 
     batch: int
     extrapolate: bool = False
     spans: list[Span] = field(default_factory=list)
-    evaluation: int = -1
     ratio: float = 0.0
     current: dict[tuple, Tensor] = field(default_factory=dict)
     previous: dict[tuple, Tensor] = field(default_factory=dict)
-    _begun: dict[tuple, int] = field(default_factory=dict)
+    _written: dict[tuple, int] = field(default_factory=dict)
 
     def begin_evaluation(self, ratio: float):
-        """A model call at the next noise level starts; ``ratio`` is its step in sigma over the step before
+        """Start an evaluation at the next noise level; ``ratio`` is its step in sigma over the step before
         it."""
-        self.evaluation += 1
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(
-        self, where: tuple, kv: Tensor, rows: slice | Tensor, total: int, items: slice
+        self, where: tuple, kv: Tensor, positions: slice | Tensor, total: int, context: StepContext
     ) -> tuple[Tensor, ...]:
-        """Write fresh ``kv`` (2, b, H, n, D) into ``rows`` of ``items``; keys and values (b, H, total, D) to
-        attend to."""
+        """Write fresh ``kv`` (2, b, H, n, D) at the ``positions`` (n,) of the samples of ``context``; return
+        keys and values (b, H, total, D) to attend to."""
         if where not in self.current:
             self.current[where] = self._empty(kv, total)
-        if self.extrapolate and self._begun.get(where) != self.evaluation:
+        if self.extrapolate and self._written.get(where) != context.evaluation:
             self._begin(where, kv.shape[3] == total)
-            self._begun[where] = self.evaluation
-        buffer = self.current[where][:, items]
-        if isinstance(rows, slice):
-            buffer[:, :, :, rows] = kv
+            self._written[where] = context.evaluation
+        buffer = self.current[where][:, context.samples]
+        if isinstance(positions, slice):
+            buffer[:, :, :, positions] = kv
         else:
-            buffer.index_copy_(3, rows, kv)
+            buffer.index_copy_(3, positions, kv)
         return tuple(buffer)
 
     def _empty(self, kv, total):
         return kv.new_empty((kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4]))
 
-    def _begin(self, where: tuple, everything: bool):
-        """The first write of an evaluation: ``current`` holds the last one's fresh rows, which become
-        ``previous``."""
-        if where not in self._begun:
+    def _begin(self, where: tuple, whole: bool):
+        """Prepare the first write of an evaluation: ``current`` holds the fresh tokens of the last one, which
+        become ``previous``."""
+        if where not in self._written:
             return  # nothing was written before
         last, before = self.current[where], self.previous.get(where)
-        if everything:
+        if whole:
             self.current[where] = torch.empty_like(last) if before is None else before
         elif before is None:
             self.current[where] = last.clone()  # one point makes no line: reuse
@@ -79,5 +78,7 @@ class KVBuffers:
     def bytes(self) -> int:
         """Memory of all buffers."""
         return sum(
-            x.numel() * x.element_size() for kept in (self.current, self.previous) for x in kept.values()
+            x.numel() * x.element_size()
+            for buffers in (self.current, self.previous)
+            for x in buffers.values()
         )

@@ -1,9 +1,8 @@
-"""Which rows of the sequence a forward computes: PipeFusion patches, and their sequence-parallel shards.
+"""Which tokens of the sequence a forward computes: PipeFusion patches, and their sequence-parallel shards.
 
 The joint sequence is [text | image] or [image | text]; "image" is every latent token, of video too. Text
-rides with patch 0 only. So do context
-rows: rows at the end of the image stream that are given and not denoised, such as the tokens of a reference
-picture.
+rides with patch 0 only. So do reference tokens: tokens at the end of the image stream that are given and not
+denoised, such as those of a reference image.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Span:
-    """Rows lo <= row < hi of one stream."""
+    """Tokens (or samples, blocks, features) lo <= i < hi of one stream."""
 
     lo: int
     hi: int
@@ -23,180 +22,177 @@ class Span:
         return self.hi - self.lo
 
     def shard(self, index: int, count: int) -> "Span":
-        """The ``index``-th of ``count`` nearly equal parts; sizes differ by at most one row."""
+        """Return the ``index``-th of ``count`` nearly equal shards; sizes differ by at most one."""
         size = len(self)
         return Span(self.lo + size * index // count, self.lo + size * (index + 1) // count)
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Rows of text, of the latent and of context; ``text_position`` is where text sits in the joint sequence:
-    first, last or None (no joint text).
+    """How many tokens a forward has: of text, of the latent, and of references.
 
-    ``fresh``: so many rows at the end of the text are given to every block anew, and do not go on to the
-    next.
-    ``parts``: (name, rows) of latents that follow each other in the image, where a model attends to them
-    apart: the name is a kind like "image".
+    text_position: where text sits in the joint sequence: "first", "last" or None (no joint text).
+    per_block_text: so many tokens at the end of the text are given to every block anew, and go no further.
+    latents: (name, tokens) of latents that follow each other in the image stream, where a model attends to
+    them apart; the name is a kind of attention, like "image".
     """
 
     text: int
     image: int
     text_position: str | None
-    fresh: int = 0
-    parts: tuple[tuple[str, int], ...] = ()
-    context: int = 0
+    per_block_text: int = 0
+    latents: tuple[tuple[str, int], ...] = ()
+    reference: int = 0
 
-    def part(self, kind: str) -> Span | None:
-        """The image rows of a part; None for other kinds."""
+    def latent_span(self, kind: str) -> Span | None:
+        """Return the image tokens of the latent named ``kind``; None for other kinds."""
         start = 0
-        for name, rows in self.parts:
+        for name, tokens in self.latents:
             if name == kind:
-                return Span(start, start + rows)
-            start += rows
+                return Span(start, start + tokens)
+            start += tokens
         return None
 
-    def rows_of(self, kind: str) -> int:
-        """All rows that a ``kind`` of attention reads."""
-        part = self.part(kind)
-        return len(part) if part else {"joint": self.joint, "text": self.text}.get(kind, self.stream)
+    def length_of(self, kind: str) -> int:
+        """Count the tokens that a ``kind`` of attention reads."""
+        latent = self.latent_span(kind)
+        if latent:
+            return len(latent)
+        return {"joint": self.joint, "text": self.text}.get(kind, self.stream)
 
     @property
     def stream(self) -> int:
-        """Rows of the image stream: the latent's and the context's."""
-        return self.image + self.context
+        """Tokens of the image stream: the latent's and the references'."""
+        return self.image + self.reference
 
     @property
     def joint(self) -> int:
+        """Tokens of the joint sequence."""
         return self.stream + (self.text if self.text_position else 0)
 
 
 @dataclass(frozen=True)
-class Share:
-    """The rows of one forward on one SP rank: text, latent (``image``) and context rows, each a span of its
-    own stream."""
+class TokenShard:
+    """The tokens of one forward on one SP rank: text, latent (``image``) and reference tokens, each a span of
+    its own stream."""
 
     text: Span
     image: Span
-    context: Span
+    reference: Span
 
     @property
     def stream(self) -> int:
-        """Rows of the image stream."""
-        return len(self.image) + len(self.context)
+        """Tokens of the image stream."""
+        return len(self.image) + len(self.reference)
 
     def __len__(self) -> int:
         return len(self.text) + self.stream
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one forward, text, latent and context, and how the SP ranks share them. Positions are rows
-    of the joint sequence."""
+class TokenShards:
+    """The tokens of one forward, and how the SP ranks shard them. Positions count from the start of the joint
+    sequence."""
 
     sequence: Sequence
     text: Span
     image: Span
     sp_rank: int = 0
     sp_size: int = 1
-    context: Span = Span(0, 0)
+    reference: Span = Span(0, 0)
 
     @cached_property
-    def shards(self) -> list[Share]:
-        """The share of every SP rank."""
+    def shards(self) -> list[TokenShard]:
+        """The shard of every SP rank."""
+        size = self.sp_size
         return [
-            Share(*(rows.shard(i, self.sp_size) for rows in (self.text, self.image, self.context)))
-            for i in range(self.sp_size)
+            TokenShard(self.text.shard(i, size), self.image.shard(i, size), self.reference.shard(i, size))
+            for i in range(size)
         ]
 
     @property
-    def local(self) -> Share:
-        """This rank's share."""
+    def local(self) -> TokenShard:
+        """This rank's shard."""
         return self.shards[self.sp_rank]
 
     @property
-    def kept(self) -> int:
-        """How many of this rank's text rows go on from block to block."""
+    def carried_text(self) -> int:
+        """How many of this rank's text tokens go on from block to block."""
         text = self.local.text
-        return max(0, min(text.hi, self.sequence.text - self.sequence.fresh) - text.lo)
+        return max(0, min(text.hi, self.sequence.text - self.sequence.per_block_text) - text.lo)
 
     @property
-    def is_everything(self) -> bool:
-        """True where no row is missing and none is on another rank: nothing needs cutting."""
+    def is_whole(self) -> bool:
+        """True where no token is missing and none is on another rank: nothing needs cutting."""
         whole = self.sequence
-        return self.sp_size == 1 and (len(self.text), len(self.image), len(self.context)) == (
-            whole.text,
-            whole.image,
-            whole.context,
-        )
+        here = (len(self.text), len(self.image), len(self.reference))
+        return self.sp_size == 1 and here == (whole.text, whole.image, whole.reference)
 
     def lengths(self, kind: str) -> list[int]:
-        """Rows of each SP rank in a ``kind`` ("joint" | "image" | "text") attention."""
-        return [len(self._share_rows(kind, share)) for share in self.shards]
+        """Count the tokens of each SP rank in a ``kind`` ("joint" | "image" | "text") of attention."""
+        return [len(self._shard_positions(kind, shard)) for shard in self.shards]
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
-        """Positions in the whole ``kind`` sequence of the rows that ``ranks`` (default: all SP ranks) hold,
-        in the order in which a gather returns them."""
+        """Return the positions in the whole ``kind`` sequence of the tokens of ``ranks`` (default: all SP
+        ranks), (tokens,), in the order in which an all-gather returns them."""
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
-        return torch.cat([self._share_rows(kind, share) for share in shards])
+        return torch.cat([self._shard_positions(kind, shard) for shard in shards])
 
     def local_positions(self, kind: str) -> torch.Tensor:
-        """Positions of this rank's own rows."""
-        return self._share_rows(kind, self.local)
+        """Return the positions of this rank's own tokens, (tokens,)."""
+        return self._shard_positions(kind, self.local)
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
-        """How many of this rank's rows are among the first ``count`` of the streams ``kinds`` ("text" |
-        "image"), counted one behind the other."""
-        found, before = [], 0
+        """Count this rank's tokens among the first ``count`` of the streams ``kinds`` ("text" | "image"), one
+        stream after the other."""
+        found: list[int] = []
+        before = 0
         for kind in kinds:
             span = self.local.text if kind == "text" else self.local.image
             found.append(max(0, min(count - before, span.hi) - span.lo))
             before += self.sequence.text if kind == "text" else self.sequence.image
         return tuple(found)
 
-    def _share_rows(self, kind: str, share: Share) -> torch.Tensor:
-        text, whole = torch.arange(share.text.lo, share.text.hi), self.sequence
+    def _shard_positions(self, kind: str, shard: TokenShard) -> torch.Tensor:
+        whole = self.sequence
+        text = torch.arange(shard.text.lo, shard.text.hi)
         if kind == "text":
             return text
-        part = whole.part(kind)
-        if part:
-            lo = min(max(share.image.lo, part.lo), part.hi)
-            return torch.arange(lo - part.lo, max(lo, min(share.image.hi, part.hi)) - part.lo)
+        latent = whole.latent_span(kind)
+        if latent:
+            lo = min(max(shard.image.lo, latent.lo), latent.hi)
+            return torch.arange(lo - latent.lo, max(lo, min(shard.image.hi, latent.hi)) - latent.lo)
         where = whole.text_position if kind == "joint" else None
         offset = whole.text if where == "first" else 0
-        image = torch.cat(
-            [
-                torch.arange(rows.lo, rows.hi) + start
-                for rows, start in ((share.image, offset), (share.context, offset + whole.image))
-            ]
-        )
+        latent_tokens = torch.arange(shard.image.lo, shard.image.hi) + offset
+        references = torch.arange(shard.reference.lo, shard.reference.hi) + offset + whole.image
+        image = torch.cat([latent_tokens, references])
         if where is None:
             return image
         return torch.cat([text, image] if where == "first" else [image, text + whole.stream])
 
 
-def everything(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> Rows:
-    """The rows of a synchronous forward."""
-    return Rows(
-        sequence, Span(0, sequence.text), Span(0, sequence.image), sp_rank, sp_size, Span(0, sequence.context)
-    )
+def whole_sequence(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> TokenShards:
+    """Return the tokens of a synchronous forward: all of them."""
+    text, image = Span(0, sequence.text), Span(0, sequence.image)
+    return TokenShards(sequence, text, image, sp_rank, sp_size, Span(0, sequence.reference))
 
 
-def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[Rows]:
-    """The patches of one PipeFusion step, balanced over the joint sequence: patch 0 has all text and context
-    and fewer latent rows.
+def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[TokenShards]:
+    """Return the patches of one PipeFusion step (arXiv 2405.14430), balanced over the joint sequence: patch 0
+    has all text and reference tokens and fewer latent tokens.
 
-    Every patch has at least one latent row for each SP rank, since a block may see no others; ``count`` x
-    ``sp_size`` must not exceed the latent rows.
+    Every patch has at least one latent token for each SP rank, since a block may see no others; ``count`` x
+    ``sp_size`` must not exceed the latent tokens.
     """
     given = sequence.joint - sequence.image
-    first = (
-        max(sp_size, min(round(sequence.joint / count) - given, sequence.image - (count - 1) * sp_size))
-        if count > 1
-        else sequence.image
-    )
-    rest, none = Span(first, sequence.image), Span(0, 0)
-    whole = everything(sequence, sp_rank, sp_size)
+    first = sequence.image
+    if count > 1:
+        most = sequence.image - (count - 1) * sp_size
+        first = max(sp_size, min(round(sequence.joint / count) - given, most))
+    whole, none = whole_sequence(sequence, sp_rank, sp_size), Span(0, 0)
+    rest = Span(first, sequence.image)
     later = [rest.shard(i, count - 1) for i in range(count - 1)]
     return [replace(whole, image=Span(0, first))] + [
-        replace(whole, text=none, context=none, image=span) for span in later
+        replace(whole, text=none, reference=none, image=span) for span in later
     ]

@@ -26,7 +26,7 @@ class Stages:
     owners: Mapping[str, int]
     holders: Mapping[str, int]
 
-    def lent(self, stage: int) -> list[str]:
+    def hosted(self, stage: int) -> list[str]:
         """Modulation layers that ``stage`` holds for the blocks of others."""
         return [name for name, holder in self.holders.items() if holder == stage != self.owners[name]]
 

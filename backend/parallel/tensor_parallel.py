@@ -51,7 +51,7 @@ class Shard:
     inputs: tuple[Span, ...]
     take_input: bool = False
     reduce: Axis | None = None
-    collect: Axis | None = None
+    gather: Axis | None = None
     widths: tuple[int, ...] = ()
 
     @property
@@ -79,12 +79,14 @@ class ShardedLinear(nn.Module):
         if shard.reduce is None:
             out = F.linear(x, self.weight, self.bias)
         else:
-            out = comm.reduce(F.linear(x, self.weight), shard.reduce, "tensor")
+            out = comm.all_reduce(F.linear(x, self.weight), shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, behind the sum
-        if shard.collect is None:
+        if shard.gather is None:
             return out
         return torch.cat(
-            comm.gather(out, [(*out.shape[:-1], width) for width in shard.widths], shard.collect, "tensor"),
+            comm.all_gather(
+                out, [(*out.shape[:-1], width) for width in shard.widths], shard.gather, "tensor"
+            ),
             dim=-1,
         )
 
@@ -100,7 +102,7 @@ class ShardedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        squares = comm.reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
+        squares = comm.all_reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
         return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
 
 
@@ -250,7 +252,7 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
         if isinstance(module, (ShardedLinear, ShardedNorm)):
             shard = module.shard
             module.shard = replace(
-                shard, reduce=axes.get(id(shard.reduce)), collect=axes.get(id(shard.collect))
+                shard, reduce=axes.get(id(shard.reduce)), gather=axes.get(id(shard.gather))
             )
 
 

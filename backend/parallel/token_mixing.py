@@ -1,12 +1,13 @@
-"""Rows that a model mixes by sums (linear attention) and by their surroundings (convolutions), over
-sequence-parallel ranks and in patches.
+"""Token mixing other than softmax attention, over sequence-parallel ranks and in patches: linear attention
+and convolutions.
 
-Sums: a rank sends its share of the sum, whose size does not depend on the number of rows (USP of linear
-attention). In patches every patch has a share of its
-own, kept from step to step: stale shares of the others stand in for their rows (PipeFusion with a buffered
-state). Surroundings: a rank is sent the rows next to its own; patches read the others' from a buffer of all
-rows.
+Linear attention: a rank sends its share of the state, the sum over tokens, whose size does not depend on
+their number (USP of linear attention). In patches every patch has a share of its own, cached from step to
+step: stale shares of the others stand for their tokens (PipeFusion with a buffered state). Convolutions: a
+rank is sent the halo, the tokens next to its own; patches read it from a buffer of all tokens.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,80 +27,79 @@ class Mixing:
 
     def install(self):
         """Take the place of the functions that serve one process."""
-        vars(token_mixing).update({name: getattr(self, name) for name in token_mixing.ALONE})
+        for name in token_mixing.ALONE:
+            setattr(token_mixing, name, getattr(self, name))
 
     def uninstall(self):
         """Give the functions their places back."""
-        vars(token_mixing).update(token_mixing.ALONE)
+        for name, function in token_mixing.ALONE.items():
+            setattr(token_mixing, name, function)
 
-    def whole_sum(self, part) -> Tensor:
-        """mixing.whole_sum over ranks and patches."""
+    def whole_sum(self, part: Callable[[slice], Tensor]) -> Tensor:
+        """Sum over ranks and patches (token_mixing.whole_sum)."""
         call, buffers = self.attention.call, self.attention.buffers
         if call is None:
             return part(slice(None))
         where = call.next()[1]
         if buffers is None:
             return self._over_ranks(part(slice(None)))
-        own, image = call.rows.local.image, call.rows.image
-        mine = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
-        shares = self._over_ranks(
-            torch.stack([part(_within(own, buffers.spans[i])) for i in mine], dim=1)
-        )  # (B, patches of this forward, ...)
-        (kept,) = buffers.refresh(
+        own, image = call.tokens.local.image, call.tokens.image
+        here = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
+        own_shares = [part(_within(own, buffers.spans[i])) for i in here]
+        shares = self._over_ranks(torch.stack(own_shares, dim=1))  # (B, patches of this forward, ...)
+        (state,) = buffers.refresh(
             where,
             shares.flatten(2)[None, :, None],
-            slice(mine[0], mine[-1] + 1),
+            slice(here[0], here[-1] + 1),
             len(buffers.spans),
-            call.items,
+            call.context,
         )
-        return kept.sum(dim=2).view(shares.shape[0], *shares.shape[2:])
+        return state.sum(dim=2).view(shares.shape[0], *shares.shape[2:])
 
-    def _over_ranks(self, share):
-        return share if self.sp.size == 1 else comm.reduce(share.contiguous(), self.sp, "sums")
+    def _over_ranks(self, share: Tensor) -> Tensor:
+        if self.sp.size == 1:
+            return share
+        return comm.all_reduce(share.contiguous(), self.sp, "linear-attention state")
 
     def all_around(self, x: Tensor, reach: int) -> Around:
-        """mixing.all_around over ranks and patches."""
+        """Return the tokens and their halo over ranks and patches (token_mixing.all_around)."""
         call, buffers = self.attention.call, self.attention.buffers
-        if call is None:
+        if call is None or (buffers is None and self.sp.size == 1):
+            if call is not None:
+                call.next()
             return Around(x, 0, 0)
-        where, rows = call.next()[1], call.rows
-        if buffers is None and self.sp.size == 1:
-            return Around(x, 0, 0)
-        own = rows.local.image
-        near = _near(own, reach, rows.sequence.image)
+        where, tokens = call.next()[1], call.tokens
+        total, own = tokens.sequence.image, tokens.local.image
+        near = _near(own, reach, total)
         if buffers is None:
-            return Around(
-                self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image),
-                near.lo,
-                own.lo - near.lo,
-            )
-        shapes = [(x.shape[0], length, x.shape[2]) for length in rows.lengths("image")]
-        fresh = torch.cat(comm.gather(x, shapes, self.sp, "surroundings"), dim=1)
-        (kept,) = buffers.refresh(
-            where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items
-        )
-        return Around(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
+            spans = [shard.image for shard in tokens.shards]
+            return Around(self._halo(x, spans, near, reach, total), near.lo, own.lo - near.lo)
+        shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
+        fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
+        positions = slice(tokens.image.lo, tokens.image.hi)
+        (whole,) = buffers.refresh(where, fresh[None, :, None], positions, total, call.context)
+        return Around(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
 
     def text_rows(self, whole: int) -> int:
-        """mixing.text_rows over ranks and patches."""
+        """Count the text tokens at hand (token_mixing.text_rows)."""
         call = self.attention.call
-        return whole if call is None else len(call.rows.local.text)
+        return whole if call is None else len(call.tokens.local.text)
 
-    def _exchange(self, x, spans, near, reach, total):
-        """The rows ``near`` to this rank's, from whichever ranks have them."""
+    def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
+        """The tokens ``near`` this rank's, from whichever ranks have them."""
         own = spans[self.sp.rank]
-        parts = [x[:, _within(own, _near(span, reach, total))] for span in spans]
-        shapes = [
-            (x.shape[0], len(range(*_within(near, span).indices(len(near)))), x.shape[2]) for span in spans
-        ]
-        return torch.cat(comm.exchange(parts, shapes, self.sp, "surroundings"), dim=1)
+        sent = [x[:, _within(own, _near(span, width, total))] for span in spans]
+        counts = [len(range(*_within(near, span).indices(len(near)))) for span in spans]
+        shapes = [(x.shape[0], count, x.shape[2]) for count in counts]
+        return torch.cat(comm.all_to_all(sent, shapes, self.sp, "halo"), dim=1)
 
 
-def _near(span: Span, reach: int, total: int) -> Span:
-    return Span(max(0, span.lo - reach), min(total, span.hi + reach))
+def _near(span: Span, width: int, total: int) -> Span:
+    """The span with its halo of ``width`` tokens."""
+    return Span(max(0, span.lo - width), min(total, span.hi + width))
 
 
 def _within(own: Span, other: Span) -> slice:
-    """The rows that both have, counted from the first of ``own``."""
+    """The tokens that both have, counted from the first of ``own``."""
     lo = min(max(own.lo, other.lo), own.hi)
     return slice(lo - own.lo, max(lo, min(own.hi, other.hi)) - own.lo)

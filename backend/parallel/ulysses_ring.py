@@ -9,7 +9,7 @@ from torch import Tensor
 from yunchang.ring.utils import RingComm, update_out_and_lse
 
 from .attention_kernels import attend_lse
-from .comm import count, exchange
+from .comm import all_to_all, count
 from .mesh import Axis
 from .sequence import Span
 
@@ -25,7 +25,7 @@ def scatter_heads(qkv: Tensor, rows: list[int], axis: Axis) -> Tensor:
     kinds, batch, heads, _, size = qkv.shape
     parts = qkv.split(head_shards(heads, axis), dim=2)
     own = parts[axis.rank].shape[2]
-    received = exchange(list(parts), [(kinds, batch, own, n, size) for n in rows], axis, "ulysses")
+    received = all_to_all(list(parts), [(kinds, batch, own, n, size) for n in rows], axis, "ulysses")
     return torch.cat(received, dim=3)
 
 
@@ -33,7 +33,7 @@ def gather_heads(out: Tensor, heads: int, rows: list[int], axis: Axis) -> Tensor
     """(B, own heads, sum(rows), D) -> (B, H, own rows, D): the way back of scatter_heads."""
     batch, _, _, size = out.shape
     own = rows[axis.rank]
-    received = exchange(
+    received = all_to_all(
         list(out.split(rows, dim=2)),
         [(batch, n, own, size) for n in head_shards(heads, axis)],
         axis,

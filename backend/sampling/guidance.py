@@ -15,10 +15,10 @@ from torch import Tensor
 from ..protocol import Sample
 
 #: The sides in the order of the cfg axis.
-SIDES = ("positive", "negative")
+GUIDANCE = ("positive", "negative")
 _NAME = re.compile("(positive|negative)([0-9]{0,4})")
 #: ComfyUI's stand-in for no weight at all.
-NOTHING = 1e-37
+NO_WEIGHT = 1e-37
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Prompt:
     """``weight``: a number, or (B, N, F) tokens; the prompt counts at noise levels from ``highest`` down to
     ``lowest``."""
 
-    side: str
+    guidance: str
     weight: float | Tensor = 1.0
     highest: float = float("inf")
     lowest: float = float("-inf")
@@ -40,10 +40,10 @@ class Prompt:
         """At noise level ``sigma`` (0-d, CPU)?"""
         return not (sigma > self.highest or sigma < self.lowest)
 
-    def weigh(self, denoised: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def weigh(self, denoised: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         """(weighted prediction, weight) of some rows."""
         weight = (
-            self.weight[:, rows]
+            self.weight[:, tokens]
             if isinstance(self.weight, Tensor)
             else torch.full_like(denoised[:1, :1, :1], self.weight)
         )
@@ -55,19 +55,19 @@ def names(sample: Sample) -> list[str]:
     found = {name for name in (key.partition(".")[0] for key in sample.tensors) if _NAME.fullmatch(name)}
 
     def place(name):
-        return (SIDES.index(side_of(name)), int(_NAME.fullmatch(name)[2] or 1))
+        return (GUIDANCE.index(guidance_of(name)), int(_NAME.fullmatch(name)[2] or 1))
 
     return sorted(found, key=place)
 
 
-def side_of(name: str) -> str:
+def guidance_of(name: str) -> str:
     """The side of the prompt ``name`` ("negative2" -> "negative")."""
     return _NAME.fullmatch(name)[1]
 
 
-def mix(prompts: list[Prompt], predictions: list[Tensor], rows: slice) -> Tensor:
+def mix(prompts: list[Prompt], predictions: list[Tensor], tokens: slice) -> Tensor:
     """The prediction of a side from those of its prompts, each (B, rows, F)."""
     if len(prompts) == 1 and prompts[0].is_plain:
         return predictions[0]
-    weighed = [prompt.weigh(denoised, rows) for prompt, denoised in zip(prompts, predictions)]
-    return sum(prediction for prediction, _ in weighed) / (sum(weight for _, weight in weighed) + NOTHING)
+    weighed = [prompt.weigh(denoised, tokens) for prompt, denoised in zip(prompts, predictions)]
+    return sum(prediction for prediction, _ in weighed) / (sum(weight for _, weight in weighed) + NO_WEIGHT)

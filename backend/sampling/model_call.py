@@ -15,17 +15,17 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
 from ..parallel.mesh import Axis, Mesh
-from ..parallel.pipeline_stage import Forward
 from ..parallel.sequence import Span
+from ..parallel.step_context import StepContext
 from ..protocol import ModelCall
-from .guidance import SIDES, Prompt
+from .guidance import GUIDANCE, Prompt
 from .model_runner import Runner
 from .prediction import OUTPUT
 from .request import Request
 from .solver_registry import Evaluation
-from .step_loop import Callbacks, Denoiser, Part, Pending
+from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
-from .validation import check_kernel, check_rows
+from .validation import check_kernel, check_patches
 
 #: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway,
 #: and memory would grow with the batch.
@@ -77,14 +77,14 @@ def check_call(
             )
     grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
-    check_rows(replace(config, num_pipeline_patch=1), grid)
+    check_patches(replace(config, num_pipeline_patch=1), grid)
 
 
-def rows_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
+def samples_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
     """The rows of the batch that a replica computes, equally many on each: where the batch does not divide,
     or is smaller, its last rows are computed again."""
     count = -(-batch // replicas)
-    return [min(row, batch - 1) for row in range(replica * count, (replica + 1) * count)]
+    return [min(sample, batch - 1) for sample in range(replica * count, (replica + 1) * count)]
 
 
 def build_call(
@@ -93,7 +93,7 @@ def build_call(
     model_config: dict,
     dtype: torch.dtype,
     device: torch.device,
-    rows: list[int],
+    samples: list[int],
 ) -> Request:
     """The request of a checked call on ``device`` for some ``rows`` of its batch."""
     latent, arguments = _split(call, family, model_config)
@@ -101,9 +101,9 @@ def build_call(
 
     def mine(value):
         return (
-            _rows(value, rows)
+            _samples(value, samples)
             if value.ndim and value.shape[0] == batch
-            else value.expand(len(rows), *value.shape[1:])
+            else value.expand(len(samples), *value.shape[1:])
             if value.ndim
             else value
         )
@@ -115,7 +115,7 @@ def build_call(
     carry = (
         family.latent.nested and family.latent.nested.carry
     )  # then the model is given another latent than came
-    tokens = grid.to_tokens(given) if carry else given.new_empty(len(rows), grid.tokens, grid.features)
+    tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     return Request(
         solver="",
         prediction=OUTPUT,
@@ -126,14 +126,14 @@ def build_call(
         latent=tokens,
         mask=None,
         grid=grid,
-        batch=len(rows),
+        batch=len(samples),
         items=slice(None),
         times=None if family.latent.nested else times,
         carry=carry,
         given=None if carry else given,
-        prompts={SIDES[0]: Prompt(SIDES[0])},
+        prompts={GUIDANCE[0]: Prompt(GUIDANCE[0])},
         conditioning={
-            SIDES[0]: {
+            GUIDANCE[0]: {
                 name: family.conditioning.cast(name, mine(value), device, dtype)
                 for name, value in arguments.items()
             }
@@ -145,15 +145,16 @@ def build_call(
         from_pure_noise=False,
         clean_inpaint=False,
         percent_sigmas={},
-        context={SIDES[0]: family.conditioning.context_tokens(model_config, grid, arguments)},
-        given_rows=0,
+        reference_tokens={GUIDANCE[0]: family.conditioning.context_tokens(model_config, grid, arguments)},
+        patch0_tokens=0,
     )
 
 
-def _rows(value: Tensor, rows: list[int]) -> Tensor:
+def _samples(value: Tensor, samples: list[int]) -> Tensor:
     """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the
     latent."""
-    return value[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else value[rows]
+    first, end = samples[0], samples[-1] + 1
+    return value[first:end] if samples == list(range(first, end)) else value[samples]
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,8 +184,8 @@ class OneCall(Denoiser):
     def _modulate_ahead(self, plan: list[Evaluation]):
         """There is no next call to compute for; but weights that wait in host memory, or on another stage,
         run no other way."""
-        memos = self.runner.model.memos
-        if memos.lent or memos.home.type != self.x.device.type:
+        cache = self.runner.model.cache
+        if cache.hosted or cache.offload_device.type != self.x.device.type:
             super()._modulate_ahead(plan)
 
     def _begin(self):
@@ -193,18 +194,18 @@ class OneCall(Denoiser):
     def _start_solvers(self):
         pass
 
-    def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
+    def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
-        size = 1 if self.returns else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
+        size = 1 if self.outputs else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
         return [
-            Forward(branch, Span(first, min(first + size, batch)))
+            StepContext(branch, index, Span(first, min(first + size, batch)))
             for branch in branches
             for first in range(0, batch, size)
         ]
 
     def _collect(self, pending: Pending):
         [output] = self._take(pending).values()
-        self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.part.span)
+        self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.patch.span)
 
     def _vote(self, evaluation: Evaluation):
         """Rank 0 looked before it told the others; a call that has begun is short."""

@@ -10,7 +10,7 @@ from ..models.latent_tokens import TokenGrid
 
 #: Results that are kept: patches of one step are at most one model call apart, and a call consumes at most
 #: two.
-KEPT = 4
+CACHED = 4
 
 
 class FreshNoise:
@@ -26,14 +26,14 @@ class FreshNoise:
         self.seed, self.sigmas = seed, sigmas
         self.tree = None
         self.count = 0
-        self.kept: dict[object, Tensor] = {}
+        self.drawn: dict[object, Tensor] = {}
 
     def draw(self, index: int) -> Tensor:
         """The ``index``-th draw of the seeded generator."""
         while self.count <= index:
-            self._keep(self.count, torch.randn(self.shape, generator=self.generator, device=self.device))
+            self._cache(self.count, torch.randn(self.shape, generator=self.generator, device=self.device))
             self.count += 1
-        return self.kept[index]
+        return self.drawn[index]
 
     def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
         """The Brownian path's increment from noise level ``sigma`` to ``target``, over its standard
@@ -43,7 +43,7 @@ class FreshNoise:
         device has the same path.
         """
         key = (float(sigma), float(target))
-        if key not in self.kept:
+        if key not in self.drawn:
             sign = 1 if key[0] < key[1] else -1
             deviation = (target.cpu() - sigma.cpu()).abs().sqrt()
             with warnings.catch_warnings():
@@ -51,8 +51,8 @@ class FreshNoise:
                     "ignore"
                 )  # it rounds the schedule's ends, then finds the queries outside by as much
                 increment = self._tree()(min(key), max(key))
-            self._keep(key, increment * sign / deviation)
-        return self.kept[key]
+            self._cache(key, increment * sign / deviation)
+        return self.drawn[key]
 
     def _tree(self):
         if self.tree is None:
@@ -62,7 +62,7 @@ class FreshNoise:
             self.tree = torchsde.BrownianTree(lowest, torch.zeros(self.shape), highest, entropy=self.seed)
         return self.tree
 
-    def _keep(self, key: object, noise: Tensor):
-        self.kept[key] = self.grid.to_tokens(noise.to(self.device))
-        if len(self.kept) > KEPT:
-            self.kept.pop(next(iter(self.kept)))
+    def _cache(self, key: object, noise: Tensor):
+        self.drawn[key] = self.grid.to_tokens(noise.to(self.device))
+        if len(self.drawn) > CACHED:
+            self.drawn.pop(next(iter(self.drawn)))

@@ -12,7 +12,7 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import Sequence, Span, patches
 from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
-from .guidance import SIDES, Prompt, names, side_of
+from .guidance import GUIDANCE, Prompt, guidance_of, names
 from .noise import FreshNoise
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
@@ -48,7 +48,7 @@ class Request:
     grid: TokenGrid | NestedGrid
     prompts: dict[str, Prompt]
     conditioning: dict[str, dict[str, Tensor]]
-    context: dict[str, int]
+    reference_tokens: dict[str, int]
     patches: int
     warmup_steps: int
     stale_kv: str
@@ -58,16 +58,17 @@ class Request:
     percent_sigmas: dict[float, float]
     batch: int
     items: slice
-    given_rows: int
-    shares: int = 1
+    patch0_tokens: int
+    sp_size: int = 1
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
     given: Tensor | None = None
 
     @property
-    def sides(self) -> tuple[str, ...]:
+    def guidance(self) -> tuple[str, ...]:
         """Sides of guidance that are evaluated."""
-        return tuple(side for side in SIDES if any(prompt.side == side for prompt in self.prompts.values()))
+        found = {prompt.guidance for prompt in self.prompts.values()}
+        return tuple(guidance for guidance in GUIDANCE if guidance in found)
 
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
         """Names of the prompts that count at a noise level."""
@@ -77,9 +78,9 @@ class Request:
     def patch_spans(self) -> list[Span]:
         """The image rows of every patch, balanced over the joint sequence."""
         return [
-            rows.image
-            for rows in patches(
-                Sequence(self.given_rows, self.grid.tokens, "first"), self.patches, sp_size=self.shares
+            tokens.image
+            for tokens in patches(
+                Sequence(self.patch0_tokens, self.grid.tokens, "first"), self.patches, sp_size=self.sp_size
             )
         ]
 
@@ -152,7 +153,7 @@ def build(
     conditioning = {
         name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)
     }
-    context = {
+    reference_tokens = {
         name: family.conditioning.context_tokens(model_config, grid, cond)
         for name, cond in conditioning.items()
     }
@@ -174,10 +175,10 @@ def build(
         items=items,
         prompts={name: _prompt(sample, name, tokens) for name in names(sample)},
         conditioning=conditioning,
-        context=context,
-        given_rows=max(text[name] + context[name] for name in conditioning),
+        reference_tokens=reference_tokens,
+        patch0_tokens=max(text[name] + reference_tokens[name] for name in conditioning),
         patches=config.patches,
-        shares=config.sp_degree,
+        sp_size=config.sp_degree,
         warmup_steps=config.warmup_steps,
         stale_kv=config.stale_kv,
         kernel=sample.attention,
@@ -192,13 +193,15 @@ def build(
 
 
 def _prompt(sample, name, tokens) -> Prompt:
-    told, weight = sample.prompts.get(name, {}), f"weight.{name}"
+    settings, weight = sample.prompts.get(name, {}), f"weight.{name}"
     limits = {
-        field: float(told[key]) for field, key in (("highest", "from"), ("lowest", "until")) if key in told
+        field: float(settings[key])
+        for field, key in (("highest", "from"), ("lowest", "until"))
+        if key in settings
     }
     return Prompt(
-        side_of(name),
-        tokens(weight) if weight in sample.tensors else float(told.get("strength", 1.0)),
+        guidance_of(name),
+        tokens(weight) if weight in sample.tensors else float(settings.get("strength", 1.0)),
         **limits,
     )
 
@@ -234,37 +237,37 @@ class Inpaint:
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
         """x with the kept part at noise level ``sigma``; x is the rows of ``span``."""
-        mask = self._rows(self.request.mask, span)
+        mask = self._tokens(self.request.mask, span)
         if mask is None:
             return x
         if self.request.clean_inpaint:
-            return x * mask + self._rows(self.request.latent, span) * (1.0 - mask)
-        kept = self.request.prediction.add_noise(
-            sigma, self._rows(self.noise, span), self._rows(self.request.latent, span), False
+            return x * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
+        kept_part = self.request.prediction.add_noise(
+            sigma, self._tokens(self.noise, span), self._tokens(self.request.latent, span), False
         )
-        return x * mask + kept * (1.0 - mask)
+        return x * mask + kept_part * (1.0 - mask)
 
     def denoised(self, denoised: Tensor, span: Span) -> Tensor:
         """The prediction with the kept part's latent."""
-        mask = self._rows(self.request.mask, span)
+        mask = self._tokens(self.request.mask, span)
         return (
             denoised
             if mask is None
-            else denoised * mask + self._rows(self.request.latent, span) * (1.0 - mask)
+            else denoised * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
         )
 
     @staticmethod
-    def _rows(x: Tensor | None, span: Span) -> Tensor | None:
+    def _tokens(x: Tensor | None, span: Span) -> Tensor | None:
         return None if x is None else x[:, span.lo : span.hi]
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """The solver's problem for the rows of ``span``."""
-    rows = slice(span.lo, span.hi)
+    tokens = slice(span.lo, span.hi)
     return Problem(
         request.sigmas.cpu(),
         request.prediction,
-        lambda index: noise.draw(index)[request.items, rows],
-        lambda a, b: noise.brownian(a, b)[request.items, rows],
+        lambda index: noise.draw(index)[request.items, tokens],
+        lambda a, b: noise.brownian(a, b)[request.items, tokens],
         request.percent_sigmas.__getitem__,
     )

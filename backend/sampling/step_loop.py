@@ -1,8 +1,8 @@
 """The step loop, one for every parallel mode.
 
-Work is a sequence of model calls: evaluation x part x prompt (branch). A part is the whole latent (serial,
-USP, warm-up) or a PipeFusion patch (arXiv 2405.14430). The head (first stage) holds the solvers; the last
-stage returns outputs to it. With one stage the head is also the last.
+Work is a sequence of micro-batches: evaluation x patch x CFG branch (prompt). A patch is the whole latent
+(serial, USP, warm-up) or a PipeFusion patch (arXiv 2405.14430). The first stage holds the solvers; the last
+stage returns outputs to it. With one stage the first is also the last.
 """
 
 from collections import deque
@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.comm import Pipe, gather, joined
+from ..parallel.comm import Pipe, all_gather, cat
 from ..parallel.mesh import Mesh
-from ..parallel.pipeline_stage import Forward
 from ..parallel.sequence import Span
+from ..parallel.step_context import StepContext
 from .guidance import mix
 from .model_runner import Runner
 from .request import FreshNoise, Inpaint, Request, problem
 from .solver_registry import SOLVER_FUNCTIONS, Evaluation, answer, evaluations
+from .solvers.problem import Steps
 
 
 class Cancelled(Exception):
@@ -32,28 +33,27 @@ class Cancelled(Exception):
 
 
 @dataclass
-class Part:
-    """Rows that are evaluated together, and the solvers that step them."""
+class SolverState:
+    """One solver over the tokens of one patch; ``solver`` runs on the first stage alone."""
 
     span: Span
-    tracks: list["Track"]
+    solver: Steps | None = None
+
+
+@dataclass
+class Patch:
+    """Tokens that are evaluated together, and the solvers that step them."""
+
+    span: Span
+    states: list[SolverState]
     with_text: bool
 
 
 @dataclass
-class Track:
-    """One solver over the rows of one patch."""
-
-    span: Span
-    solver: object
-    done: bool = False
-
-
-@dataclass
 class Pending:
-    """A part's model outputs that are still on their way to the head."""
+    """A patch's model outputs that are still on their way to the first stage."""
 
-    part: Part
+    patch: Patch
     evaluation: Evaluation
     branches: tuple[str, ...]
     opens_step: bool
@@ -64,11 +64,9 @@ class Pending:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """on_step(steps done, x0) is called on the head alone, x0 being the prediction with which the step began;
-    should_stop() is asked on global rank 0 alone.
-
-    on_denoised(x0) gets the whole batch's of the last step, where a request asks for it.
-    """
+    """What the step loop reports. on_step(steps done, x0): on the first stage alone; x0 (B, N, F) is the
+    prediction with which the step began. should_stop(): asked on global rank 0 alone. on_denoised(x0): the
+    whole batch's of the last step, where a request asks for it."""
 
     on_step: Callable = lambda step, x0: None
     should_stop: Callable[[], bool] = lambda: False
@@ -80,13 +78,13 @@ class Denoiser:
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner, callbacks: Callbacks):
         self.mesh, self.request, self.runner, self.callbacks = mesh, request, runner, callbacks
-        self.sides = request.sides if mesh.cfg.size == 1 else (request.sides[mesh.cfg.rank],)
-        self.branches = self._own(request.prompts)
-        self.head, self.tail = mesh.pp.first, mesh.pp.last
-        self.returns = Pipe(mesh.pp_return, "outputs") if mesh.pp.size > 1 else None
+        self.guidance = request.guidance if mesh.cfg.size == 1 else (request.guidance[mesh.cfg.rank],)
+        self.branches = self._own(tuple(request.prompts))
+        self.first_stage, self.last_stage = mesh.pp.first, mesh.pp.last
+        self.outputs = Pipe(mesh.pp_return, "outputs") if mesh.pp_return and mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
-        self.votes: list = []
-        self._plan_parts()
+        self.votes: list[tuple[dist.Work, Tensor]] = []
+        self._plan_patches()
         self._begin()
 
     def _begin(self):
@@ -95,43 +93,30 @@ class Denoiser:
         self.inpaint = Inpaint(request)
         self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
 
-    def _plan_parts(self):
+    def _plan_patches(self):
         request = self.request
-        tracks = [Track(span, None) for span in request.patch_spans]
-        self.whole = Part(Span(0, request.grid.tokens), tracks, True)
-        self.patches = [Part(track.span, [track], index == 0) for index, track in enumerate(tracks)]
+        states = [SolverState(span) for span in request.patch_spans]
+        self.whole = Patch(Span(0, request.grid.tokens), states, True)
+        self.patches = [Patch(state.span, [state], index == 0) for index, state in enumerate(states)]
 
     def run(self) -> Tensor:
-        """The denoised latent as tokens (B, N, F), valid on the head; raises Cancelled."""
+        """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises Cancelled."""
         plan = self._plan()
         self._modulate_ahead(plan)
-        if self.head:
+        if self.first_stage:
             self._start_solvers()
         for index, evaluation in enumerate(plan):
             self._vote(evaluation)
-            self.runner.begin_evaluation(_ratio(plan, index))
-            opens = index == 0 or plan[index - 1].step != evaluation.step
-            closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-            branches, before = (
-                self.request.prompts_at(evaluation.sigma),
-                self.request.prompts_at(plan[index - 1].sigma) if index else (),
-            )
-            # a prompt that begins to count has no stale keys and values yet
-            stale = (
-                len(self.patches) > 1
-                and evaluation.step >= self.request.warmup_steps
-                and set(branches) <= set(before)
-            )
-            self._evaluate(
-                self.patches if stale else [self.whole], evaluation, self._own(branches), opens, closes
-            )
+            self.runner.begin_evaluation(index, _ratio(plan, index))
+            self._evaluate(plan, index)
         self._collect_until(None)
         self._drain()
         return self.x
 
-    def _own(self, branches) -> tuple[str, ...]:
-        """Those whose side this rank evaluates."""
-        return tuple(branch for branch in branches if self.request.prompts[branch].side in self.sides)
+    def _own(self, branches: tuple[str, ...]) -> tuple[str, ...]:
+        """The branches that this rank evaluates."""
+        prompts = self.request.prompts
+        return tuple(branch for branch in branches if prompts[branch].guidance in self.guidance)
 
     def _plan(self) -> list[Evaluation]:
         return evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
@@ -141,131 +126,134 @@ class Denoiser:
 
     def _start_solvers(self):
         start = self.request.start()
-        for track in self.whole.tracks:
-            rows = start[:, track.span.lo : track.span.hi]
-            track.solver = SOLVER_FUNCTIONS[self.request.solver](
-                rows, problem(self.request, self.noise, track.span)
-            )
-            self._step(track, None)
+        for state in self.whole.states:
+            tokens = start[:, state.span.lo : state.span.hi]
+            solve = SOLVER_FUNCTIONS[self.request.solver]
+            state.solver = solve(tokens, problem(self.request, self.noise, state.span))
+            self._step(state, None)
 
-    def _evaluate(
-        self,
-        parts: list[Part],
-        evaluation: Evaluation,
-        branches: tuple[str, ...],
-        opens_step: bool,
-        closes_step: bool,
-    ):
-        calls = [(part, self._micro_batches(part, branches)) for part in parts]
-        forwards = [forward for _, micro_batches in calls for forward in micro_batches]
+    def _is_stale(self, plan: list[Evaluation], index: int) -> bool:
+        """Does the evaluation read stale keys and values? A prompt that begins to count has none yet."""
+        if len(self.patches) == 1 or plan[index].step < self.request.warmup_steps:
+            return False
+        before = self.request.prompts_at(plan[index - 1].sigma) if index else ()
+        return set(self.request.prompts_at(plan[index].sigma)) <= set(before)
+
+    def _evaluate(self, plan: list[Evaluation], index: int):
+        """Run every micro-batch of an evaluation."""
+        evaluation = plan[index]
+        branches = self._own(self.request.prompts_at(evaluation.sigma))
+        opens = index == 0 or plan[index - 1].step != evaluation.step
+        closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
+        patches = self.patches if self._is_stale(plan, index) else [self.whole]
+        calls = [(patch, self._micro_batches(patch, index, branches)) for patch in patches]
+        contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0
-        for part, micro_batches in calls:
-            if self.head:
-                self._collect_until(part)
-                self.pending.append(
-                    Pending(part, evaluation, branches, opens_step, closes_step and part is parts[-1])
-                )
-            for forward in micro_batches:
-                while ahead < min(done + 2, len(forwards)) and self.runner.expect(
-                    forwards[ahead]
-                ):  # posted in the order in which they come
+        for patch, micro_batches in calls:
+            if self.first_stage:
+                self._collect_until(patch)
+                last = patch is patches[-1]
+                self.pending.append(Pending(patch, evaluation, branches, opens, closes and last))
+            for context in micro_batches:
+                most = min(done + 2, len(contexts))
+                while ahead < most and self.runner.expect(contexts[ahead]):  # in the order in which they come
                     ahead += 1
-                self._hand_over(part, forward, self.runner.run(self.x, evaluation.sigma, forward))
+                self._hand_over(patch, context, self.runner.run(self.x, evaluation.sigma, context))
                 done += 1
                 ahead = max(ahead, done)
 
-    def _micro_batches(self, part: Part, branches: tuple[str, ...]) -> list[Forward]:
-        """What fills the pipeline while one part is evaluated: the prompts, and in a synchronous step the
-        batch's items too."""
-        batch, span = self.x.shape[0], None if part is self.whole else part.span
-        items = (
-            [Span(i, i + 1) for i in range(batch)]
-            if part is self.whole and self.returns
-            else [Span(0, batch)]
-        )
-        return [Forward(branch, item, span, part.with_text) for branch in branches for item in items]
+    def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
+        """What fills the pipeline while one patch is evaluated: the prompts, and in a synchronous step the
+        samples of the batch too."""
+        batch, whole = self.x.shape[0], patch is self.whole
+        items = [Span(0, batch)]
+        if whole and self.outputs:
+            items = [Span(i, i + 1) for i in range(batch)]
+        image = None if whole else patch.span
+        return [
+            StepContext(branch, index, item, image, patch.with_text) for branch in branches for item in items
+        ]
 
-    def _hand_over(self, part: Part, forward: Forward, output: Tensor | None):
-        """Outputs go to the head: kept where the head is the last stage itself, else sent, and awaited
-        there."""
-        if self.returns is None:
+    def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
+        """Bring outputs to the first stage: they stay where it is the last one itself; else they are sent,
+        and awaited there."""
+        if self.outputs is None:
+            assert output is not None, "one stage has every block"
             self.pending[-1].outputs.append(output)
-        elif self.tail:
-            self.returns.send(output.float(), self.mesh.pp.ranks[0])
-        elif self.head:
-            rows = len(part.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
+        elif output is not None:
+            self.outputs.send(output.float(), self.mesh.pp.ranks[0])
+        elif self.first_stage:
+            tokens = len(patch.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
+            shape = (len(context.items), tokens, self.x.shape[2])
             self.pending[-1].expected += 1
-            self.returns.post(
-                (len(forward.items), rows, self.x.shape[2]),
-                torch.float32,
-                self.x.device,
-                self.mesh.pp.ranks[-1],
-            )
+            self.outputs.post(shape, torch.float32, self.x.device, self.mesh.pp.ranks[-1])
 
-    # ------ the head: outputs -> denoised -> solvers -> next x
-    def _collect_until(self, part: Part | None):
-        """Step the solvers with every outstanding output that ``part``'s next x depends on (None: with
+    # ------ the first stage: outputs -> denoised -> solvers -> next x
+    def _collect_until(self, patch: Patch | None):
+        """Step the solvers with every outstanding output that the next x of ``patch`` depends on (None: with
         all)."""
-        while self.pending and (part is None or self._overlap(self.pending[0].part, part)):
+        while self.pending and (patch is None or _overlap(self.pending[0].patch, patch)):
             self._collect(self.pending.popleft())
 
-    def _overlap(self, a: Part, b: Part) -> bool:
-        return a.span.lo < b.span.hi and b.span.lo < a.span.hi
-
     def _collect(self, pending: Pending):
-        span = pending.part.span
+        span = pending.patch.span
         outputs = self._take(pending)
-        predictions = [self._predict(side, outputs, pending) for side in self.sides]
-        if self.mesh.cfg.size > 1:  # this rank's side is one of them
-            predictions = gather(
-                predictions[0], [predictions[0].shape] * self.mesh.cfg.size, self.mesh.cfg, "cfg"
-            )
+        predictions = [self._predict(guidance, outputs, pending) for guidance in self.guidance]
+        if self.mesh.cfg.size > 1:  # this rank's is one of them
+            shapes = [tuple(predictions[0].shape)] * self.mesh.cfg.size
+            predictions = all_gather(predictions[0], shapes, self.mesh.cfg, "cfg")
         denoised = predictions[0]
         if len(predictions) == 2:
             denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
         denoised = self.inpaint.denoised(denoised, span)
         if pending.opens_step:  # as ComfyUI's solvers report it
             self.x0[:, span.lo : span.hi] = denoised
-        for track in pending.part.tracks:
-            rows = slice(track.span.lo - span.lo, track.span.hi - span.lo)
-            self._step(track, answer(self.request.solver, denoised[:, rows], predictions[-1][:, rows]))
+        for state in pending.patch.states:
+            tokens = slice(state.span.lo - span.lo, state.span.hi - span.lo)
+            uncond = predictions[-1][:, tokens]
+            self._step(state, answer(self.request.solver, denoised[:, tokens], uncond))
         if pending.closes_step:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 
     def _take(self, pending: Pending) -> dict[str, Tensor]:
-        """Branch -> output (B, rows of the part, F), of this rank's branches."""
-        outputs = pending.outputs or [self.returns.take() for _ in range(pending.expected)]
-        if not outputs:  # no prompt counts now
+        """Branch -> output (B, tokens of the patch, F), of this rank's branches."""
+        received = pending.outputs
+        if self.outputs is not None:
+            received = [self.outputs.take() for _ in range(pending.expected)]
+        if not received:  # no prompt counts now
             return {}
-        outputs = joined(outputs).float().unflatten(0, (len(pending.branches), -1))
-        shapes = [
-            (*outputs.shape[:2], len(pending.part.span.shard(i, self.mesh.sp.size)), outputs.shape[3])
-            for i in range(self.mesh.sp.size)
-        ]
-        return dict(zip(pending.branches, joined(gather(outputs, shapes, self.mesh.sp, "outputs"), dim=2)))
+        local = cat(received).float().unflatten(0, (len(pending.branches), -1))
+        sp = self.mesh.sp
+        counts = [len(pending.patch.span.shard(i, sp.size)) for i in range(sp.size)]
+        shapes = [(*local.shape[:2], count, local.shape[3]) for count in counts]
+        return dict(zip(pending.branches, cat(all_gather(local, shapes, sp, "outputs"), dim=2)))
 
-    def _predict(self, side: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
-        """What the prompts of one side predict together, (B, rows of the part, F); nothing, where none
-        counts."""
-        request, rows = self.request, slice(pending.part.span.lo, pending.part.span.hi)
-        x, prompts = (
-            self.x[:, rows],
-            {branch: request.prompts[branch] for branch in outputs if request.prompts[branch].side == side},
-        )
-        predictions = [
-            request.denoised(x, pending.evaluation.sigma, outputs[branch], pending.part.span)
-            for branch in prompts
-        ]
-        return mix(list(prompts.values()), predictions, rows) if prompts else torch.zeros_like(x)
+    def _predict(self, guidance: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
+        """What the prompts of one side of guidance predict together, (B, tokens of the patch, F); zeros where
+        none counts."""
+        request, span = self.request, pending.patch.span
+        tokens = slice(span.lo, span.hi)
+        x = self.x[:, tokens]
+        prompts = {
+            branch: request.prompts[branch]
+            for branch in outputs
+            if request.prompts[branch].guidance == guidance
+        }
+        if not prompts:
+            return torch.zeros_like(x)
+        sigma = pending.evaluation.sigma
+        predictions = [request.denoised(x, sigma, outputs[branch], span) for branch in prompts]
+        return mix(list(prompts.values()), predictions, tokens)
 
-    def _step(self, track: Track, prediction: Tensor | tuple[Tensor, Tensor] | None):
+    def _step(self, state: SolverState, prediction: Tensor | tuple[Tensor, Tensor] | None):
         """Send a prediction to a solver (None: start it) and place what it asks for, or returns, into x."""
-        rows = slice(track.span.lo, track.span.hi)
+        assert state.solver is not None, "solvers are started before the first evaluation"
+        tokens = slice(state.span.lo, state.span.hi)
         try:
-            x, sigma, _ = track.solver.send(prediction)
-            self.x[:, rows] = self.inpaint.model_input(x, sigma, track.span)
+            x, sigma, _ = next(state.solver) if prediction is None else state.solver.send(prediction)
+            self.x[:, tokens] = self.inpaint.model_input(x, sigma, state.span)
         except StopIteration as end:
-            self.x[:, rows] = end.value
+            self.x[:, tokens] = end.value
 
     # ------------------------------------------------------------------ cancelling
     def _vote(self, evaluation: Evaluation):
@@ -274,10 +262,10 @@ class Denoiser:
         if self.mesh.control is None:
             stop = self.callbacks.should_stop()
         else:
-            ballot = torch.tensor(
-                [int(self.mesh.rank == 0 and self.callbacks.should_stop())], dtype=torch.uint8
-            )
+            own = int(self.mesh.rank == 0 and self.callbacks.should_stop())
+            ballot = torch.tensor([own], dtype=torch.uint8)
             work = dist.broadcast(ballot, 0, group=self.mesh.control, async_op=True)
+            assert work is not None, "every rank is in the control group"
             self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
             if self.mesh.rank:
                 work.wait()
@@ -288,15 +276,20 @@ class Denoiser:
 
     def _drain(self):
         self.runner.drain()
-        if self.returns:
-            self.returns.drain()
+        if self.outputs:
+            self.outputs.drain()
         for work, _ in self.votes:
             work.wait()
+
+
+def _overlap(a: Patch, b: Patch) -> bool:
+    return a.span.lo < b.span.hi and b.span.lo < a.span.hi
 
 
 def _ratio(plan: list[Evaluation], index: int) -> float:
     """The step in sigma to evaluation ``index`` over the step before it; 0 where there are no two steps."""
     if index < 2:
         return 0.0
-    step, before = (float(plan[i].sigma - plan[i - 1].sigma) for i in (index, index - 1))
+    step = float(plan[index].sigma - plan[index - 1].sigma)
+    before = float(plan[index - 1].sigma - plan[index - 2].sigma)
     return step / before if before else 0.0

@@ -12,7 +12,7 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel import attention_kernels
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
-from .guidance import names, side_of
+from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
@@ -60,7 +60,7 @@ def check_sample(
     _check_prompts(sample)
     for branch in names(sample):
         _check_conditioning(sample, branch, family, model_config)
-    check_rows(request_config(sample, config), _grid(sample, family, model_config))
+    check_patches(request_config(sample, config), _grid(sample, family, model_config))
 
 
 def _grid(sample, family, model_config):
@@ -181,12 +181,12 @@ def _check_schedule(sample, prediction):
 
 
 def _has_negative(sample) -> bool:
-    return any(side_of(name) == "negative" for name in names(sample))
+    return any(guidance_of(name) == "negative" for name in names(sample))
 
 
 def _check_prompts(sample):
     known, noise = names(sample), sample.tensors["noise"]
-    if not any(side_of(name) == "positive" for name in known):
+    if not any(guidance_of(name) == "positive" for name in known):
         raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")
     weights = [key for key in sample.tensors if key.startswith("weight.")]
     for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:
@@ -195,13 +195,13 @@ def _check_prompts(sample):
                 f"the request tells how to mix {name!r:.100}, but has no such prompt; it has "
                 f"{', '.join(known):.200}."
             )
-    for name, told in sample.prompts.items():
-        numbers = isinstance(told, dict) and all(
-            isinstance(value, (int, float)) and abs(value) < LARGEST for value in told.values()
+    for name, settings in sample.prompts.items():
+        numbers = isinstance(settings, dict) and all(
+            isinstance(value, (int, float)) and abs(value) < LARGEST for value in settings.values()
         )
-        if not numbers or set(told) - {"strength", "from", "until"}:
+        if not numbers or set(settings) - {"strength", "from", "until"}:
             raise UnsupportedError(
-                f"{name} is to be mixed by {told!r:.200}; tell the numbers strength, from and until."
+                f"{name} is to be mixed by {settings!r:.200}; tell the numbers strength, from and until."
             )
     for key in weights:
         try:
@@ -300,11 +300,11 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
-    check_rows(config, grid)
+    check_patches(config, grid)
     return grid.tokens
 
 
-def check_rows(config: ParallelConfig, grid: TokenGrid | NestedGrid):
+def check_patches(config: ParallelConfig, grid: TokenGrid | NestedGrid):
     """Refuse more pieces than there are tokens. Raises UnsupportedError."""
     patches = config.patches
     if patches * config.sp_degree > grid.tokens:

@@ -178,7 +178,7 @@ def of_request(engine: Engine, each: Run, reference) -> dict | None:
     (samples, stats), golden = run(engine, each.varied, each.case)
     sent = described_ = None
     if each.case.name in COUNTED and each.variant not in UNDESCRIBED:
-        sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].memos.most_bytes})
+        sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
     if reference is None:
         return None
     if sent is not None:

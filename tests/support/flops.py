@@ -5,8 +5,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from backend.engine import LoadedModel
-from backend.parallel.pipeline_stage import Forward
 from backend.parallel.sequence import Sequence, Span
+from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner
 from backend.sampling.request import Request
 
@@ -14,7 +14,7 @@ from backend.sampling.request import Request
 def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
     """Multiplications of every block in a step with one prompt, and the rows that it had; what the prompt
     alone decides, or all steps share, is not a step's."""
-    forward, counter, at = Forward("positive", Span(0, 1)), FlopCounterMode(display=False), []
+    context, counter, at = StepContext("positive", 0, Span(0, 1)), FlopCounterMode(display=False), []
 
     def count(*_):
         return at.append(counter.get_total_flops())
@@ -26,12 +26,13 @@ def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
         for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))
     ]
     with torch.inference_mode(), model_runner.running(model, built) as calls, sdpa_kernel(SDPBackend.MATH):
-        calls.begin_evaluation(0.0)
+        calls.begin_evaluation(0, 0.0)
         calls.modulate_ahead([built.sigmas[0]], ("positive",))
-        calls.run(built.start(), built.sigmas[0], forward)
+        calls.run(built.start(), built.sigmas[0], context)
         at.clear()
         with counter:
-            calls.run(built.start(), built.sigmas[0], forward)
+            calls.run(built.start(), built.sigmas[0], context)
     for hook in hooks:
         hook.remove()
-    return [(end - start) / 2 for start, end in zip(at[::2], at[1::2], strict=True)], forward.rows.sequence
+    sequence = model.stage.sequences["positive"]
+    return [(end - start) / 2 for start, end in zip(at[::2], at[1::2], strict=True)], sequence

@@ -22,8 +22,8 @@ from backend.loading.checkpoint import open_checkpoint
 from backend.models.discrete_schedule import DiscreteSchedule
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.block_cost import block_costs
-from backend.parallel.pipeline_stage import Forward
 from backend.parallel.sequence import Span
+from backend.parallel.step_context import StepContext
 from backend.parallel.tensor_parallel import Shard
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
@@ -146,11 +146,11 @@ def test_patches_against_full_buffers_equal_the_whole(cut):
     _, model, built = cut
     x, sigma = built.start(), built.sigmas[0]
     with torch.inference_mode(), model_runner.running(model, built) as calls:
-        calls.begin_evaluation(0.0)
-        whole = calls.run(x, sigma, Forward("positive", Span(0, 1)))
-        calls.begin_evaluation(0.0)
+        calls.begin_evaluation(0, 0.0)
+        whole = calls.run(x, sigma, StepContext("positive", 0, Span(0, 1)))
+        calls.begin_evaluation(1, 0.0)
         parts = [
-            calls.run(x, sigma, Forward("positive", Span(0, 1), span, with_text=index == 0))
+            calls.run(x, sigma, StepContext("positive", 1, Span(0, 1), span, with_text=index == 0))
             for index, span in enumerate(built.patch_spans)
         ]
     assert len(parts) == 3 and relative(torch.cat(parts, dim=1), whole) < 1e-5
@@ -345,9 +345,9 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     samples, _ = engine.sample(sample, Callbacks())
     blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
     assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
-    remembered = modulation_cache.Memo.forward
+    remembered = modulation_cache.CachedLayer.forward
     monkeypatch.setattr(
-        modulation_cache.Memo,
+        modulation_cache.CachedLayer,
         "forward",
         lambda self, *arguments: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
             *arguments

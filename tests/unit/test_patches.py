@@ -10,10 +10,10 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.parallel import modulation_cache as memo
+from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
-from backend.parallel.pipeline_stage import Forward
 from backend.parallel.sequence import Sequence, Span, patches
+from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
 
@@ -44,12 +44,12 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
     x, sigma, items = built.start(), built.sigmas[0], Span(0, 1)
     with torch.inference_mode(), model_runner.running(model, built) as calls:
-        calls.begin_evaluation(0.0)
-        whole = calls.run(x, sigma, Forward("positive", items))
-        calls.begin_evaluation(0.0)
+        calls.begin_evaluation(0, 0.0)
+        whole = calls.run(x, sigma, StepContext("positive", 0, items))
+        calls.begin_evaluation(1, 0.0)
         return [
             (
-                calls.run(x, sigma, Forward("positive", items, rows.image, with_text=index == 0)),
+                calls.run(x, sigma, StepContext("positive", 1, items, rows.image, with_text=index == 0)),
                 whole[:, rows.image.lo : rows.image.hi],
             )
             for index, rows in enumerate(patches(Sequence(12, 64, "first"), count))
@@ -104,7 +104,7 @@ def test_nothing_survives_a_request(engine):
     simulate(engine, num_pipeline_patch=4)
     model = engine.models["tiny"]
     assert model.stage.attention.buffers is None
-    assert not any(layer.known for layer in model.memos.layers)
+    assert not any(layer.known for layer in model.cache.layers)
     assert_same_bits(simulate(engine, num_pipeline_patch=4), simulate(engine, num_pipeline_patch=4))
 
 
@@ -137,7 +137,7 @@ def test_modulation_is_one_gemm_a_layer(engine, count):
     patches.
     """
     simulate(engine, num_pipeline_patch=count)
-    assert memo.COMPUTED == {"modulation": LAYERS}
+    assert cached.COMPUTED == {"modulation": LAYERS}
 
 
 #: Modulation layers, and bytes of a row of all of them in float32.
@@ -149,12 +149,12 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
     """In chunks of 4 rows, of two prompts; Heun calls the model twice a step, and again at the noise level at
     which it just did, which shares the row. A chunk is a product of fewer rows.
     """
-    whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].memos.most_bytes
+    whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].cache.most_bytes
     levels = len(golden_request(case)[0].tensors["sigmas"]) - 1
     assert most == 2 * levels * ROW
-    monkeypatch.setattr(memo, "AHEAD", 4 * ROW + 1)
+    monkeypatch.setattr(cached, "AHEAD", 4 * ROW + 1)
     assert_ulps(simulate(engine, case, num_pipeline_patch=2), whole, BLOCKS * calls)
-    assert engine.models["tiny"].memos.most_bytes == 4 * ROW and memo.COMPUTED == {
+    assert engine.models["tiny"].cache.most_bytes == 4 * ROW and cached.COMPUTED == {
         "modulation": LAYERS * -(-levels // 2)
     }
 
@@ -175,7 +175,7 @@ def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
     computed = []
     for tensors, rows in requests:
         computed.append(engine.sample(replace(sample, tensors=tensors), Callbacks())[0])
-        assert engine.models["tiny"].memos.most_bytes == rows * (len(tensors["sigmas"]) - 1) * ROW
+        assert engine.models["tiny"].cache.most_bytes == rows * (len(tensors["sigmas"]) - 1) * ROW
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     for tensors, latent in zip((tensors for tensors, _ in requests), computed):
         alone = engine.sample(replace(sample, tensors=tensors), Callbacks())[0]
@@ -186,7 +186,7 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     ahead = simulate(engine, num_pipeline_patch=1)
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     each = simulate(engine, num_pipeline_patch=1)
-    assert memo.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
+    assert cached.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
     assert_ulps(ahead, each, BLOCKS * STEPS)
 
 
@@ -200,14 +200,23 @@ def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path,
         torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where)
     )
     offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
-    memos = offloading.models["tiny"].memos
-    layers, count = [memo.layer for memo in memos.modulations], len(memos.modulations)
-    assert [entry for entry in moves if entry[0] in layers] == [(layer, memos.home) for layer in layers]
-    memos.home = torch.device("cpu", 0)  # the same memory by another name, which tells the moves apart
+    cache = offloading.models["tiny"].cache
+    layers, count = [cached.layer for cached in cache.modulations], len(cache.modulations)
+    assert [entry for entry in moves if entry[0] in layers] == [
+        (layer, cache.offload_device) for layer in layers
+    ]
+    cache.offload_device = torch.device(
+        "cpu", 0
+    )  # the same memory by another name, which tells the moves apart
     moves.clear()
     assert_same_bits(simulate(offloading, num_pipeline_patch=0), simulate(engine, num_pipeline_patch=1))
     own = [(layer, where) for layer, where in moves if layer in layers]
     assert (
-        own == [entry for layer in layers for entry in ((layer, torch.device("cpu")), (layer, memos.home))]
-        and memo.COMPUTED["modulation"] == count
+        own
+        == [
+            entry
+            for layer in layers
+            for entry in ((layer, torch.device("cpu")), (layer, cache.offload_device))
+        ]
+        and cached.COMPUTED["modulation"] == count
     )

@@ -123,7 +123,7 @@ def test_keys_and_values_that_are_kept_are_counted(tmp_path):
         golden("qwen-image21__euler_simple")[0],
         Callbacks(
             lambda step, x0: found.append(
-                sum(pair.numel() * pair.element_size() for pair in attention._kept.values())
+                sum(pair.numel() * pair.element_size() for pair in attention.static_text.values())
             )
         ),
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
-from backend.parallel.sequence import Sequence, everything, patches
+from backend.parallel.sequence import Sequence, patches, whole_sequence
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,18 @@ def test_text_longer_than_a_patch_leaves_the_rest_balanced():
 @pytest.mark.parametrize("count, sp", [(1, 1), (4, 1), (3, 2), (5, 3)])
 @pytest.mark.parametrize("position", ["first", "last", None])
 def test_context_rows_ride_with_patch_0(count, sp, position):
-    sequence = Sequence(12 if position else 0, 64, position, context=30)
+    sequence = Sequence(12 if position else 0, 64, position, reference=30)
     found = patches(sequence, count, 0, sp)
-    assert [len(p.context) for p in found] == [30] + [0] * (count - 1)
+    assert [len(p.reference) for p in found] == [30] + [0] * (count - 1)
     assert torch.cat([p.positions("joint") for p in found]).sort().values.equal(torch.arange(sequence.joint))
     assert torch.cat([p.positions("image") for p in found]).sort().values.equal(torch.arange(94))
     assert len(found[0].image) <= len(found[-1].image)
 
 
 def test_positions_put_context_behind_the_latent():
-    first, last = (everything(Sequence(2, 3, position, context=4), 1, 2) for position in ("first", "last"))
+    first, last = (
+        whole_sequence(Sequence(2, 3, position, reference=4), 1, 2) for position in ("first", "last")
+    )
     assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions(
         "image"
     ).tolist() == [1, 2, 5, 6]
@@ -49,8 +51,8 @@ def test_positions_put_context_behind_the_latent():
 
 
 def test_positions_put_text_where_the_family_has_it():
-    first = everything(Sequence(2, 3, "first"), 1, 2)
-    last = everything(Sequence(2, 3, "last"), 1, 2)
+    first = whole_sequence(Sequence(2, 3, "first"), 1, 2)
+    last = whole_sequence(Sequence(2, 3, "last"), 1, 2)
     assert first.local_positions("joint").tolist() == [1, 3, 4]
     assert last.local_positions("joint").tolist() == [1, 2, 4]
     assert first.local_positions("image").tolist() == [1, 2]
@@ -59,14 +61,16 @@ def test_positions_put_text_where_the_family_has_it():
 def test_every_rank_has_rows_of_every_patch():
     """However long the text: blocks that see the latent alone have nothing else."""
     for rows in patches(Sequence(500, 64, "first"), 4, 0, 3):
-        assert min(len(share.image) for share in rows.shards) >= 1
+        assert min(len(shard.image) for shard in rows.shards) >= 1
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_fresh_text_stays_behind(sp):
-    shards = [everything(Sequence(11, 8, "last", fresh=4), rank, sp) for rank in range(sp)]
-    assert sum(rows.kept for rows in shards) == 7
-    assert all(rows.kept == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards)
+    shards = [whole_sequence(Sequence(11, 8, "last", per_block_text=4), rank, sp) for rank in range(sp)]
+    assert sum(rows.carried_text for rows in shards) == 7
+    assert all(
+        rows.carried_text == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards
+    )
 
 
 def test_nested_latents_are_rows_of_one_sequence_and_back():
@@ -82,7 +86,7 @@ def test_nested_latents_are_rows_of_one_sequence_and_back():
 
 
 def test_leading_rows_of_a_rank():
-    shares = [everything(Sequence(10, 20, "last"), rank, 2) for rank in (0, 1)]
-    assert [share.leading(13, ("image",)) for share in shares] == [(10,), (3,)]
-    assert [share.leading(13, ("text", "image")) for share in shares] == [(5, 3), (5, 0)]
-    assert [share.leading(4, ("text", "image")) for share in shares] == [(4, 0), (0, 0)]
+    shards = [whole_sequence(Sequence(10, 20, "last"), rank, 2) for rank in (0, 1)]
+    assert [shard.leading(13, ("image",)) for shard in shards] == [(10,), (3,)]
+    assert [shard.leading(13, ("text", "image")) for shard in shards] == [(5, 3), (5, 0)]
+    assert [shard.leading(4, ("text", "image")) for shard in shards] == [(4, 0), (0, 0)]

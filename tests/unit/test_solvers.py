@@ -15,7 +15,7 @@ from backend.models import FAMILIES
 from backend.models.latent_tokens import TokenGrid
 from backend.protocol import Sample
 from backend.protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, PERCENTS, SOLVERS
-from backend.sampling.noise import KEPT, FreshNoise
+from backend.sampling.noise import CACHED, FreshNoise
 from backend.sampling.prediction import EPS, FLOW, V
 from backend.sampling.solver_registry import SOLVER_FUNCTIONS, Problem, answer, evaluations
 from backend.sampling.validation import check_sample
@@ -113,16 +113,16 @@ def test_patches_give_the_same_bits(solver, kind, to_zero):
     assert torch.isfinite(whole).all()
 
     cuts = [slice(0, 1), slice(1, 6), slice(6, GRID.tokens)]
-    tracks = [SOLVER_FUNCTIONS[solver](x[:, rows], problem(toy, sigmas, noise, rows)) for rows in cuts]
-    requests, ends = [next(track) for track in tracks], [None] * len(cuts)
+    solver_states = [SOLVER_FUNCTIONS[solver](x[:, rows], problem(toy, sigmas, noise, rows)) for rows in cuts]
+    requests, ends = [next(solver_state) for solver_state in solver_states], [None] * len(cuts)
     while None in ends:
-        for i, track in enumerate(tracks):
+        for i, solver_state in enumerate(solver_states):
             try:
-                requests[i] = track.send(answer(solver, *toy.denoised(*requests[i][:2])))
+                requests[i] = solver_state.send(answer(solver, *toy.denoised(*requests[i][:2])))
             except StopIteration as end:
                 ends[i] = end.value
     assert torch.equal(torch.cat(ends, dim=1), whole)
-    assert len(noise.kept) <= KEPT
+    assert len(noise.drawn) <= CACHED
 
 
 @pytest.mark.parametrize("kind", PREDICTIONS)

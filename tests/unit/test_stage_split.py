@@ -55,7 +55,7 @@ def test_modulation_balances_weights_at_no_cost_in_work(count):
 
 def test_stages_that_are_balanced_keep_their_modulation():
     stages = plan([1.0] * 8, [24] * 8, MODULATION[:8], 4)
-    assert stages.holders == stages.owners and not any(stages.lent(i) for i in range(4))
+    assert stages.holders == stages.owners and not any(stages.hosted(i) for i in range(4))
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

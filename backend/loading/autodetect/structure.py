@@ -190,9 +190,10 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     full forward. Raises Whole."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
-    from ...parallel.pipeline_stage import Forward, Stage, model_output
+    from ...parallel.pipeline_stage import Stage, model_output
     from ...parallel.sequence import Sequence, Span
     from ...parallel.sequence import patches as patch_rows
+    from ...parallel.step_context import StepContext
 
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
     total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
@@ -209,7 +210,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                 output = cut.io.output(
                     stage.forward(
                         arguments,
-                        Forward("positive", Span(0, 1), span, span in (None, spans[1]), grid.tokens),
+                        StepContext("positive", 0, Span(0, 1), span, span in (None, spans[1])),
+                        grid.tokens,
                     ),
                     grid,
                 )

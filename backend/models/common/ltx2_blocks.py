@@ -55,7 +55,9 @@ class VideoAndSound(BlockAdapter):
         """The way back of joined, for all tokens or this rank's."""
         whole = image.shape[1] == rows.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
-        sizes = [rows.sequence.rows_of(name) if whole else len(rows.local_positions(name)) for name in names]
+        sizes = [
+            rows.sequence.length_of(name) if whole else len(rows.local_positions(name)) for name in names
+        ]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from ...protocol.solver_names import FIRST_PERCENT
 from ..prediction import FLOW, Prediction
 
 Tensor = torch.Tensor
-Steps = Generator[tuple[Tensor, Tensor, int], Tensor, Tensor]
+#: (x, sigma, step) -> what answer() returns -> the final x.
+Steps = Generator[tuple[Tensor, Tensor, int], Any, Tensor]
 
 
 def _not_given(*_):

@@ -1,0 +1,246 @@
+"""The token streams of one forward, and how the arguments of a block are cut to the tokens of this rank.
+
+Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}. A joined block takes both in one
+tensor.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.blocks import IMAGE_ONLY, JOINED
+from ..models.family import Family
+from .mesh import Axis
+from .sequence import Sequence, Span, TokenShards
+from .step_context import StepContext
+
+Streams = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BlockStructure:
+    """How the blocks of a transformer follow each other.
+
+    joined[i]: whether block i takes text and image in one tensor. entry: the block at which text enters.
+    skip_sources[i]: the block whose image tokens block i takes as a long skip, or None.
+    """
+
+    family: Family
+    joined: list[bool]
+    entry: int
+    skip_sources: list[int | None]
+
+    @classmethod
+    def of(cls, transformer: nn.Module, family: Family) -> "BlockStructure":
+        """Read the structure of ``transformer`` from its block lists."""
+        joined: list[bool] = []
+        entry = 0
+        for name, kind in family.blocks.lists.items():
+            count = len(block_list(transformer, name))
+            joined += [kind == JOINED] * count
+            entry += count if kind == IMAGE_ONLY else 0
+        adapter, total = family.blocks.adapter, len(joined)
+        return cls(family, joined, entry, [adapter.skip_source(i, total) for i in range(total)])
+
+    @property
+    def total(self) -> int:
+        """Number of blocks."""
+        return len(self.joined)
+
+    def crossing(self, boundary: int) -> list[int]:
+        """List the blocks before ``boundary`` whose output a later block takes as a long skip: it travels
+        with the activation, feature by feature."""
+        return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
+
+    def split(self, joined: Tensor, text_tokens: int) -> Streams:
+        """Take the streams of a joined tensor (B, tokens, D) apart."""
+        if self.family.blocks.text_position == "first":
+            return {"text": joined[:, :text_tokens], "image": joined[:, text_tokens:]}
+        image_tokens = joined.shape[1] - text_tokens
+        return {"image": joined[:, :image_tokens], "text": joined[:, image_tokens:]}
+
+    def join(self, streams: Streams) -> Tensor:
+        """Put both streams into one tensor (B, tokens, D)."""
+        text, image = streams["text"], streams["image"]
+        first = self.family.blocks.text_position == "first"
+        return torch.cat([text, image] if first else [image, text], dim=1)
+
+
+def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
+    """Return the list of blocks of that name."""
+    blocks = transformer.get_submodule(name)
+    assert isinstance(blocks, nn.ModuleList), "a family names lists of blocks"
+    return blocks
+
+
+def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: Axis) -> TokenShards:
+    """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
+    text = Span(0, sequence.text if with_text else 0)
+    reference = Span(0, sequence.reference if with_text else 0)
+    image = context.image or Span(0, sequence.image)
+    return TokenShards(sequence, text, image, sp.rank, sp.size, reference)
+
+
+@dataclass
+class Forward:
+    """One forward of the transformer under way on this rank.
+
+    latent, reference: tokens of the whole latent, and after them in the image stream. per_block_text,
+    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments that were cut
+    already, since the same object comes to every block.
+    """
+
+    structure: BlockStructure
+    context: StepContext
+    latent: int
+    reference: int
+    per_block_text: int
+    latents: tuple[tuple[str, int], ...] = ()
+    skips: dict[int, Tensor] = field(default_factory=dict)
+    cuts: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    entered: TokenShards | None = None
+
+    @property
+    def tokens(self) -> TokenShards:
+        """The tokens of this forward, known from its first block on."""
+        assert self.entered is not None, "block 0 comes first"
+        return self.entered
+
+    def streams(self, index: int, call: dict[str, Any]) -> Streams:
+        """Return this rank's image and text tokens among a block's arguments; whole where they enter."""
+        structure, blocks = self.structure, self.structure.family.blocks
+        enters = index in (0, structure.entry)
+        if structure.joined[index]:
+            both = call[blocks.image]
+            if enters:
+                text_tokens = both.shape[1] - self.latent - self.reference
+            else:
+                text_tokens = self.tokens.carried_text + self.tokens.sequence.per_block_text
+            found = structure.split(both, text_tokens)
+        else:
+            text = call[blocks.text] if blocks.text and index >= structure.entry else None
+            found = {"image": blocks.adapter.image(blocks, call), "text": text}
+        return found if enters else self._own(found)
+
+    def sequence(self, index: int, streams: Streams) -> Sequence:
+        """Measure the sequence of streams that enter at block ``index``; references come with the text."""
+        text, image = streams["text"], streams["image"]
+        reference = self.reference if index == self.structure.entry else 0
+        return Sequence(
+            0 if text is None else text.shape[1],
+            image.shape[1] - reference,
+            self.structure.family.blocks.text_position,
+            self.per_block_text,
+            self.latents,
+            reference,
+        )
+
+    def enter(self, streams: Streams) -> Streams:
+        """Cut whole streams to this rank's tokens."""
+        text, span = streams["text"], self.tokens.local.text
+        return {
+            "image": self._mine(streams["image"]),
+            "text": None if text is None else text[:, span.lo : span.hi],
+        }
+
+    def _own(self, streams: Streams) -> Streams:
+        """Cut what the model hands over whole: the image stream between block lists, and per-block text."""
+        tokens, text, image = self.tokens, streams["text"], streams["image"]
+        shard, sequence, carried = tokens.local, tokens.sequence, tokens.carried_text
+        if image.shape[1] != shard.stream:
+            image = self._mine(image)
+        if sequence.per_block_text:
+            start = sequence.text - sequence.per_block_text
+            lo = max(shard.text.lo, start) - start + carried
+            hi = max(shard.text.hi, start) - start + carried
+            text = torch.cat([text[:, :carried], text[:, lo:hi]], dim=1)
+        return {"text": text, "image": image}
+
+    def _mine(self, image: Tensor) -> Tensor:
+        """This rank's tokens of the whole image stream."""
+        shard, latent_tokens = self.tokens.local, self.tokens.sequence.image
+        latent = image[:, shard.image.lo : shard.image.hi]
+        if not len(shard.reference):
+            return latent
+        start = latent_tokens + shard.reference.lo
+        return torch.cat([latent, image[:, start : latent_tokens + shard.reference.hi]], dim=1)
+
+    def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
+        """Put the streams into a block's arguments, and cut what else has an entry per token; ``dummy``: the
+        text is one dummy token."""
+        structure, blocks, adapter = self.structure, self.structure.family.blocks, self._adapter
+        if structure.joined[index]:
+            call[blocks.image] = structure.join(streams)
+        else:
+            call |= adapter.given(blocks, call, streams["image"], self.tokens)
+            if blocks.text and index >= structure.entry:
+                call[blocks.text] = streams["text"]
+        if not self.tokens.is_whole:
+            for name, (kind, dim, *dims) in blocks.per_token.items():
+                if name in call and (not dims or call[name].ndim == dims[0]):
+                    call[name] = self._cut(call[name], kind, dim, dummy)
+            call |= adapter.cut(call, self.tokens)
+        source = structure.skip_sources[index]
+        if source is not None:
+            call[adapter.skip_argument] = self.skips.pop(source)
+
+    @property
+    def _adapter(self):
+        return self.structure.family.blocks.adapter
+
+    def _cut(self, value, kind, dim: int, dummy: bool):
+        """This rank's part of a per-token argument; one entry where one stands for all tokens."""
+        if value is None:
+            return None
+        if isinstance(value, (tuple, list)):
+            kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
+            return type(value)(self._cut(element, each, dim, dummy) for element, each in zip(value, kinds))
+        constant = value.shape[dim] == 1 or value.stride(dim) == 0
+        if constant and self.tokens.sequence.length_of(kind) > 1:
+            return value.narrow(dim, 0, 1)
+        key = (id(value), kind, dim, dummy)
+        if key not in self.cuts:
+            positions = self.tokens.local_positions(kind).to(value.device)
+            if dummy and kind != "image":
+                first = self.structure.family.blocks.text_position == "first"
+                positions = F.pad(positions, (1, 0) if first else (0, 1))
+            self.cuts[key] = (
+                value,
+                value.index_select(dim, positions),
+            )  # the value too: its id stays its own
+        return self.cuts[key][1]
+
+    def result(self, index: int, call: dict[str, Any], streams: Streams):
+        """Return what block ``index`` itself would return."""
+        if self.structure.joined[index]:
+            return self.structure.join(streams)
+        if index < self.structure.entry:
+            return streams["image"]
+        return self._adapter.result(self.structure.family.blocks, call, streams, self.tokens)
+
+    def leave(self, streams: Streams) -> Streams:
+        """Fill the streams after the last block up to the sequence, for the end of the model."""
+        if self.tokens.is_whole:
+            return streams
+        text = streams["text"]
+        if text is not None and self.structure.joined[self.structure.entry]:
+            text = self.whole_text(text)  # the model counts on the text that it handed in
+        elif text is not None:
+            text = self._adapter.text_after_blocks(text, self.whole_text)
+        return {"image": self.whole(streams["image"]), "text": text}
+
+    def whole_text(self, text: Tensor) -> Tensor:
+        """Return as many text tokens as the model handed in, without values."""
+        return text.new_zeros(text.shape[0], self.tokens.sequence.text, text.shape[2])
+
+    def whole(self, image: Tensor) -> Tensor:
+        """Return the whole image stream, of which this forward's tokens of the latent carry values."""
+        tokens, span = self.tokens, self.tokens.local.image
+        if tokens.is_whole:
+            return image
+        full = image.new_zeros(image.shape[0], tokens.sequence.stream, image.shape[2])
+        full[:, span.lo : span.hi] = image[:, : len(span)]
+        return full

@@ -1,0 +1,102 @@
+"""Which layers of a transformer are cached, and what they are given: installs a LayerCache."""
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from ..models.family import Family
+from .block_streams import block_list
+from .mesh import Mesh
+from .modulation_cache import CachedLayer, LayerCache, layer_features
+from .pipeline_stage import StagedBlock, positional_names
+from .stage_split import Stages
+
+
+def cache_layers(
+    transformer: nn.Module,
+    blocks: Sequence[str],
+    family: Family,
+    offload_device: torch.device,
+    dtype: torch.dtype,
+    stages: Stages,
+    mesh: Mesh,
+) -> LayerCache:
+    """Put a CachedLayer in front of every layer of this rank's ``blocks``, and every module of the
+    transformer, that the family names.
+
+    ``stages`` says which modulation layers another stage of ``mesh.pp`` holds; ``dtype`` is theirs. The order
+    of layers is the same on every rank.
+    """
+    widths: Counter[int] = Counter()
+    for name, stage in stages.owners.items():
+        widths[stage] += layer_features(transformer.get_submodule(name))
+    cache = LayerCache(offload_device, dtype, mesh)
+    found: dict[str, CachedLayer] = {}
+    for name, kind in _wanted(transformer, blocks, family):
+        parent = transformer.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
+        shared = not family.cache.modulation_per_sample
+        found[name] = CachedLayer(getattr(parent, leaf), kind, cache.index, shared)
+        setattr(parent, leaf, found[name])
+    cache.layers = list(found.values())
+    cache.width = max(widths.values(), default=sum(cached.features for cached in cache.modulations))
+    if stages.holders != stages.owners:
+        _place_hosted(cache, transformer, stages, found)
+    return cache
+
+
+def _wanted(transformer: nn.Module, blocks: Sequence[str], family: Family) -> list[tuple[str, str]]:
+    """(name, kind) of every layer to cache: of each block, then of the transformer."""
+    patterns = [
+        (f"{block}.", kind, layers)
+        for block in blocks
+        for kind, layers in (
+            ("modulation", family.cache.modulation),
+            ("prompt", family.cache.prompt_layers),
+        )
+    ]
+    return [
+        (prefix + name, kind)
+        for prefix, kind, layers in [*patterns, ("", "prompt", family.cache.prompt_modules)]
+        for name, _ in transformer.get_submodule(prefix.removesuffix(".")).named_modules()
+        if any(fnmatchcase(name, pattern) for pattern in layers)
+    ]
+
+
+def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, found: dict[str, CachedLayer]):
+    """Note which layers this stage holds for others, and which others hold for it."""
+    pp = cache.mesh.pp
+    for stage in range(pp.size):
+        hosted = [name for name in stages.hosted(pp.rank) if stages.owners[name] == stage]
+        elsewhere = [name for name in stages.hosted(stage) if stages.owners[name] == pp.rank]
+        cache.hosted.append([transformer.get_submodule(name) for name in hosted])
+        cache.hosted_elsewhere.append([found[name] for name in elsewhere])
+
+
+class _Captured(Exception):
+    """Carries the arguments of the first block out of a forward that is not needed further."""
+
+    def __init__(self, arguments: dict):
+        super().__init__()
+        self.arguments = arguments
+
+
+def first_block_argument(transformer: nn.Module, family: Family, arguments: dict, name: str) -> Tensor:
+    """Return what the transformer makes of ``arguments`` before its blocks and hands to them as ``name``."""
+    first = block_list(transformer, next(iter(family.blocks.lists)))[0]
+    names = first.names if isinstance(first, StagedBlock) else positional_names(first)
+
+    def capture(module, args, kwargs):
+        raise _Captured(dict(zip(names, args)) | kwargs)
+
+    handle = first.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        transformer(**arguments, return_dict=False)
+    except _Captured as captured:
+        return captured.arguments[name]
+    finally:
+        handle.remove()
+    raise AssertionError("the transformer never reached its first block")

@@ -1,0 +1,31 @@
+"""Which call of the model is under way: one frozen value, made by the step loop and handed down."""
+
+from dataclasses import dataclass
+
+from .sequence import Span
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One micro-batch of one evaluation: a CFG branch of some samples and latent tokens.
+
+    branch: name of the prompt. evaluation: index of the model call in the request's plan. items: samples of
+    this replica's batch. image: latent tokens of a PipeFusion patch; None for the whole latent. with_text:
+    whether the tokens that ride with patch 0 come too (text and reference tokens).
+    """
+
+    branch: str
+    evaluation: int
+    items: Span
+    image: Span | None = None
+    with_text: bool = True
+
+    @property
+    def samples(self) -> slice:
+        """The samples, to index a tensor of the batch."""
+        return slice(self.items.lo, self.items.hi)
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """(branch, sample) of every sample."""
+        return [(self.branch, item) for item in range(self.items.lo, self.items.hi)]
