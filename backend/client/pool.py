@@ -149,7 +149,7 @@ class Backend:
         except BackendError as error:
             if self.process is None:
                 raise BackendError(f"{error}; the next run connects again.") from error
-            raise BackendError(self.process.verdict()) from error
+            raise BackendError(self.process.failure_cause()) from error
         finally:
             if self.client.closed:
                 self.close()

@@ -135,7 +135,7 @@ class Stage:
         """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
         all but the last stage."""
         self.current = forward
-        forward.fresh = self.adapter.fresh_text(arguments)
+        forward.fresh = self.adapter.per_block_text(arguments)
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -290,7 +290,7 @@ class Stage:
         if self.joined[index]:
             call[blocks.image] = self._join(streams)
         else:
-            call |= self.adapter.given(blocks, call, streams["image"], forward.rows)
+            call |= self.adapter.image_arguments(blocks, call, streams["image"], forward.rows)
             if blocks.text and index >= self.entry:
                 call[blocks.text] = streams["text"]
         if not forward.rows.is_everything:

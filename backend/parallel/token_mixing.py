@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.common import token_mixing
-from ..models.common.token_mixing import Around
+from ..models.common.token_mixing import Halo
 from . import comm
 from .sequence import Span
 
@@ -32,7 +32,7 @@ class Mixing:
         """Give the functions their places back."""
         vars(token_mixing).update(token_mixing.ALONE)
 
-    def whole_sum(self, part) -> Tensor:
+    def sum_over_tokens(self, part) -> Tensor:
         """mixing.whole_sum over ranks and patches."""
         call, buffers = self.attention.call, self.attention.buffers
         if call is None:
@@ -57,18 +57,18 @@ class Mixing:
     def _over_ranks(self, share):
         return share if self.sp.size == 1 else comm.reduce(share.contiguous(), self.sp, "sums")
 
-    def all_around(self, x: Tensor, reach: int) -> Around:
+    def with_halo(self, x: Tensor, reach: int) -> Halo:
         """mixing.all_around over ranks and patches."""
         call, buffers = self.attention.call, self.attention.buffers
         if call is None:
-            return Around(x, 0, 0)
+            return Halo(x, 0, 0)
         where, rows = call.next()[1], call.rows
         if buffers is None and self.sp.size == 1:
-            return Around(x, 0, 0)
+            return Halo(x, 0, 0)
         own = rows.local.image
         near = _near(own, reach, rows.sequence.image)
         if buffers is None:
-            return Around(
+            return Halo(
                 self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image),
                 near.lo,
                 own.lo - near.lo,
@@ -78,9 +78,9 @@ class Mixing:
         (kept,) = buffers.refresh(
             where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items
         )
-        return Around(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
+        return Halo(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
 
-    def text_rows(self, whole: int) -> int:
+    def text_tokens(self, whole: int) -> int:
         """mixing.text_rows over ranks and patches."""
         call = self.attention.call
         return whole if call is None else len(call.rows.local.text)
