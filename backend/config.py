@@ -104,7 +104,7 @@ class ParallelConfig:
         if not text:
             return []
         try:
-            counts = [int(part) for part in text.split(",")]
+            counts = [int(entry) for entry in text.split(",")]
         except ValueError:
             raise ConfigError(
                 f"attn_layer_num_for_pp is {text!r:.200}, which is not a list of block counts. Write it like "
@@ -124,7 +124,7 @@ class ParallelConfig:
         if not self.gpus.strip():
             return list(range(self.world_size))
         try:
-            indices = [int(part) for part in self.gpus.split(",")]
+            indices = [int(entry) for entry in self.gpus.split(",")]
         except ValueError:
             raise ConfigError(
                 f"gpus is {self.gpus!r:.200}, which is not a list of device numbers. Write it like "

@@ -31,7 +31,7 @@ from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
 from .sampling.tensor_validation import check_numbers
 from .sampling.validation import check_family, check_model, check_sample, check_workload, refusing
-from .serving.argument_cache import KeptArguments
+from .serving.argument_cache import ArgumentCache
 
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -46,7 +46,11 @@ class Engine:
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
+<<<<<<< HEAD
         self.argument_cache = KeptArguments(mesh.device)
+=======
+        self.kept = ArgumentCache(mesh.device)
+>>>>>>> w2
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")

@@ -1,9 +1,9 @@
 """How a rank begins: its command line, its configuration, rank 0's token, and where the ranks meet.
 
-The launcher (client/launcher.py) holds the write end of a pipe which is stdin of every rank. Its first
-line, which rank 0 reads, is {"token": ..., "config": ...}: neither is ever on a command line or in an
-environment, which other programs can read, nor in a file. Who starts a backend by hand gives the
-configuration on the command line and the token in a private file or in the environment (docs/security.md).
+The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. Rank 0
+reads its first line, {"token": ..., "config": ...}. Neither is ever on a command line, in a file or in an
+environment, which other programs can read. A backend that is started by hand gets the configuration on the
+command line and the token from a private file or the environment (docs/security.md).
 """
 
 import argparse

@@ -65,13 +65,13 @@ class Worker:
         self.mesh = meshes.build(begun.config, begun.device, begun.store)
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
-        self.pids = self.dispatcher.answers(os.getpid())
+        self.pids = self.dispatcher.all_gather_object(os.getpid())
         self.reports: dict[str, list[dict]] = {}
         self.paths: dict[str, str] = {}
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
-        while not isinstance(message := self.dispatcher.hear(), Shutdown):
+        while not isinstance(message := self.dispatcher.receive(), Shutdown):
             if isinstance(message, Load):
                 self.load(message)
             elif isinstance(message, Unload):
@@ -99,10 +99,13 @@ class Worker:
         except Exception as error:  # out of memory, a disk that fails: this rank's peers must hear of it
             traceback.print_exc()
             reason = f"rank {self.mesh.rank}: {error}"
-        answers = self.dispatcher.answers(
+        all_gather_object = self.dispatcher.all_gather_object(
             [reason, None if reason else self.engine.models[key].report.as_dict()]
         )
-        reasons, self.reports[key] = [why for why, _ in answers if why], [report for _, report in answers]
+        reasons, self.reports[key] = (
+            [why for why, _ in all_gather_object if why],
+            [report for _, report in all_gather_object],
+        )
         if reasons:
             self.engine.unload(key)
         return reasons
@@ -114,7 +117,7 @@ class Worker:
         meshes.close(old)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.reports = {
-            key: self.dispatcher.answers(self.engine.models[key].report.as_dict())
+            key: self.dispatcher.all_gather_object(self.engine.models[key].report.as_dict())
             for key in self.reports
             if key in self.engine.models
         }
@@ -139,10 +142,10 @@ class Leader(Worker):
         while True:
             job = self.server.next_job(HEARTBEAT_SECONDS)
             if job is None:
-                self.dispatcher.tell(Ping())
+                self.dispatcher.broadcast(Ping())
                 continue
             if isinstance(job.message, Shutdown):
-                self.dispatcher.tell(job.message)
+                self.dispatcher.broadcast(job.message)
                 return
             self.run(job)
             self.server.finish(job)
@@ -181,7 +184,7 @@ class Leader(Worker):
             )
 
         def act():
-            self.dispatcher.tell(message)
+            self.dispatcher.broadcast(message)
             self.arrange(config)
             self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
             job.reply(self.server.welcome)
@@ -200,7 +203,7 @@ class Leader(Worker):
         self.engine.check_load(message.path, message.weight_dtype)
 
         def act():
-            self.dispatcher.tell(message)
+            self.dispatcher.broadcast(message)
             reasons = self.load(message, _reporter(job))
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
@@ -216,7 +219,7 @@ class Leader(Worker):
 
         def act():
             if stack:
-                self.dispatcher.tell(message)
+                self.dispatcher.broadcast(message)
             name = self.engine.name(key, stack)
             job.reply(
                 Loaded(
@@ -237,7 +240,7 @@ class Leader(Worker):
         """A model that is not loaded is no error."""
 
         def act():
-            self.dispatcher.tell(message)
+            self.dispatcher.broadcast(message)
             self.engine.unload(message.model)
             job.reply(Result())
 
@@ -250,7 +253,7 @@ class Leader(Worker):
 
     def sample(self, job: Job, message: Sample):
         """Denoise on all ranks."""
-        self.dispatcher.tell(message)
+        self.dispatcher.broadcast(message)
         previews = Previews(message.preview_seconds, time.monotonic)
         total, tensors = len(message.tensors["sigmas"]) - 1, {}
         callbacks = Callbacks(
@@ -276,7 +279,7 @@ class Leader(Worker):
 
     def call(self, job: Job, message: ModelCall):
         """Call the model on all ranks."""
-        self.dispatcher.tell(message)
+        self.dispatcher.broadcast(message)
         output, stats = self.engine.forward(message)
         job.reply(Result(stats, {"output": output}))
 

@@ -16,7 +16,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from backend.client import pool
-from backend.client.argument_cache import KeptArguments
+from backend.client.argument_cache import ArgumentCache
 from backend.config import ParallelConfig
 from backend.models.latent_tokens import TokenGrid
 from backend.protocol import ModelCall
@@ -55,7 +55,7 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
     pool.allow(model)
     backend, kept, forward = (
         pool.backend_for(config),
-        KeptArguments(),
+        ArgumentCache(),
         plain(model) if config.device == "cpu" else None,
     )
     message = call(backend.load(model).model)

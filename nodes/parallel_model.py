@@ -18,7 +18,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from comfy_api.latest import io
 
-from ..backend.client.argument_cache import KeptArguments
+from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
 from ..backend.protocol import ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
@@ -118,7 +118,7 @@ class RemoteTransformer(ElsewhereModule):
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
-        self.dit, self.held, self.kept = dit, None, KeptArguments()
+        self.dit, self.held, self.kept = dit, None, ArgumentCache()
         #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a
         #: transformer of this family.
         self.time_scale = 1.0

@@ -19,7 +19,7 @@ PROBES = 1 << 8
 MOST_VALUES = 8
 
 
-class KeptArguments:
+class ArgumentCache:
     """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or
     between two steps. Which of the kept values one is shows at a few places; that it is the same in all of
     them is found while the ranks work (``holds``), since reading a prompt of 1024 px takes longer than
@@ -42,7 +42,7 @@ class KeptArguments:
     def shortened(self, call: ModelCall) -> ModelCall:
         """``call`` without the arguments that the ranks keep, if it reaches them: where it does not,
         ``reset``."""
-        keep, kept, forget, self.taken = {}, {}, [], []
+        keep, cached, forget, self.taken = {}, {}, [], []
         for name, value in call.tensors.items():
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
                 continue
@@ -58,7 +58,7 @@ class KeptArguments:
                 None,
             )
             if key is not None:
-                kept[name] = key
+                cached[name] = key
                 self.taken.append((known[key][0], value))
                 continue
             keep[name], self.count = f"{name} {self.count}", self.count + 1
@@ -66,8 +66,8 @@ class KeptArguments:
             if len(known) > MOST_VALUES:
                 forget.append(next(iter(known)))
                 del known[forget[-1]]
-        tensors = {name: value for name, value in call.tensors.items() if name not in kept}
-        return replace(call, client=self.client, keep=keep, kept=kept, forget=forget, tensors=tensors)
+        tensors = {name: value for name, value in call.tensors.items() if name not in cached}
+        return replace(call, client=self.client, keep=keep, kept=cached, forget=forget, tensors=tensors)
 
 
 def _probes(value: torch.Tensor) -> numpy.ndarray:

@@ -130,6 +130,18 @@ class BackendClient:
         """Send a message that has no reply."""
         self._send(message)
 
+    def is_open(self) -> bool:
+        """Look at the socket between two requests, without sending anything; close it where the peer hung up.
+
+        Unread bytes count as a hang-up: nobody asked for them, and they would be taken for the next reply.
+        """
+        if self.closed:
+            return False
+        if not self._selector.select(0):
+            return True
+        self.close()  # readable with no request under way: the end of the stream, an error, or a last word
+        return False
+
     def close(self):
         """Hang up; more than once is fine."""
         if not self.closed:

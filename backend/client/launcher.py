@@ -27,7 +27,7 @@ PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
-VERDICT_SECONDS = 8.0
+EXIT_REPORT_SECONDS = 8.0
 #: Longest path that every system takes for a unix socket.
 _LONGEST_SOCKET_PATH = 100
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
@@ -218,20 +218,20 @@ class BackendProcess:
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
-            raise BackendError(self.verdict()) from None
+            raise BackendError(self.failure_cause()) from None
         except BackendError as error:
-            raise BackendError(self.verdict()) from error
+            raise BackendError(self.failure_cause()) from error
 
     @property
     def running(self) -> bool:
         return self._agent.poll() is None
 
-    def verdict(self) -> str:
+    def failure_cause(self) -> str:
         """One sentence on why the backend ended, with the rank where it is known; waits until torchrun has
         written it."""
         self._log_was_named = True
         try:
-            self._agent.wait(VERDICT_SECONDS)
+            self._agent.wait(EXIT_REPORT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"The backend's connection was lost while its processes still run; its log is {self.log}."
         cause = first_failure(self.folder) or f"its launcher exited with code {self._agent.returncode}"

@@ -123,16 +123,19 @@ class Backend:
             left = self._request(Ping(), check).models
         self.config, self.models = config, {key: model for key, model in self.models.items() if model in left}
 
-    def alive(self, check=lambda: None) -> bool:
-        """Whether the backend answers; False for good where it does not."""
+    def alive(self) -> bool:
+        """Whether the process runs and the connection is open, without a message; False for good where not.
+
+        A run on a warm backend asks this several times, so it must not cost a round trip.
+        """
         if self.client.closed or (self.process is not None and not self.process.running):
             return False
-        with self._busy:
-            try:
-                self.client.request(Ping(), check)
-            except BackendError:
-                return False
-        return True
+        if not self._busy.acquire(blocking=False):
+            return True  # a request is under way, and finds out by itself
+        try:
+            return self.client.is_open()
+        finally:
+            self._busy.release()
 
     def close(self):
         """Hang up, and end the processes where they are ours."""
@@ -149,7 +152,7 @@ class Backend:
         except BackendError as error:
             if self.process is None:
                 raise BackendError(f"{error}; the next run connects again.") from error
-            raise BackendError(self.process.verdict()) from error
+            raise BackendError(self.process.failure_cause()) from error
         finally:
             if self.client.closed:
                 self.close()
@@ -172,7 +175,7 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
     key = config.validate().topology()
     with _lock:
         backend = _backends.get(key)
-        if backend is not None and backend.may_load and backend.alive(check):
+        if backend is not None and backend.may_load and backend.alive():
             return backend
         _drop(key)
         _backends[key] = (
@@ -181,10 +184,10 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
         return _backends[key]
 
 
-def keeps_weights(config: ParallelConfig, check=lambda: None) -> bool:
+def keeps_weights(config: ParallelConfig) -> bool:
     """Whether ``backend_for(config)`` would find the weights of a backend that runs where they belong."""
     return any(
-        running.can_become(config) and running.config.same_weights(config) and running.alive(check)
+        running.can_become(config) and running.config.same_weights(config) and running.alive()
         for running in list(_backends.values())
     )
 
@@ -212,7 +215,7 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
     GPUs are ours once."""
     for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
         before = running.config
-        if running.can_become(config) and running.alive(check):
+        if running.can_become(config) and running.alive():
             try:
                 running.become(config, check)
             except BackendError as error:

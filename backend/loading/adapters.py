@@ -99,12 +99,12 @@ class Adapter(ABC):
         if not self.needs_the_whole:
             return self.add_to(weight, strength, *everything)
         magnitude = self._read("dora_scale", weight.device)
-        turned = weight + self.scale * self.difference(*everything, weight.device)
+        updated = weight + self.scale * self.difference(*everything, weight.device)
         by_row = magnitude.shape[0] == weight.shape[0]
         norm = (
-            weight.norm(dim=1, keepdim=True) if by_row else turned.norm(dim=0, keepdim=True)
+            weight.norm(dim=1, keepdim=True) if by_row else updated.norm(dim=0, keepdim=True)
         ) + torch.finfo(torch.float32).eps
-        return weight + strength * (turned * (magnitude / norm) - weight)
+        return weight + strength * (updated * (magnitude / norm) - weight)
 
     def _read(
         self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None
@@ -112,11 +112,11 @@ class Adapter(ABC):
         """Rows and columns (all by default) of the file's tensor, as a matrix in float32."""
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
-            parts = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
+            blocks = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
         else:
             whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
-            parts = [[whole[r, c] for c in _slices(columns)] for r in _slices(rows)]
-        return torch.cat([torch.cat(row, dim=1) for row in parts]).to(device, torch.float32)
+            blocks = [[whole[r, c] for c in _slices(columns)] for r in _slices(rows)]
+        return torch.cat([torch.cat(row, dim=1) for row in blocks]).to(device, torch.float32)
 
 
 class LoRA(Adapter):
@@ -187,10 +187,10 @@ class LoKr(Adapter):
 
     def difference(self, rows, columns, device):
         one, two = self._factor("lokr_w1", device), self._factor("lokr_w2", device)
-        return torch.cat([torch.cat([self._part(one, two, r, c) for c in columns], dim=1) for r in rows])
+        return torch.cat([torch.cat([self._block(one, two, r, c) for c in columns], dim=1) for r in rows])
 
     @staticmethod
-    def _part(one, two, rows, columns):
+    def _block(one, two, rows, columns):
         """Of the product: the blocks that meet ``rows`` and ``columns``, cut to them."""
         tall, broad = two.shape
         top, left = rows.lo // tall, columns.lo // broad

@@ -70,13 +70,13 @@ class Checkpoint:
     def empty(self) -> nn.Module:
         """The transformer without weights (buffers are real). Raises UnsupportedError where the
         configuration makes none, or none that the files could fill."""
-        cls, adjust = getattr(diffusers, self.family.transformer), self.family.build.adjust
+        cls, patch_module = getattr(diffusers, self.family.transformer), self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
-        parts = self.family.layout.most_parts if self.single_file else 1
+        parts = self.family.layout.most_parameters if self.single_file else 1
         with init_empty_weights(include_buffers=False):
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
-            if adjust:
-                adjust(transformer, self.config)
+            if patch_module:
+                patch_module(transformer, self.config)
         return transformer.eval().requires_grad_(False)
 
     @property
@@ -248,10 +248,10 @@ def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
     checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
     for name, (value, what) in checkpoint.family.build.only.items():
-        told = checkpoint.config.get(name, value)
-        if (tuple(told) if isinstance(told, list) else told or None) != (value or None):
+        stated = checkpoint.config.get(name, value)
+        if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):
             raise UnsupportedError(
-                f"{checkpoint.name} is {what} (its {name} is {quoted(told)}), a variant of "
+                f"{checkpoint.name} is {what} (its {name} is {quoted(stated)}), a variant of "
                 f"{checkpoint.family.name} that is not supported; use another model of this family."
             )
     _ = checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank

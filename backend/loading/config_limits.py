@@ -31,7 +31,7 @@ SIDES = (("sample_height", "sample_width"), ("sample_size",) * 2, ("pos_embed_ma
 #: Longest of these sides, and values of such a table (Stable Diffusion 3.5's has 226 million).
 SIDE, TABLE = 1_024, 1 << 28
 #: Classes that mean rows of a table by pos_embed_max_size.
-ROWS = ("AuraFlowTransformer2DModel",)
+SIZED_BY_TOKENS = ("AuraFlowTransformer2DModel",)
 #: Parameters that a transformer may have without tensors in the file (some families replace layers).
 SPARE_PARAMETERS = 1_024
 
@@ -40,7 +40,7 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
     """Refuse a configuration of the class ``transformer`` that counts more than the file ``name`` has, whose
     tensors have these ``shapes``. Raises UnsupportedError."""
     widest = max((side for shape in shapes.values() for side in shape), default=0)
-    numbers = {int(part) for key in shapes for part in key.split(".") if is_number(part)}
+    numbers = {int(word) for key in shapes for word in key.split(".") if is_number(word)}
     most = max(COUNT, widest)
     for entry, value in config.items():
         if any(fnmatchcase(entry, pattern) for pattern in NUMBERS):
@@ -99,7 +99,7 @@ def _check_tables(name: str, transformer: str, config: Mapping, most: int):
     for sides in SIDES:
         cells = _product(config, *sides)
         if sides[0] == "pos_embed_max_size":
-            cells = None if transformer in ROWS else cells
+            cells = None if transformer in SIZED_BY_TOKENS else cells
         elif cells:
             cells = frames * cells // patch**2
         rotates = config.get("use_rotary_positional_embeddings")

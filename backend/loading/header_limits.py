@@ -22,7 +22,7 @@ MOST_INDEX = 16 << 20
 #: Blocks are numbered in the names of their tensors; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
 #: Parts of a name, between dots; published ones have up to about ten.
-MOST_PARTS = 32
+MOST_WORDS = 32
 
 
 def check_headers(paths: Iterable[Path]):
@@ -55,12 +55,12 @@ def check_names(name: str, keys: Mapping[str, object]):
     if len(keys) > MOST_TENSORS:
         raise _many(name, len(keys))
     for key in keys:
-        if key.count(".") >= MOST_PARTS:
+        if key.count(".") >= MOST_WORDS:
             raise UnsupportedError(
-                f"{quoted(name)} has a tensor {quoted(key)} of more than {MOST_PARTS} parts; the file was "
+                f"{quoted(name)} has a tensor {quoted(key)} of more than {MOST_WORDS} parts; the file was "
                 f"made badly: use another one."
             )
-        number = next((part for part in key.split(".") if _is_high(part)), None)
+        number = next((word for word in key.split(".") if _is_high(word)), None)
         if number is not None:
             raise UnsupportedError(
                 f"{quoted(name)} has a tensor {quoted(key)} of block {quoted(number, 20)}, and blocks are "
@@ -74,15 +74,15 @@ def _many(name: str, count: int) -> UnsupportedError:
     )
 
 
-def _is_high(part: str) -> bool:
-    digits = part.lstrip("0")
-    return is_number(part) and (len(digits) > 4 or int(digits or 0) > HIGHEST_BLOCK)
+def _is_high(word: str) -> bool:
+    digits = word.lstrip("0")
+    return is_number(word) and (len(digits) > 4 or int(digits or 0) > HIGHEST_BLOCK)
 
 
-def is_number(part: str) -> bool:
+def is_number(word: str) -> bool:
     """Is this part of a name the number of a block? ASCII alone: other digits are not what Python counts
     by."""
-    return part.isascii() and part.isdecimal()
+    return word.isascii() and word.isdecimal()
 
 
 def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
@@ -94,14 +94,14 @@ def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
             f"{quoted(index.name)} has no weight_map that names the files of its tensors, {MOST_SHARDS:,} at "
             f"most; download it again."
         )
-    return [_beside(index, name, folders) for name in sorted(names)]
+    return [_next_to(index, name, folders) for name in sorted(names)]
 
 
 def _all_strings(weights: dict) -> bool:
     return all(isinstance(name, str) for name in weights.values())
 
 
-def _beside(index: Path, name: str, folders: Folders) -> Path:
+def _next_to(index: Path, name: str, folders: Folders) -> Path:
     """The file ``name`` of an index. A name may not leave the folder, and a link there only to where this
     model's files are: its own folder, its folder in Hugging Face's cache (whose snapshots are links to blobs
     beside them), or a folder that was allowed."""

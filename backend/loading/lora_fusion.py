@@ -131,7 +131,7 @@ class FusedWeights:
             parameter, shard = getattr(*self.places[name]), self.cuts.get(name.rpartition(".")[0])
             here = fsdp.rows(parameter)
             if name in special:
-                rows, columns = self._kept(name, shard, here)
+                rows, columns = self._local_spans(name, shard, here)
                 value = _cut(wholes[name], rows, columns).reshape(
                     parameter.shape if here is None else (len(here), *parameter.shape[1:])
                 )
@@ -141,10 +141,10 @@ class FusedWeights:
                 )
                 value = value if here is None else value[here.lo : here.hi]
                 if name in patches and value.numel():
-                    value = self._sum(name, value, patches[name], *self._kept(name, shard, here))
+                    value = self._sum(name, value, patches[name], *self._local_spans(name, shard, here))
             fsdp.assign(parameter, value.to(parameter.dtype))
 
-    def _kept(
+    def _local_spans(
         self, name: str, shard: Shard | None, here: Span | None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Rows and columns of a parameter that this rank keeps."""

@@ -213,12 +213,12 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     adapters = []
     for stem, keys in modules.items():
         bias = {"difference": keys.pop("bias")} if "bias" in keys else {}
-        for leaf, part in (("", keys), (".bias", bias)):
-            target = targets.find(stem, leaf) if set(part) - SCALES else None
+        for leaf, roles in (("", keys), (".bias", bias)):
+            target = targets.find(stem, leaf) if set(roles) - SCALES else None
             if target is not None:
-                adapters.append((target, _adapter(where.name, files, part, target, model)))
+                adapters.append((target, _adapter(where.name, files, roles, target, model)))
             else:
-                unmatched += part.values()
+                unmatched += roles.values()
     if not adapters:
         raise UnsupportedError(
             f"the LoRA {where.name} has nothing for {model}: its keys begin with "

@@ -30,7 +30,7 @@ def check_form(name: str, adapter: Adapter):
     for role, key in adapter.keys.items():
         _check_stored(name, adapter, role, (*DTYPES, *INTEGERS) if role == "alpha" else DTYPES)
         if role in adapter.weights and role != "difference" and len(adapter.files.shapes[key]) < 2:
-            raise _malformed(name, f"{_told(adapter, role)}, but a matrix is needed")
+            raise _malformed(name, f"{_describe(adapter, role)}, but a matrix is needed")
     _check_products(name, adapter)
     alpha = adapter.keys.get("alpha")
     count = math.prod(adapter.files.shapes[alpha]) if alpha else 1
@@ -44,11 +44,11 @@ def _check_products(name: str, adapter: Adapter):
         if inner != other:
             raise _malformed(
                 name,
-                f"{_told(adapter, left)} and {_told(adapter, right)}, whose inner sizes {inner} and {other} "
-                f"differ",
+                f"{_describe(adapter, left)} and {_describe(adapter, right)}, whose inner sizes "
+                f"{inner} and {other} differ",
             )
         if not inner:
-            raise _malformed(name, f"{_told(adapter, left)}, which is of rank 0")
+            raise _malformed(name, f"{_describe(adapter, left)}, which is of rank 0")
     if len(adapter.outer) > 1:
         raise _malformed(
             name,
@@ -104,11 +104,12 @@ def _check_stored(name: str, adapter: Adapter, role: str, allowed):
     stored = adapter.files.stored(adapter.keys[role])
     if stored not in allowed:
         raise _malformed(
-            name, f"{_told(adapter, role)} and stored as {stored}, but {', '.join(allowed)} are what is added"
+            name,
+            f"{_describe(adapter, role)} and stored as {stored}, but {', '.join(allowed)} are what is added",
         )
 
 
-def _told(adapter: Adapter, role: str) -> str:
+def _describe(adapter: Adapter, role: str) -> str:
     return f"{adapter.keys[role]!r:.120} is of {_times(adapter.files.shapes[adapter.keys[role]])}"
 
 

@@ -37,7 +37,7 @@ class BlockAdapter:
         """Return the block whose image tokens block ``index`` of ``total`` takes as a long skip, or None."""
         return None
 
-    def fresh_text(self, arguments: Mapping[str, Any]) -> int:
+    def per_block_text(self, arguments: Mapping[str, Any]) -> int:
         """Count the tokens at the end of the text (text_position "last") that every block is given anew and
         that go no further, from the arguments of the transformer's forward."""
         return 0
@@ -51,7 +51,9 @@ class BlockAdapter:
         """Return the image stream among a block's arguments."""
         return call[blocks.image]
 
-    def given(self, blocks: "Blocks", call: Mapping[str, Any], image: Tensor, rows) -> dict[str, Tensor]:
+    def image_arguments(
+        self, blocks: "Blocks", call: Mapping[str, Any], image: Tensor, tokens
+    ) -> dict[str, Tensor]:
         """Return the arguments through which a block is given the image stream."""
         return {blocks.image: image}
 
@@ -59,7 +61,7 @@ class BlockAdapter:
         """Return the streams that a block returned as ``out``."""
         return {"text": None, **dict(zip(blocks.returns, out if isinstance(out, tuple) else (out,)))}
 
-    def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, rows):
+    def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, tokens):
         """Return what the block itself would return of ``streams``."""
         out = tuple(streams[name] for name in blocks.returns)
         return out if len(out) > 1 else out[0]
@@ -75,7 +77,7 @@ class BlockAdapter:
         in, as ``whole`` makes it."""
         return text
 
-    def cut(self, call: Mapping[str, Any], rows) -> dict[str, Any]:
+    def cut(self, call: Mapping[str, Any], tokens) -> dict[str, Any]:
         """Return arguments, besides those that per_token names, that differ for a block which is given
         ``rows`` alone."""
         return {}
@@ -127,7 +129,7 @@ class Blocks:
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None
     text_layers: tuple[str, ...] = ()
-    shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
+    flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     whole_only: str | None = None
     adapter: BlockAdapter = BlockAdapter()
 

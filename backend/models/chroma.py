@@ -16,7 +16,7 @@ from .key_layout import Layout, blocks_of
 MODULATIONS = 344
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Timesteps are not rounded."""
     keep_timestep(
         transformer, transformer.time_text_embed, transformer.distilled_guidance_layer.in_proj, 1000.0
@@ -116,7 +116,7 @@ FAMILY = Family(
         ignored=("y",),
         refusal=refusal,
     ),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
 )

@@ -26,7 +26,8 @@ def rotary(config, grid, device):
     ]
     index = torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij")
     return tuple(
-        torch.cat([table[part][i.reshape(-1)] for table, i in zip(tables, index)], dim=-1) for part in (0, 1)
+        torch.cat([table[which][i.reshape(-1)] for table, i in zip(tables, index)], dim=-1)
+        for which in (0, 1)
     )
 
 
@@ -46,10 +47,10 @@ def forward_args(config, grid, latent, timestep, cond):
 
 def refusal(config, grid, cond):
     """A learned position table fits one size, and one of sines one length of the prompt."""
-    rows, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
-    if not config["use_rotary_positional_embeddings"] and rows != most:
+    length, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
+    if not config["use_rotary_positional_embeddings"] and length != most:
         return (
-            f"the prompt has {rows} rows, but this model's position table is for {most}; pad the "
+            f"the prompt has {length} rows, but this model's position table is for {most}; pad the "
             f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
         )
     size = config["sample_height"], config["sample_width"]

@@ -62,8 +62,10 @@ class Latent:
         """Tokens of a latent (C, [T,] H, W); of nested ones with these shapes."""
         if self.nested is None:
             return TokenGrid(tuple(shape), self.patch(config))
-        parts = zip(latent_shapes, self.nested.patches(config))
-        return NestedGrid(tuple(TokenGrid(tuple(part), patch) for part, patch in parts), self.nested.order)
+        latents = zip(latent_shapes, self.nested.patches(config))
+        return NestedGrid(
+            tuple(TokenGrid(tuple(shape_of), patch) for shape_of, patch in latents), self.nested.order
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Build:
     are).
     """
 
-    adjust: Callable[[nn.Module, Config], None] | None = None
+    patch_module: Callable[[nn.Module, Config], None] | None = None
     float32: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 

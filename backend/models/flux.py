@@ -11,7 +11,7 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Timesteps are not rounded."""
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
@@ -148,10 +148,10 @@ FAMILY = Family(
             "c_crossattn": config["joint_attention_dim"],
             "y": config["pooled_projection_dim"],
         },
-        context_tokens=references.rows,
+        context_tokens=references.token_count,
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     layout=LAYOUT,
 )

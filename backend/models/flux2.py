@@ -14,7 +14,7 @@ from .key_layout import Layout, blocks_of
 NUMBERS = 10
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Timesteps are not rounded."""
     embed = transformer.time_guidance_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
@@ -31,7 +31,7 @@ def forward_args(config, grid, latent, sigma, cond):
     )
     image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
     spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
-    rows = torch.arange(text.shape[1], device=device)[:, None]
+    numbers = torch.arange(text.shape[1], device=device)[:, None]
     guidance = (
         cond["guidance"].reshape(-1).expand(batch)
         if config["guidance_embeds"] and "guidance" in cond
@@ -43,7 +43,7 @@ def forward_args(config, grid, latent, sigma, cond):
         timestep=sigma.expand(batch),
         guidance=guidance,
         img_ids=torch.nn.functional.pad(image * spread, (0, 1)),
-        txt_ids=torch.nn.functional.pad(rows, (3, 0)),
+        txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
     )
 
 
@@ -153,10 +153,10 @@ FAMILY = Family(
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
-        context_tokens=references.rows,
+        context_tokens=references.token_count,
         refusal=refusal,
     ),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan={
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",

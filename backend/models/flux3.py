@@ -13,7 +13,7 @@ from .key_layout import Layout, blocks_of
 POSITION_SCALE = 0.5
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Modulation, which diffusers computes for every row, once for all rows of a kind."""
     for layer in (
         *transformer.early_stream_modulations.values(),
@@ -44,8 +44,8 @@ def forward_args(config, grid, latent, sigma, cond):
         cond["c_crossattn"],
         references.grids(grid, cond),
     )
-    rows = torch.arange(text.shape[1], device=device)[:, None]
-    given = (
+    numbers = torch.arange(text.shape[1], device=device)[:, None]
+    reference_arguments = (
         dict(
             image_cond_hidden_states=torch.cat(references.tokens(grid, cond), dim=1),
             image_cond_ids=torch.cat([positions(one, -i, device) for i, one in enumerate(found, 1)]),
@@ -58,8 +58,8 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=text,
         timestep=sigma.expand(batch),
         img_ids=positions(grid, 0, device),
-        txt_ids=torch.nn.functional.pad(rows, (3, 0)),
-        **given,
+        txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
+        **reference_arguments,
     )
 
 
@@ -158,7 +158,7 @@ FAMILY = Family(
         accepted=("c_crossattn", "ref_latents"),
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-        context_tokens=references.rows,
+        context_tokens=references.token_count,
         refusal=refusal,
     ),
     cache=Cache(
@@ -169,7 +169,7 @@ FAMILY = Family(
             "mode_blocks.image_cond.[0-9]",
         )
     ),
-    build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), adjust=adjust),
+    build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),
     tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},
     layout=LAYOUT,
 )

@@ -26,7 +26,7 @@ def patchify(patch, latent):
     return tokens, None, [(rows, columns)] * batch, ids.float().expand(batch, -1, -1).to(latent.device)
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Pictures of any shape."""
     transformer.patchify = partial(patchify, config["patch_size"])
 
@@ -97,7 +97,7 @@ class LlamaInEveryBlock(BlockAdapter):
     """Every block reads a layer of Llama anew, at the end of the text. The model counts the image's tokens
     between its lists of blocks."""
 
-    def fresh_text(self, arguments):
+    def per_block_text(self, arguments):
         return arguments["encoder_hidden_states_llama3"][0].shape[1]
 
     def between_lists(self, image, whole):
@@ -133,7 +133,7 @@ FAMILY = Family(
         adapter=LlamaInEveryBlock(),
         per_token={"image_rotary_emb": ("joint", 1)},
         text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
-        shares={
+        flop_shares={
             "block.ff_i.experts.*": lambda config: (
                 config["num_activated_experts"] / config["num_routed_experts"]
             )
@@ -149,7 +149,7 @@ FAMILY = Family(
         },
     ),
     cache=Cache(modulation=("block.adaLN_modulation.1",), prompt_modules=("caption_projection.*.linear",)),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

@@ -25,7 +25,7 @@ def schedule(config):
     return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Timesteps are not rounded: diffusers rounds what it makes of them to their type."""
     embed = transformer.time_extra_emb
     embed.register_forward_pre_hook(
@@ -196,7 +196,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -5,7 +5,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.hunyuan_given_frame import GivenFrame, adjust, prepare
+from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -179,7 +179,7 @@ FAMILY = Family(
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
-        adapter=GivenFrame(),
+        adapter=FirstFrame(),
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
@@ -188,7 +188,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
 )

@@ -31,7 +31,7 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's
     float32, in the dtype of their layer."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
@@ -152,7 +152,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
-    build=Build(adjust=adjust, only={"use_meanflow": (False, MEANFLOW)}),
+    build=Build(patch_module=patch_module, only={"use_meanflow": (False, MEANFLOW)}),
     tensor_plan=COMMON,
     layout=LAYOUT,
 )

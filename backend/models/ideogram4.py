@@ -34,19 +34,19 @@ class Prompt:
     them too."""
 
     def __init__(self, transformer):
-        self.norm, self.rows = transformer.llm_cond_norm.forward, None
+        self.norm, self.text = transformer.llm_cond_norm.forward, None
         transformer.register_forward_pre_hook(self.take, with_kwargs=True)
-        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.rows)
+        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.text)
         transformer.llm_cond_proj.register_forward_hook(
             lambda layer, args, out: F.pad(out, (0, 0, 0, self.total - out.shape[1]))
         )
 
     def take(self, transformer, args, kwargs):
-        self.rows, self.total = kwargs["encoder_hidden_states"], kwargs["hidden_states"].shape[1]
-        return args, kwargs | {"encoder_hidden_states": self.rows.new_zeros(1, 1, 1)}
+        self.text, self.total = kwargs["encoder_hidden_states"], kwargs["hidden_states"].shape[1]
+        return args, kwargs | {"encoder_hidden_states": self.text.new_zeros(1, 1, 1)}
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Less work where the released code does more than is needed; and sines of the timestep, made in float32,
     in the dtype of their layer."""
     Prompt(transformer)
@@ -59,7 +59,7 @@ def forward_args(config, grid, latent, sigma, cond):
     """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of
     their own. The timestep counts from noise (0) to picture (1)."""
     text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
-    rows = text.shape[1]
+    text_tokens = text.shape[1]
     image = (
         torch.stack(
             torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"),
@@ -67,20 +67,20 @@ def forward_args(config, grid, latent, sigma, cond):
         ).reshape(-1, 3)
         + IMAGE_POSITION_OFFSET
     )
-    positions = torch.cat([torch.arange(rows, device=device)[:, None].expand(rows, 3), image]).expand(
-        batch, -1, -1
-    )
+    positions = torch.cat(
+        [torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3), image]
+    ).expand(batch, -1, -1)
     kinds = torch.tensor(
-        [LLM_TOKEN_INDICATOR] * rows + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device
+        [LLM_TOKEN_INDICATOR] * text_tokens + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device
     ).repeat(batch, 1)
     segments = torch.ones(batch, 1, device=device)
     if "attention_mask" in cond and not bool(cond["attention_mask"].all()):
-        shown = cond["attention_mask"].bool().expand(batch, rows)
-        kinds[:, :rows] *= shown
+        shown = cond["attention_mask"].bool().expand(batch, text_tokens)
+        kinds[:, :text_tokens] *= shown
         segments = F.pad(shown.long(), (0, len(image)), value=1)
     cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
     return dict(
-        hidden_states=F.pad(cells, (0, 0, rows, 0)),
+        hidden_states=F.pad(cells, (0, 0, text_tokens, 0)),
         timestep=(1.0 - sigma).expand(batch),
         encoder_hidden_states=text,
         position_ids=positions,
@@ -141,7 +141,7 @@ FAMILY = Family(
     blocks=Blocks(
         lists={"layers": JOINED},
         text_position="first",
-        shares={"adaln_modulation": lambda config: 0},
+        flop_shares={"adaln_modulation": lambda config: 0},
         per_token={"image_rotary_emb": ("joint", 1)},
     ),
     conditioning=Conditioning(
@@ -149,7 +149,7 @@ FAMILY = Family(
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -43,7 +43,7 @@ class Exact(Kandinsky5AttnProcessor):
         )
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """The exact attention; and sines of the timestep, which diffusers leaves in float32, in the dtype of
     their layer."""
     for block in transformer.text_transformer_blocks:
@@ -184,7 +184,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("visual_modulation.out_layer",), modulation_argument="time_embed"),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,
 )

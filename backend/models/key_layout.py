@@ -73,7 +73,7 @@ class Layout:
         return next((name for key, name in self.variants.items() if key in bare), None)
 
     @property
-    def most_parts(self) -> int:
+    def most_parameters(self) -> int:
         """How many parameters one of the file's tensors holds at most."""
         return max((len(targets.split()) for targets in self.names.values()), default=1)
 

@@ -10,7 +10,7 @@ from .family import Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
-def given(cond):
+def encoded_references(cond):
     """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
     return cond if "ref_latents_method" in cond else {}
 
@@ -19,9 +19,11 @@ def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The
     prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
-    image = references.all_positions(grid, given(cond), "index", latent.device)
+    image = references.all_positions(grid, encoded_references(cond), "index", latent.device)
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, given(cond))], dim=1),
+        hidden_states=torch.cat(
+            [grid.to_tokens(latent), *references.tokens(grid, encoded_references(cond))], dim=1
+        ),
         encoder_hidden_states=text,
         timestep=sigma.expand(latent.shape[0]),
         position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
@@ -131,7 +133,9 @@ FAMILY = Family(
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
         ignored=("attention_mask",),
-        context_tokens=lambda config, grid, cond: references.rows(config, grid, given(cond)),
+        context_tokens=lambda config, grid, cond: references.token_count(
+            config, grid, encoded_references(cond)
+        ),
         refusal=refusal,
     ),
     tensor_plan=COMMON,

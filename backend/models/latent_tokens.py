@@ -105,46 +105,48 @@ class NestedGrid:
     F the features of the widest part; narrower rows end in zeros, which stay zeros in every solver.
     """
 
-    parts: tuple[TokenGrid, ...]
+    grids: tuple[TokenGrid, ...]
     order: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(1, L) of one packed latent."""
-        return 1, sum(math.prod(part.shape) for part in self.parts)
+        return 1, sum(math.prod(grid.shape) for grid in self.grids)
 
     @property
     def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
+        return sum(grid.tokens for grid in self.grids)
 
     @property
     def features(self) -> int:
-        return max(part.features for part in self.parts)
+        return max(grid.features for grid in self.grids)
 
     def unpack(self, latent: Tensor) -> list[Tensor]:
         """(B, 1, L) -> the latents (B, C, [T,] H, W)."""
-        pieces = latent.split([math.prod(part.shape) for part in self.parts], dim=2)
-        return [piece.reshape(latent.shape[0], *part.shape) for piece, part in zip(pieces, self.parts)]
+        pieces = latent.split([math.prod(grid.shape) for grid in self.grids], dim=2)
+        return [piece.reshape(latent.shape[0], *grid.shape) for piece, grid in zip(pieces, self.grids)]
 
-    def join(self, rows: list[Tensor]) -> Tensor:
+    def join(self, tokens: list[Tensor]) -> Tensor:
         """Tokens of each part -> (B, N, F)."""
-        return torch.cat([F.pad(rows[i], (0, self.features - rows[i].shape[2])) for i in self.order], dim=1)
+        return torch.cat(
+            [F.pad(tokens[i], (0, self.features - tokens[i].shape[2])) for i in self.order], dim=1
+        )
 
     def divide(self, tokens: Tensor) -> list[Tensor]:
         """(B, N, F) -> the tokens of each part."""
-        pieces = dict(zip(self.order, tokens.split([self.parts[i].tokens for i in self.order], dim=1)))
-        return [pieces[i][..., : part.features] for i, part in enumerate(self.parts)]
+        pieces = dict(zip(self.order, tokens.split([self.grids[i].tokens for i in self.order], dim=1)))
+        return [pieces[i][..., : grid.features] for i, grid in enumerate(self.grids)]
 
     def to_tokens(self, latent: Tensor) -> Tensor:
         """(B, 1, L) -> (B, N, F)."""
-        return self.join([part.to_tokens(x) for part, x in zip(self.parts, self.unpack(latent))])
+        return self.join([grid.to_tokens(x) for grid, x in zip(self.grids, self.unpack(latent))])
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, 1, L), padding cropped."""
         return torch.cat(
-            [part.to_latent(x).flatten(1)[:, None] for part, x in zip(self.parts, self.divide(tokens))], dim=2
+            [grid.to_latent(x).flatten(1)[:, None] for grid, x in zip(self.grids, self.divide(tokens))], dim=2
         )
 
-    def per_row(self, factors: list[Tensor]) -> Tensor:
+    def per_token(self, factors: list[Tensor]) -> Tensor:
         """A number (0-d) for each part -> (N, 1), the number of every row."""
-        return torch.cat([factors[i].expand(self.parts[i].tokens, 1) for i in self.order])
+        return torch.cat([factors[i].expand(self.grids[i].tokens, 1) for i in self.order])

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
-from .common.ltx2_blocks import LATENTS, Attention, Block, Levels, VideoAndSound, hear_the_loudest, highest
+from .common.ltx2_blocks import (
+    LATENTS,
+    Attention,
+    Block,
+    Levels,
+    VideoAndAudio,
+    gate_by_highest_level,
+    highest,
+)
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -23,10 +31,10 @@ from .ltxv import corners, guides, times
 MASKS = ("denoise_mask", "audio_denoise_mask")
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise
     level once, and the connectors."""
-    hear_the_loudest(transformer, config)
+    gate_by_highest_level(transformer, config)
     levels = (
         transformer.time_embed,
         transformer.audio_time_embed,
@@ -102,17 +110,17 @@ def forward_args(config, grid, latent, sigma, cond):
     prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
     levels = [
         times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
-        for part, name in zip(grid.parts, MASKS)
+        for part, name in zip(grid.grids, MASKS)
     ]
-    places = torch.stack([corners(grid.parts[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
+    places = torch.stack([corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
     marks = (
-        {"video_keyframes_mask": single_frames(grid.parts[0], cond, latent.device)}
+        {"video_keyframes_mask": single_frames(grid.grids[0], cond, latent.device)}
         if config.get("use_keyframes_abs_pos_embedding")
         else {}
     )
     return dict(
-        hidden_states=grid.parts[0].to_tokens(video),
-        audio_hidden_states=grid.parts[1].to_tokens(audio),
+        hidden_states=grid.grids[0].to_tokens(video),
+        audio_hidden_states=grid.grids[1].to_tokens(audio),
         encoder_hidden_states=prompts[0],
         audio_encoder_hidden_states=prompts[1],
         encoder_attention_mask=mask,
@@ -122,7 +130,7 @@ def forward_args(config, grid, latent, sigma, cond):
         sigma=highest(levels[0], batch),
         audio_sigma=highest(levels[1], batch),
         video_coords=places.expand(batch, -1, -1, -1),
-        audio_num_frames=grid.parts[1].counts[1],
+        audio_num_frames=grid.grids[1].counts[1],
         **marks,
     )
 
@@ -148,7 +156,7 @@ def refusal(config, grid, cond):
             "attention_mask is set for a prompt that the connectors have yet to finish, which lets "
             "them have all rows; encode it with LTX-2's text encoder, which sends none."
         )
-    return ltxv.refusal(config, grid.parts[0], cond)
+    return ltxv.refusal(config, grid.grids[0], cond)
 
 
 HEADS = 32
@@ -200,14 +208,14 @@ def config_from_shapes(shapes):
 
 def metadata(strings):
     """Lightricks' own configuration."""
-    told = json.loads(strings.get("config", "{}")).get("transformer", {})
+    stated = json.loads(strings.get("config", "{}")).get("transformer", {})
     found = {
-        "rope_type": told.get("rope_type"),
-        "cross_attn_timestep_scale_multiplier": told.get("av_ca_timestep_scale_multiplier"),
-        "timestep_scale_multiplier": told.get("timestep_scale_multiplier"),
+        "rope_type": stated.get("rope_type"),
+        "cross_attn_timestep_scale_multiplier": stated.get("av_ca_timestep_scale_multiplier"),
+        "timestep_scale_multiplier": stated.get("timestep_scale_multiplier"),
     }
     found["rope_double_precision"] = (
-        told["frequencies_precision"] == "float64" if "frequencies_precision" in told else None
+        stated["frequencies_precision"] == "float64" if "frequencies_precision" in stated else None
     )
     return {name: value for name, value in found.items() if value is not None}
 
@@ -282,7 +290,7 @@ FAMILY = Family(
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
-        adapter=VideoAndSound(),
+        adapter=VideoAndAudio(),
         attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
         per_token=PER_TOKEN,
         per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
@@ -307,7 +315,7 @@ FAMILY = Family(
         prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
         prompt_modules=("caption_projection", "audio_caption_projection"),
     ),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},
     layout=LAYOUT,
     variant=variant,

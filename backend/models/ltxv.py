@@ -31,8 +31,8 @@ def corners(grid, cond, device, causal, side=0):
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
     found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
     if guides(cond):
-        told = cond["keyframe_idxs"][..., side].float().trunc()
-        found = torch.cat([found[:, :, : -guides(cond)].expand(told.shape[0], -1, -1), told], dim=2)
+        stated = cond["keyframe_idxs"][..., side].float().trunc()
+        found = torch.cat([found[:, :, : -guides(cond)].expand(stated.shape[0], -1, -1), stated], dim=2)
     return torch.cat([found[:, :1] * (1.0 / frame_rate), found[:, 1:]], dim=1)
 
 
@@ -95,8 +95,8 @@ def config_from_shapes(shapes):
 
 def metadata(strings):
     """Lightricks' own configuration tells of causal positions (since 0.9.5), which no shape shows."""
-    told = json.loads(strings.get("config", "{}")).get("transformer", {})
-    return {"causal_temporal_positioning": bool(told.get("causal_temporal_positioning", False))}
+    stated = json.loads(strings.get("config", "{}")).get("transformer", {})
+    return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 
 
 BLOCK = "transformer_blocks.{}"

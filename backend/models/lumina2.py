@@ -13,7 +13,7 @@ from .key_layout import Layout, blocks_of
 LENGTHS = (4096, 1024, 1024)
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Longer position tables: ComfyUI computes any position."""
     rope = transformer.rope_embedder
     rope.freqs_cis = rope._precompute_freqs_cis(rope.axes_dim, LENGTHS, rope.theta)
@@ -34,12 +34,12 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """Position tables have an end."""
-    rows = (cond["c_crossattn"].shape[1], *grid.counts[1:])
+    needed = (cond["c_crossattn"].shape[1], *grid.counts[1:])
     return (
         None
-        if all(a < b for a, b in zip(rows, LENGTHS))
-        else f"{rows[0]} rows of text and {rows[1]} x {rows[2]} tokens are more than the {LENGTHS} that "
-        f"Lumina 2 counts; shorten the prompt or make the latent smaller."
+        if all(a < b for a, b in zip(needed, LENGTHS))
+        else f"{needed[0]} tokens of text and {needed[1]} x {needed[2]} tokens are more than the {LENGTHS} "
+        f"that Lumina 2 counts; shorten the prompt or make the latent smaller."
     )
 
 
@@ -128,7 +128,7 @@ FAMILY = Family(
         modulation=("norm1.linear",),
         prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
     ),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan={
         "*.feed_forward.linear_1": "colwise",
         "*.feed_forward.linear_3": "colwise",

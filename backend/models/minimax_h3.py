@@ -17,7 +17,7 @@ FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
 KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
 #: Times of given pictures and given sound, which are almost, and quite, without noise.
-GIVEN_TIMES = (0.999, 1.0)
+REFERENCE_TIMES = (0.999, 1.0)
 
 
 def audio_sigma(sigma):
@@ -42,10 +42,10 @@ def axis(length, other):
     return (torch.arange(length, dtype=torch.float64) * (ratio / length) + (1.0 - ratio) / 2.0) * 32.0
 
 
-def positions(grid, text, given, origin):
+def positions(grid, text, references, origin):
     """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the
     audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
-    (frames, rows, columns), (_, channels, length) = (part.counts for part in grid.parts)
+    (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
     clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + origin
@@ -57,19 +57,22 @@ def positions(grid, text, given, origin):
         return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
 
     audio = [box(heard, nought, side[None]) for side in (x[0], x[-1])]
-    return torch.cat([box(words, nought, nought), given.double().cpu(), *audio, box(clock, y, x)]).float()
+    return torch.cat(
+        [box(words, nought, nought), references.double().cpu(), *audio, box(clock, y, x)]
+    ).float()
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Times count from noise (0) to picture (1); text is at the video's. Given rows, of keyframes, references
-    and their sound, stand between text and audio."""
+    """Return the forward's arguments. Times count from noise (0) to image (1); text has the video's time.
+
+    Reference tokens (keyframes, references and their audio) stand between text and audio."""
     (video, audio), text, sigma, device = (
         grid.unpack(latent),
         cond["c_crossattn"],
         sigma.clamp(min=1e-6),
         latent.device,
     )
-    rows, given = (
+    text_length, references = (
         text.shape[1],
         cond["given_tags"][0].long()
         if "given_tags" in cond
@@ -80,34 +83,41 @@ def forward_args(config, grid, latent, sigma, cond):
         return torch.full((count,), value, device=device)
 
     kinds = torch.cat(
-        [full(TEXT, rows), given, full(AUDIO, grid.parts[1].tokens), full(VIDEO, grid.parts[0].tokens)]
+        [
+            full(TEXT, text_length),
+            references,
+            full(AUDIO, grid.grids[1].tokens),
+            full(VIDEO, grid.grids[0].tokens),
+        ]
     )
     moments = torch.cat(
         [
-            full(0, rows),
-            torch.where(given == AUDIO, 3, 2),
-            full(1, grid.parts[1].tokens),
-            full(0, grid.parts[0].tokens),
+            full(0, text_length),
+            torch.where(references == AUDIO, 3, 2),
+            full(1, grid.grids[1].tokens),
+            full(0, grid.grids[0].tokens),
         ]
     )
-    tags = torch.cat([cond["text_tags"][0].long(), kinds[rows:]]) if "text_tags" in cond else kinds
+    tags = torch.cat([cond["text_tags"][0].long(), kinds[text_length:]]) if "text_tags" in cond else kinds
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
-    if len(given):
-        clean = cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(GIVEN_TIMES)
+    if len(references):
+        clean = (
+            cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(REFERENCE_TIMES)
+        )
         times += [torch.maximum(now, least) for now, least in zip(times, clean)]
 
-    def behind(name, tokens):
+    def with_references(name, tokens):
         return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
 
     places = positions(
         grid,
-        rows,
-        cond["given_positions"][0] if len(given) else torch.empty(0, 3),
-        float(cond.get("origin", rows)),
+        text_length,
+        cond["given_positions"][0] if len(references) else torch.empty(0, 3),
+        float(cond.get("origin", text_length)),
     )
     return dict(
-        hidden_states=behind("given_video", grid.parts[0].to_tokens(video)),
-        audio_hidden_states=behind("given_audio", grid.parts[1].to_tokens(audio)),
+        hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
+        audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),
         encoder_hidden_states=text,
         timestep=torch.stack(times),
         timestep_indices=moments,
@@ -117,19 +127,19 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
-def text_rows(cond):
+def text_tokens(cond):
     """Rows before the audio: of text, and given ones."""
     return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
 
 
 def output(outputs, grid):
     """Without the given rows, which come first."""
-    return -grid.join([rows[:, -part.tokens :] for rows, part in zip(outputs, grid.parts)])
+    return -grid.join([tokens[:, -one.tokens :] for tokens, one in zip(outputs, grid.grids)])
 
 
 def refusal(config, grid, cond):
     """The audio's two channels stand at the sides of the picture; given rows are told of in full."""
-    channels = grid.parts[1].counts[1]
+    channels = grid.grids[1].counts[1]
     if channels != 2:
         return (
             f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape "
@@ -155,20 +165,22 @@ def refusal(config, grid, cond):
                 f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; "
                 f"encode it with the VAE of this model."
             )
-    told = {
+    tagged = {
         name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
         for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
     }
-    if any(count(name) != rows for name, rows in told.items()) or count("given_tags") != sum(told.values()):
+    if any(count(name) != rows for name, rows in tagged.items()) or count("given_tags") != sum(
+        tagged.values()
+    ):
         return (
             f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, "
-            f"but given_tags tells of {told['given_video']} of video (0) and {told['given_audio']} of "
+            f"but given_tags tells of {tagged['given_video']} of video (0) and {tagged['given_audio']} of "
             f"audio (2)."
         )
     return None
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Files hold the rotary frequencies, which diffusers computes."""
     transformer.rope.register_buffer("inv_freq", transformer.rope.inv_freq, persistent=True)
 
@@ -235,7 +247,7 @@ LAYOUT = Layout(
     },
 )
 #: Given tokens: their values, what each is, where and when it stands.
-GIVEN = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")
+REFERENCES = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")
 LATENTS = Nested(
     ("video", "audio"),
     patches=lambda config: (tuple(config["patch_size"]), (1, 1, 1)),
@@ -259,11 +271,11 @@ FAMILY = Family(
         width=lambda config: config["hidden_size"],
     ),
     conditioning=Conditioning(
-        accepted=("c_crossattn", "text_tags", *GIVEN, "origin"),
+        accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
-        text_tokens=text_rows,
+        text_tokens=text_tokens,
         refusal=refusal,
     ),
     cache=Cache(
@@ -273,7 +285,7 @@ FAMILY = Family(
     ),
     build=Build(
         float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
-        adjust=adjust,
+        patch_module=patch_module,
     ),
     tensor_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
     layout=LAYOUT,

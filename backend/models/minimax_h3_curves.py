@@ -32,7 +32,10 @@ class Modulation(MiniMaxH3AdaLayerNormModulation):
 
     def forward(self, temb):
         return (
-            self.linear(temb).view(-1, 6 * self.hidden_size).to(self.beside[0].weight.dtype).chunk(6, dim=-1)
+            self.linear(temb)
+            .view(-1, 6 * self.hidden_size)
+            .to(self.weight_source[0].weight.dtype)
+            .chunk(6, dim=-1)
         )
 
 
@@ -46,15 +49,15 @@ class Out(MiniMaxH3AdaLayerNormOut):
         return self.norm(hidden_states) * (1.0 + scale) + shift
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """The table in place of sines and their layers."""
-    minimax_h3.adjust(transformer, config)
+    minimax_h3.patch_module(transformer, config)
     transformer.time_proj, transformer.time_embedder = (
         nn.Identity(),
         Curve(config["curve_points"], config["time_embed_dim"]),
     )
     for block in transformer.transformer_blocks:
-        block.adaln_proj.__class__, block.adaln_proj.beside = (
+        block.adaln_proj.__class__, block.adaln_proj.weight_source = (
             Modulation,
             (block.norm1,),
         )  # in a tuple: no submodule
@@ -79,7 +82,7 @@ FAMILY = replace(
     name="minimax-h3-curves",
     cache=replace(minimax_h3.FAMILY.cache, modulation=()),
     build=Build(
-        adjust=adjust,
+        patch_module=patch_module,
         float32=(*minimax_h3.FAMILY.build.float32, "*.adaln_proj.*", "norm_out.linear.*"),
     ),
     layout=LAYOUT,

@@ -29,8 +29,8 @@ def prepare(transformer, grid):
 
 def is_alpha(config):
     """Is the model told the picture's size? Older folders do not say, and mean the large model."""
-    given = config["use_additional_conditions"]
-    return config["sample_size"] == 128 if given is None else given
+    uses_size = config["use_additional_conditions"]
+    return config["sample_size"] == 128 if uses_size is None else uses_size
 
 
 def forward_args(config, grid, latent, timestep, cond):

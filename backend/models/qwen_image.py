@@ -43,7 +43,7 @@ class Rotary(torch.nn.Module):
         return self.table(places.positions.to(device)), self.table(text[:, None].expand(-1, 3))
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Positions as in ComfyUI, and timesteps that are not rounded."""
     keep_timestep(
         transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1
@@ -54,7 +54,7 @@ def adjust(transformer, config):
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references behind; diffusers multiplies the timestep by 1000 itself."""
     batch, how = latent.shape[0], references.method(cond, default_method(config))
-    rows = [(1, 1, grid.tokens), (1, 1, references.rows(config, grid, cond))]
+    shapes = [(1, 1, grid.tokens), (1, 1, references.token_count(config, grid, cond))]
     marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is behind the first shape
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
@@ -62,7 +62,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states_mask=cond.get("attention_mask"),
         timestep=sigma.expand(batch),
         img_shapes=Places(
-            [rows if marked else [(1, 1, rows[0][2] + rows[1][2])]] * batch,
+            [shapes if marked else [(1, 1, shapes[0][2] + shapes[1][2])]] * batch,
             references.all_positions(grid, cond, how, latent.device, centred=True),
             max(grid.counts[1:]) // 2,
         ),
@@ -142,12 +142,12 @@ FAMILY = Family(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
-        context_tokens=references.rows,
+        context_tokens=references.token_count,
         refusal=refusal,
     ),
     cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
     build=Build(
-        adjust=adjust,
+        patch_module=patch_module,
         only={
             "use_additional_t_cond": (False, "Qwen-Image-Layered"),
             "use_layer3d_rope": (False, "Qwen-Image-Layered"),

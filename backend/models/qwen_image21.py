@@ -55,19 +55,19 @@ class BlockCausal:
         def heads(layer):
             return layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
 
-        def turned(norm, layer):
+        def rotated(norm, layer):
             return theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(
                 1, 2
             )
 
         query, key, value = (
-            turned(attn.norm_q, attn.to_q),
-            turned(attn.norm_k, attn.to_k),
+            rotated(attn.norm_q, attn.to_q),
+            rotated(attn.norm_k, attn.to_k),
             heads(attn.to_v).transpose(1, 2),
         )
         whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
-        rows, seen = token_mixing.text_rows(whole), None
-        if rows:
+        length, seen = token_mixing.text_tokens(whole), None
+        if length:
             seen = before(tuple(segments), query.device)
             seen = seen if visible is None else seen & visible[..., :whole]
 
@@ -76,8 +76,8 @@ class BlockCausal:
 
         out = torch.cat(
             [
-                attend(query[:, :, :rows], key[:, :, :rows], value[:, :, :rows], mask=seen),
-                attend(query[:, :, rows:], key, value, mask=visible),
+                attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], mask=seen),
+                attend(query[:, :, length:], key, value, mask=visible),
             ],
             dim=2,
         )
@@ -94,7 +94,7 @@ def before(segments, device):
     return (torch.arange(len(ends)) < ends[:, None])[None, None].to(device)
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
     transformer.__class__ = Slotted
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
@@ -105,11 +105,11 @@ def adjust(transformer, config):
 def pieces(grid, cond):
     """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is
     made. References are behind the text where no slot is told."""
-    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
-    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[rows] * len(found)][
+    found, length = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[length] * len(found)][
         : len(found)
     ]
-    return list(zip((0, *slots), (*slots, rows), (*found, grid)))
+    return list(zip((0, *slots), (*slots, length), (*found, grid)))
 
 
 def positions(grid, cond, device):
@@ -133,7 +133,7 @@ def positions(grid, cond, device):
     return torch.cat(found)
 
 
-def text_rows(cond):
+def text_tokens(cond):
     """Rows of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
 
@@ -147,11 +147,11 @@ def forward_args(config, grid, latent, sigma, cond):
         cond["c_crossattn"],
         cond.get("attention_mask"),
     )
-    rows, visible, marks = [], [], []
+    tokens, visible, marks = [], [], []
     slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
     for lo, hi, one in pieces(grid, cond):
         slots = one.tokens // slot
-        rows += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
+        tokens += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
         visible += (
             []
             if mask is None
@@ -162,10 +162,10 @@ def forward_args(config, grid, latent, sigma, cond):
     made = (
         grid.tokens // slot - grid.tokens // SLOT
     )  # of the latent's own slots diffusers adds those of 2 x 2
-    rows[-1], visible[-1:] = rows[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
+    tokens[-1], visible[-1:] = tokens[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
     return dict(
         hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
-        encoder_hidden_states=torch.cat(rows, dim=1).expand(batch, -1, -1),
+        encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
         encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
         timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
         img_mask=torch.cat(marks).to(device)[None],
@@ -175,7 +175,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """What the sequence is made of must fit."""
-    found, rows = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    found, length = references.grids(grid, cond), cond["c_crossattn"].shape[1]
     wrong = references.wrong_references(grid, cond)
     if wrong:
         return wrong
@@ -190,15 +190,15 @@ def refusal(config, grid, cond):
             "same places; sample the prompts one after the other."
         )
     slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
-    if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= rows for slot in slots):
+    if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= length for slot in slots):
         return (
             f"image_slots is {slots}, but it is where each of the {len(found)} references stands among "
-            f"the {rows} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+            f"the {length} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
         )
     mask = cond.get("attention_mask")
-    if not rows or mask is not None and (tuple(mask.shape[1:]) != (rows,) or not mask[:, 0].all()):
+    if not length or mask is not None and (tuple(mask.shape[1:]) != (length,) or not mask[:, 0].all()):
         return (
-            f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {rows} "
+            f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {length} "
             f"rows of prompt; give it one for each row, with padding behind the prompt."
         )
     return None
@@ -255,11 +255,11 @@ FAMILY = Family(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
         required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["context_in_dim"]},
-        text_tokens=text_rows,
+        text_tokens=text_tokens,
         refusal=refusal,
     ),
     cache=Cache(static_text=True, prompt_modules=("txt_in",)),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     layout=LAYOUT,
     # the text is modulated by the step
     variant=lambda config: {} if config.get("causal_condition", True) else {"cache.static_text": False},

@@ -28,7 +28,9 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
             x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
         )
         v = F.pad(v, (0, 1), value=1.0)
-        out = q @ token_mixing.whole_sum(lambda rows: k[:, :, rows].transpose(2, 3) @ v[:, :, rows])
+        out = q @ token_mixing.sum_over_tokens(
+            lambda tokens: k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
+        )
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
@@ -40,9 +42,9 @@ class MixedMLP(GLUMBConv):
 
     def forward(self, hidden_states):
         n = hidden_states.shape[2]
-        rows, first, before = token_mixing.all_around(hidden_states[..., 0].transpose(1, 2), self.width + 1)
+        tokens, first, before = token_mixing.with_halo(hidden_states[..., 0].transpose(1, 2), self.width + 1)
         front = first % self.width
-        lines = F.pad(rows, (0, 0, front, -(front + rows.shape[1]) % self.width)).unflatten(
+        lines = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width)).unflatten(
             1, (-1, self.width)
         )
         out = super().forward(lines.permute(0, 3, 1, 2)).flatten(2)
@@ -74,7 +76,7 @@ class Block(SanaTransformerBlock):
         )
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """The same modules and weights, with the methods above."""
     for block in transformer.transformer_blocks:
         block.__class__, block.ff.__class__ = Block, MixedMLP
@@ -151,7 +153,7 @@ FAMILY = Family(
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
     build=Build(
-        adjust=adjust,
+        patch_module=patch_module,
         only={
             "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
         },

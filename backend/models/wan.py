@@ -20,10 +20,13 @@ class ImageFirst(WanAttnProcessor):
     """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows.
     ``rows``: of image features."""
 
-    rows = 0
+    image_tokens = 0
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        image, text = encoder_hidden_states[:, : self.rows], encoder_hidden_states[:, self.rows :]
+        image, text = (
+            encoder_hidden_states[:, : self.image_tokens],
+            encoder_hidden_states[:, self.image_tokens :],
+        )
 
         def apart(x):
             return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
@@ -42,11 +45,11 @@ def embed_image(embedder, processor, features):
     positions, of which ComfyUI uses as many as there are rows."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
-    processor.rows = features.shape[1]
+    processor.image_tokens = features.shape[1]
     return embedder.norm2(embedder.ff(embedder.norm1(features)))
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Image features and text of any length."""
     embedder, processor = transformer.condition_embedder.image_embedder, ImageFirst()
     if embedder is not None:
@@ -173,7 +176,7 @@ LAYOUT = Layout(
     },
 )
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
-GIVEN_FRAMES = {
+FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "conditioning.accepted": ("c_crossattn", "denoise_mask", "clip_fea"),
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
@@ -197,8 +200,8 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
-    build=Build(adjust=adjust),
+    build=Build(patch_module=patch_module),
     tensor_plan=COMMON,
     layout=LAYOUT,
-    variant=lambda config: GIVEN_FRAMES if config["out_channels"] == 48 else {},
+    variant=lambda config: FRAME_TIMESTEPS if config["out_channels"] == 48 else {},
 )

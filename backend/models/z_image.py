@@ -10,10 +10,10 @@ from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Text and image are padded to a multiple of this many rows.
-ROWS = 32
+TEXT_MULTIPLE = 32
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """diffusers fixes these widths at what they are in the released size."""
     if "feed_forward_width" not in config:
         return
@@ -40,7 +40,7 @@ def refusal(config, grid, cond):
     """Position tables have an end; the text, padded, comes first, and the image stands behind it."""
     most, needed = (
         tuple(config["axes_lens"]),
-        (-(-cond["c_crossattn"].shape[1] // ROWS) * ROWS + 2, *grid.counts[1:]),
+        (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:]),
     )
     return (
         None
@@ -125,7 +125,7 @@ FAMILY = Family(
         lists={"layers": JOINED},
         image="x",
         text_position="last",  # rows that pad the image to a multiple of 32 count as text
-        shares={"adaLN_modulation.*": lambda config: 0},
+        flop_shares={"adaLN_modulation.*": lambda config: 0},
         per_token={"freqs_cis": ("joint", 1)},
         heads=lambda config: config["n_heads"],
         head_size=lambda config: config["dim"] // config["n_heads"],
@@ -138,7 +138,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     build=Build(
-        adjust=adjust,
+        patch_module=patch_module,
         only={
             "siglip_feat_dim": (None, "Z-Image Omni"),
             "all_patch_size": ((2,), "a Z-Image of other patches"),

@@ -63,7 +63,12 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
     def share(name):
         return next(
-            (part(config) for pattern, part in family.blocks.shares.items() if fnmatchcase(name, pattern)), 1
+            (
+                part(config)
+                for pattern, part in family.blocks.flop_shares.items()
+                if fnmatchcase(name, pattern)
+            ),
+            1,
         )
 
     return sum(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.common import token_mixing
-from ..models.common.token_mixing import Around
+from ..models.common.token_mixing import Halo
 from . import comm
 from .sequence import Span
 
@@ -35,8 +35,13 @@ class Mixing:
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)
 
+<<<<<<< HEAD
     def whole_sum(self, part: Callable[[slice], Tensor]) -> Tensor:
         """Sum over ranks and patches (token_mixing.whole_sum)."""
+=======
+    def sum_over_tokens(self, part) -> Tensor:
+        """mixing.whole_sum over ranks and patches."""
+>>>>>>> w2
         call, buffers = self.attention.call, self.attention.buffers
         if call is None:
             return part(slice(None))
@@ -61,6 +66,7 @@ class Mixing:
             return share
         return comm.all_reduce(share.contiguous(), self.sp, "linear-attention state")
 
+<<<<<<< HEAD
     def all_around(self, x: Tensor, reach: int) -> Around:
         """Return the tokens and their halo over ranks and patches (token_mixing.all_around)."""
         call, buffers = self.attention.call, self.attention.buffers
@@ -82,6 +88,33 @@ class Mixing:
 
     def text_rows(self, whole: int) -> int:
         """Count the text tokens at hand (token_mixing.text_rows)."""
+=======
+    def with_halo(self, x: Tensor, reach: int) -> Halo:
+        """mixing.all_around over ranks and patches."""
+        call, buffers = self.attention.call, self.attention.buffers
+        if call is None:
+            return Halo(x, 0, 0)
+        where, rows = call.next()[1], call.rows
+        if buffers is None and self.sp.size == 1:
+            return Halo(x, 0, 0)
+        own = rows.local.image
+        near = _near(own, reach, rows.sequence.image)
+        if buffers is None:
+            return Halo(
+                self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image),
+                near.lo,
+                own.lo - near.lo,
+            )
+        shapes = [(x.shape[0], length, x.shape[2]) for length in rows.lengths("image")]
+        fresh = torch.cat(comm.gather(x, shapes, self.sp, "surroundings"), dim=1)
+        (kept,) = buffers.refresh(
+            where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items
+        )
+        return Halo(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
+
+    def text_tokens(self, whole: int) -> int:
+        """mixing.text_rows over ranks and patches."""
+>>>>>>> w2
         call = self.attention.call
         return whole if call is None else len(call.tokens.local.text)
 

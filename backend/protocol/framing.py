@@ -25,7 +25,7 @@ MAX_HELLO = 4096
 #: arrived.
 MAX_UNSEEN = 1 << 28
 #: Parts of a frame below this size are joined: a system call each would cost more.
-SMALL_PART = 1 << 15
+SMALL_CHUNK = 1 << 15
 #: Attribute of a received message: the buffers of its frame.
 CAME = "_came"
 #: Longest integer in a header, enough for 64 bits and a sign.
@@ -113,19 +113,19 @@ def _places(cls: type, table: bytes, size: int) -> list[bodies.Place]:
 
 def send(sock, message):
     """Write one message to a connected socket."""
-    for part in _joined(encode(message)):
-        sock.sendall(part)
+    for chunk in _joined(encode(message)):
+        sock.sendall(chunk)
 
 
-def _joined(parts: list):
+def _joined(chunks: list):
     """``parts`` with small neighbours in one; none is empty, since a write of nothing still fails once the
     peer has hung up."""
     small = b""
-    for part in parts:
-        if len(part) < SMALL_PART:
-            small += part
+    for chunk in chunks:
+        if len(chunk) < SMALL_CHUNK:
+            small += chunk
             continue
-        yield from filter(None, [small, part])
+        yield from filter(None, [small, chunk])
         small = b""
     yield from filter(None, [small])
 

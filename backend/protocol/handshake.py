@@ -44,7 +44,7 @@ def proof(token: str, role: str, client_nonce: str, backend_nonce: str) -> str:
     return hmac.digest(token.encode(errors="surrogateescape"), label.encode(), "sha256").hex()
 
 
-def is_proof(given: str, token: str, role: str, client_nonce: str, backend_nonce: str) -> bool:
+def is_proof(received: str, token: str, role: str, client_nonce: str, backend_nonce: str) -> bool:
     """Tell whether ``given`` is that proof, in a time that does not depend on where the two differ."""
     expected = proof(token, role, client_nonce, backend_nonce)
-    return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
+    return hmac.compare_digest(received.encode(errors="replace"), expected.encode())

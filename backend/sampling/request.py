@@ -108,7 +108,7 @@ class Request:
         return self.prediction.denoised(x, sigma, output)
 
     def _carried(self, which, sigma, like):
-        return self.grid.per_row([factors[which] for factors in self.carry(sigma)]).to(like)
+        return self.grid.per_token([factors[which] for factors in self.carry(sigma)]).to(like)
 
     def start(self) -> Tensor:
         """The solver's first x, (B, N, F)."""

@@ -17,7 +17,7 @@ from ..protocol import ModelCall
 MOST_CLIENTS = 4
 
 
-class KeptArguments:
+class ArgumentCache:
     """client -> key -> tensor on ``device``."""
 
     def __init__(self, device: torch.device):
@@ -43,20 +43,22 @@ class KeptArguments:
 
     def filled(self, call: ModelCall) -> ModelCall:
         """``call`` with the tensors that it refers to; changes nothing."""
-        kept = self.clients.get(call.client, {})
-        return replace(call, tensors={**call.tensors, **{name: kept[key] for name, key in call.kept.items()}})
+        cached = self.clients.get(call.client, {})
+        return replace(
+            call, tensors={**call.tensors, **{name: cached[key] for name, key in call.kept.items()}}
+        )
 
     def update(self, call: ModelCall):
         """Forget and keep what ``call`` says."""
-        kept = self.clients.pop(call.client, {})
+        cached = self.clients.pop(call.client, {})
         for key in call.forget:
-            kept.pop(key, None)
+            cached.pop(key, None)
         for name, key in call.keep.items():
-            kept[key] = call.tensors[name].to(
+            cached[key] = call.tensors[name].to(
                 self.device, copy=True
             )  # a copy: what came over the socket is a view of the whole message
-        if kept:
-            self.clients[call.client] = kept
+        if cached:
+            self.clients[call.client] = cached
         while len(self.clients) > MOST_CLIENTS:
             self.clients.pop(next(iter(self.clients)))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..protocol.framing import decode, encode
-from .shared_memory import Slab
+from .shared_memory import SharedBuffer
 
 #: Bytes of header, table and body, and the body's number in the shared memory; 0 where it follows by
 #: broadcast.
@@ -25,66 +25,69 @@ class Dispatcher:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.ranks = dist.get_world_size(group)
-        self.slab = self._shared(dist.get_rank(group)) if self.ranks > 1 else None
+        self.buffer = self._shared(dist.get_rank(group)) if self.ranks > 1 else None
 
-    def _shared(self, rank: int) -> Slab | None:
+    def _shared(self, rank: int) -> SharedBuffer | None:
         """Memory that every rank has, or None."""
-        slab = told = None
+        buffer = address = None
         try:
-            slab, told = Slab.make(self.ranks) if rank == 0 else (None, None)
+            buffer, address = SharedBuffer.make(self.ranks) if rank == 0 else (None, None)
         except (OSError, AttributeError):
             pass
-        told = self.answers(told)[0]
+        address = self.all_gather_object(address)[0]
         try:
-            slab = slab or told and Slab.join(told, self.ranks, rank)
+            buffer = buffer or address and SharedBuffer.join(address, self.ranks, rank)
         except (OSError, ValueError):
             pass
-        return slab if all(self.answers(slab is not None)) else None
+        return buffer if all(self.all_gather_object(buffer is not None)) else None
 
-    def tell(self, message):
+    def broadcast(self, message):
         """Rank 0: send ``message`` to every other rank, where there are some."""
         if self.ranks == 1:
             return
         _, header, table, *data = encode(message)
-        parts = [torch.frombuffer(part, dtype=torch.uint8) for part in data]
-        number = self.slab.write(parts) if self.slab and parts else 0
-        head = SIZES.pack(len(header), len(table), sum(map(len, parts)), number) + header + table
-        self._broadcast(torch.frombuffer(bytearray(head[:FIRST].ljust(FIRST)), dtype=torch.uint8))
+        chunks = [torch.frombuffer(chunk, dtype=torch.uint8) for chunk in data]
+        number = self.buffer.write(chunks) if self.buffer and chunks else 0
+        head = SIZES.pack(len(header), len(table), sum(map(len, chunks)), number) + header + table
+        self._broadcast_bytes(torch.frombuffer(bytearray(head[:FIRST].ljust(FIRST)), dtype=torch.uint8))
         if len(head) > FIRST:
-            self._broadcast(torch.frombuffer(bytearray(head[FIRST:]), dtype=torch.uint8))
-        if parts and not number:
-            self._broadcast(
-                parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._broadcast_bytes(torch.frombuffer(bytearray(head[FIRST:]), dtype=torch.uint8))
+        if chunks and not number:
+            self._broadcast_bytes(
+                chunks[0] if len(chunks) == 1 else torch.cat(chunks)
             )  # what came over the socket is one part
 
-    def hear(self):
+    def receive(self):
         """Other ranks: the next message of rank 0."""
-        head = self._broadcast(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
+        head = self._broadcast_bytes(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
         header, table, body, number = SIZES.unpack_from(head)
         size = SIZES.size + header + table
         if size > FIRST:
-            head += self._broadcast(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
+            head += self._broadcast_bytes(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
         return decode(
             head[SIZES.size : SIZES.size + header], head[SIZES.size + header : size], self._body(number, body)
         )
 
     def _body(self, number: int, size: int) -> Tensor:
         if number:
-            return self.slab.read(number, size)
+            return self.buffer.read(number, size)
         data = torch.empty(size, dtype=torch.uint8)
-        return self._broadcast(data) if size else data
+        return self._broadcast_bytes(data) if size else data
 
-    def _broadcast(self, x: Tensor) -> Tensor:
+    def _broadcast_bytes(self, x: Tensor) -> Tensor:
         dist.broadcast(x, 0, group=self.group)
         return x
 
-    def answers(self, answer) -> list:
+    def all_gather_object(self, value) -> list:
         """Every rank's JSON-able ``answer``, on every rank, in order of ranks."""
-        data = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
-        rows = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(rows, padded, group=self.group)
-        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes)]
+        gathered = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [
+            json.loads(data_of_rank[: int(size)].numpy().tobytes())
+            for data_of_rank, size in zip(gathered, sizes)
+        ]

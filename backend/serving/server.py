@@ -119,12 +119,12 @@ class Client:
         try:
             answer = receive(self.connection, limit=MAX_HELLO)
         except OSError:
-            self.server.tell_of_stranger("did not answer this backend's proof; its token may be another")
+            self.server.log_stranger("did not answer this backend's proof; its token may be another")
             raise
         if not isinstance(answer, Proof) or not handshake.is_proof(
             answer.proof, token, handshake.CLIENT, hello.nonce, nonce
         ):
-            self.server.tell_of_stranger("does not know this backend's token")
+            self.server.log_stranger("does not know this backend's token")
             raise ProtocolError("the token is not this backend's; connections without it are closed.")
 
     def _handle(self, message):
@@ -197,7 +197,7 @@ class Server:
             return self.clients.acquire(timeout=HELLO_SECONDS)
         return False
 
-    def tell_of_stranger(self, what: str):
+    def log_stranger(self, what: str):
         """Write to the log that a client ``what`` and was not let in, unless the last such line is new."""
         if (now := time.monotonic()) >= self._next_log:
             self._next_log = now + STRANGER_LOG_SECONDS

@@ -20,7 +20,7 @@ HEAD = 1 << 16
 COUNT = struct.Struct("!Q")
 
 
-class Slab:
+class SharedBuffer:
     """One body at a time; ``make`` it on rank 0, ``join`` it on the others."""
 
     def __init__(self, file: int, ranks: int, rank: int):
@@ -28,33 +28,33 @@ class Slab:
         self.data = torch.frombuffer(mmap.mmap(file, HEAD + MAX_BYTES), dtype=torch.uint8)[HEAD:]
 
     @classmethod
-    def make(cls, ranks: int) -> tuple["Slab", list]:
+    def make(cls, ranks: int) -> tuple["SharedBuffer", list]:
         """A new one, and what the other ranks must be told of it. OSError, AttributeError where this system
         has none."""
         file, sign = os.memfd_create("parallel-dit"), secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
-        slab = cls(file, ranks, 0)
-        slab.data[: len(sign)] = torch.frombuffer(bytearray(sign), dtype=torch.uint8)
-        return slab, [os.getpid(), file, sign.hex()]
+        buffer = cls(file, ranks, 0)
+        buffer.data[: len(sign)] = torch.frombuffer(bytearray(sign), dtype=torch.uint8)
+        return buffer, [os.getpid(), file, sign.hex()]
 
     @classmethod
-    def join(cls, told: list, ranks: int, rank: int) -> "Slab":
+    def join(cls, address: list, ranks: int, rank: int) -> "SharedBuffer":
         """Rank 0's. OSError, ValueError where it is on another machine."""
-        pid, file, sign = told
-        slab = cls(os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR), ranks, rank)
-        if slab.data[:16].numpy().tobytes().hex() != sign:
+        pid, file, sign = address
+        buffer = cls(os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR), ranks, rank)
+        if buffer.data[:16].numpy().tobytes().hex() != sign:
             raise ValueError("another machine has such a file too")
-        return slab
+        return buffer
 
-    def write(self, parts: list[Tensor]) -> int:
+    def write(self, chunks: list[Tensor]) -> int:
         """Rank 0: place ``parts`` (uint8) behind each other; the body's number, or 0 where it does not fit or
         some rank has not read the one before."""
-        if sum(map(len, parts)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
+        if sum(map(len, chunks)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
             return 0
         at = 0
-        for part in parts:
-            self.data[at : at + len(part)] = part
-            at += len(part)
+        for chunk in chunks:
+            self.data[at : at + len(chunk)] = chunk
+            at += len(chunk)
         self.sent += 1
         return self.sent
 

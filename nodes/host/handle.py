@@ -83,8 +83,8 @@ def _load(
     at_hand = backend_at_hand(config)
     if (
         make_room
-        and (at_hand is None or not at_hand.alive(check))
-        and not keeps_weights(config, check)
+        and (at_hand is None or not at_hand.alive())
+        and not keeps_weights(config)
         and config.device != "cpu"
     ):
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs

@@ -23,9 +23,9 @@ def body(index: int) -> torch.Tensor:
 def heard(dispatcher: Dispatcher, index: int) -> bool:
     """Rank 0 tells a message, the others compare it with what it should be."""
     if dist.get_rank() == 0:
-        dispatcher.tell(Result({"index": index}, {"half": body(index).half(), "whole": body(index)}))
+        dispatcher.broadcast(Result({"index": index}, {"half": body(index).half(), "whole": body(index)}))
         return True
-    message = dispatcher.hear()
+    message = dispatcher.receive()
     return (
         message.stats == {"index": index}
         and message.tensors["whole"].equal(body(index))
@@ -37,12 +37,12 @@ def tell_all(dispatcher: Dispatcher) -> dict:
     """Rank -> what it heard rightly; and how many bodies rank 0 put into shared memory."""
     found = [heard(dispatcher, index) for index in range(len(ELEMENTS))]
     if dist.get_rank() == 0:
-        dispatcher.tell(Ping())
+        dispatcher.broadcast(Ping())
     else:
-        found.append(dispatcher.hear() == Ping())
+        found.append(dispatcher.receive() == Ping())
     return {
-        "right": dispatcher.answers(all(found)),
-        "shared": dispatcher.slab.sent if dispatcher.slab else None,
+        "right": dispatcher.all_gather_object(all(found)),
+        "shared": dispatcher.buffer.sent if dispatcher.buffer else None,
     }
 
 
@@ -50,7 +50,7 @@ def main(out: str):
     dist.init_process_group("gloo")
     shared_memory.MAX_BYTES = FITS
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
-    alone.slab = None
+    alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

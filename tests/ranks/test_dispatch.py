@@ -5,7 +5,7 @@ import torch
 from launch import run_ranks
 
 from backend.serving import shared_memory
-from backend.serving.shared_memory import Slab
+from backend.serving.shared_memory import SharedBuffer
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -15,10 +15,10 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     assert results["shared"]["shared"] >= 1 and results["by broadcast"]["shared"] is None
 
 
-def pair(ranks: int = 2) -> list[Slab]:
+def pair(ranks: int = 2) -> list[SharedBuffer]:
     """Every rank's end, all in this process."""
-    first, told = Slab.make(ranks)
-    return [first, *(Slab.join(told, ranks, rank) for rank in range(1, ranks))]
+    first, told = SharedBuffer.make(ranks)
+    return [first, *(SharedBuffer.join(told, ranks, rank) for rank in range(1, ranks))]
 
 
 def test_a_body_stays_until_every_rank_has_it():
@@ -39,8 +39,8 @@ def test_what_does_not_fit_is_sent_otherwise(monkeypatch):
 
 
 def test_a_file_of_the_same_number_on_another_machine_is_not_taken_for_it():
-    first, (pid, file, sign) = Slab.make(2)
+    first, (pid, file, sign) = SharedBuffer.make(2)
     with pytest.raises(ValueError, match="another machine"):
-        Slab.join([pid, file, "0" * len(sign)], 2, 1)
+        SharedBuffer.join([pid, file, "0" * len(sign)], 2, 1)
     with pytest.raises(OSError):
-        Slab.join([pid, 10**6, sign], 2, 1)
+        SharedBuffer.join([pid, 10**6, sign], 2, 1)

@@ -61,7 +61,7 @@ class Rank0(Leader):
             welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
         )
 
-    def tell(self, message):
+    def broadcast(self, message):
         """In the dispatcher's place."""
         raise Told
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from backend.client.argument_cache import LEAST_BYTES, MOST_VALUES, KeptArguments
+from backend.client.argument_cache import LEAST_BYTES, MOST_VALUES, ArgumentCache
 from backend.protocol import ModelCall
 from backend.serving.argument_cache import MOST_CLIENTS
-from backend.serving.argument_cache import KeptArguments as Ranks
+from backend.serving.argument_cache import ArgumentCache as Ranks
 
 SIZE = LEAST_BYTES // 4
 
@@ -28,7 +28,7 @@ def arrives(client, ranks, sent: ModelCall) -> tuple[ModelCall, ModelCall]:
 
 
 def test_equal_values_are_sent_once_and_changed_ones_again():
-    client, ranks, prompt = KeptArguments(), Ranks(torch.device("cpu")), torch.randn(SIZE)
+    client, ranks, prompt = ArgumentCache(), Ranks(torch.device("cpu")), torch.randn(SIZE)
     sent = {"x": torch.randn(SIZE), "cond.c_crossattn": prompt, "cond.y": torch.ones(3)}
     wires = [
         arrives(client, ranks, call(**sent))[0],
@@ -47,7 +47,7 @@ def test_equal_values_are_sent_once_and_changed_ones_again():
 def test_any_byte_that_changes_is_noticed(dtype):
     """In every place of a tensor whose size in bytes is no multiple of 8, transposed or not."""
     value = torch.ones(LEAST_BYTES // 5, 7, dtype=dtype)
-    client = KeptArguments()
+    client = ArgumentCache()
     for place in (None, 0, -1, -3, value.numel() // 2):
         if place is not None:
             value.view(-1)[place] = 0
@@ -60,7 +60,7 @@ def test_any_byte_that_changes_is_noticed(dtype):
 
 
 def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
-    client, ranks = KeptArguments(), Ranks(torch.device("cpu"))
+    client, ranks = ArgumentCache(), Ranks(torch.device("cpu"))
     prompts = [call(**{"cond.c_crossattn": torch.full((SIZE,), float(i))}) for i in range(MOST_VALUES + 2)]
     for prompt in prompts + prompts[-2:]:
         wire, _ = arrives(client, ranks, prompt)
@@ -70,7 +70,7 @@ def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
 
 def test_ranks_keep_copies_and_a_few_clients_only():
     ranks, value = Ranks(torch.device("cpu")), torch.zeros(SIZE)
-    clients = [KeptArguments() for _ in range(MOST_CLIENTS + 1)]
+    clients = [ArgumentCache() for _ in range(MOST_CLIENTS + 1)]
     for client in clients:
         arrives(client, ranks, call(**{"cond.c_crossattn": value}))
     assert ranks.missing(clients[0].shortened(call(**{"cond.c_crossattn": value}))) == ["cond.c_crossattn"]
@@ -83,7 +83,7 @@ def test_ranks_keep_copies_and_a_few_clients_only():
 def test_a_refused_call_leaves_the_ranks_as_they_are():
     ranks, wire = (
         Ranks(torch.device("cpu")),
-        KeptArguments().shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)})),
+        ArgumentCache().shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)})),
     )
     ranks.filled(wire)
     assert not ranks.clients

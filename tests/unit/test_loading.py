@@ -154,7 +154,7 @@ from dataclasses import replace
 from backend.parallel import mesh
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.report import peak_bytes
+from backend.loading.load_report import peak_bytes
 stage = Engine(ParallelConfig(pipefusion_degree=2), replace(mesh.single(), pp=mesh.Axis(None, 0, 2, (0, 1))))
 stage.check_load({path!r}, "fp32")
 before = peak_bytes(stage.mesh.device)

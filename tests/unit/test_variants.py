@@ -600,7 +600,7 @@ def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
     grid = engine.models["tiny"].family.latent.grid(
         engine.models["tiny"].config, sample.tensors["noise"].shape[1:], sample.latent_shapes
     )
-    assert rows == [part.tokens for part in grid.parts] * 2 and [
+    assert rows == [part.tokens for part in grid.grids] * 2 and [
         len(embed.modulation) for embed in levels
     ] == [2, 3, 2, 3]
     kept = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)

@@ -75,7 +75,7 @@ class Inputs:
     guided: bool = False
     inverted: bool = False
     counts: bool = False
-    behind: bool = False
+    image_last: bool = False
 
     def __call__(
         self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
@@ -95,7 +95,7 @@ class Inputs:
                 torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device),
             ),
             "img_ids": lambda: _positions(
-                grid, latent.device, cond["c_crossattn"].shape[1] if self.behind else 0
+                grid, latent.device, cond["c_crossattn"].shape[1] if self.image_last else 0
             ),
             "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
             "original_size": lambda: _pixels(grid, latent),
@@ -137,8 +137,8 @@ def _positions(grid, device, start):
 
 
 def _text_positions(text, counts):
-    rows = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
-    return torch.cat([torch.zeros_like(rows), rows, rows], dim=1)
+    numbers = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
+    return torch.cat([torch.zeros_like(numbers), numbers, numbers], dim=1)
 
 
 def _pixels(grid, latent):
@@ -151,7 +151,7 @@ def unknown(cls: type) -> Family:
         name=cls.__name__,
         transformer=cls.__name__,
         latent=Latent(channels=lambda config: 1, patch=lambda config: (1, 1, 1)),
-        io=ModelIO(lambda *arguments: {}, lambda output, grid: output),
+        io=ModelIO(arguments=lambda *arguments: {}, output=lambda output, grid: output),
         blocks=Blocks(lists={}),
         conditioning=Conditioning(accepted=(), required=(), widths=lambda config: {}),
         layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
@@ -268,14 +268,14 @@ def _inputs(cls, config) -> Inputs:
             f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
             f"add a family."
         )
-    counts, behind = POSITIONS.get(cls.__name__, (False, False))
+    counts, image_last = POSITIONS.get(cls.__name__, (False, False))
     return Inputs(
         names,
         packed="img_ids" in names,
         video=is_video(cls),
         guided=bool(config.get("guidance_embeds")),
         counts=counts,
-        behind=behind,
+        image_last=image_last,
     )
 
 

@@ -64,15 +64,15 @@ def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
     return found
 
 
-def _kind(rows: tuple[int, int], sizes) -> str | None:
+def _kind(tokens: tuple[int, int], sizes) -> str | None:
     """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the
     same in both."""
     (image, text), (image2, text2) = sizes
-    if rows == (image, image2):
+    if tokens == (image, image2):
         return "image"
-    if rows[0] - text == rows[1] - text2 >= 0:
+    if tokens[0] - text == tokens[1] - text2 >= 0:
         return "text"
-    if rows[0] - image - text == rows[1] - image2 - text2 >= 0:
+    if tokens[0] - image - text == tokens[1] - image2 - text2 >= 0:
         return "joint"
     return None
 
@@ -96,7 +96,7 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
 def _attention(calls, sizes) -> tuple[str, ...]:
     """Kinds of the attention calls of a block, the same in every block."""
     kinds = {
-        tuple(_attention_kind(rows, again, sizes) for rows, again in zip(call.attention, other.attention))
+        tuple(_attention_kind(tokens, again, sizes) for tokens, again in zip(call.attention, other.attention))
         for call, other in calls
     }
     if len(kinds) > 1 or kinds == {()}:
@@ -108,14 +108,14 @@ def _attention(calls, sizes) -> tuple[str, ...]:
     return kinds.pop()
 
 
-def _attention_kind(rows, again, sizes):
-    query, key = (_kind((rows[i], again[i]), sizes) for i in (0, 1))
+def _attention_kind(tokens, again, sizes):
+    query, key = (_kind((tokens[i], again[i]), sizes) for i in (0, 1))
     if query == key and query in ("image", "joint"):
         return query
     if query == "image" and key == "text":
         return "cross"
     raise Whole(
-        f"a block attends from {rows[0]} rows to {rows[1]}, which is neither the latent, nor latent and "
+        f"a block attends from {tokens[0]} rows to {tokens[1]}, which is neither the latent, nor latent and "
         f"prompt, nor the prompt"
     )
 
@@ -125,13 +125,13 @@ def _layers(calls, sizes) -> dict:
     that have them; the others are counted as the latent's or as all rows'."""
     kinds: dict[str, set] = {}
     for call, again in calls:
-        for name, rows in call.layers.items():
+        for name, tokens in call.layers.items():
             kinds.setdefault(name, set()).update(
-                "none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(rows, again.layers[name])
+                "none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(tokens, again.layers[name])
             )
     return dict(
         text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
-        shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
+        flop_shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
     )
 
 
@@ -141,17 +141,17 @@ def _per_token(calls, streams, sizes, texts) -> dict:
     for call, again in calls:
         masks = {mask.data_ptr() for mask in call.masks}
         for name, value in call.arguments.items():
-            parts, others = (
+            tensors, others = (
                 v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name])
             )
             if (
                 name in streams.values()
-                or not parts
-                or not all(isinstance(part, Tensor) for part in parts)
-                or any(part.data_ptr() in masks for part in parts)
+                or not tensors
+                or not all(isinstance(tensor, Tensor) for tensor in tensors)
+                or any(tensor.data_ptr() in masks for tensor in tensors)
             ):
                 continue
-            places = [_place(part.shape, other.shape, sizes) for part, other in zip(parts, others)]
+            places = [_place(tensor.shape, other.shape, sizes) for tensor, other in zip(tensors, others)]
             if any(places):
                 if None in places or len({dim for _, dim in places}) > 1:
                     raise Whole(f"its blocks take {name!r}, of which only a part has a row for every token")
@@ -174,10 +174,10 @@ def _text_position(small: Trace, other: Trace, size) -> str:
     """Where text sits among the keys of the first attention: the rows that another latent leaves as they
     are."""
     changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
-    image, rows = size[0], len(changed)
+    image, tokens = size[0], len(changed)
     for position, expected in (
-        ("first", [False] * (rows - image) + [True] * image),
-        ("last", [True] * image + [False] * (rows - image)),
+        ("first", [False] * (tokens - image) + [True] * image),
+        ("last", [True] * image + [False] * (tokens - image)),
     ):
         if changed.tolist() == expected:
             return position
@@ -192,8 +192,12 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
     from ...parallel.sequence import Sequence, Span
+<<<<<<< HEAD
     from ...parallel.sequence import patches as patch_rows
     from ...parallel.step_context import StepContext
+=======
+    from ...parallel.sequence import patches as cut_patches
+>>>>>>> w2
 
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
     total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
@@ -203,10 +207,10 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
         stage.begin_request("auto", buffers)
         stage.attention.install()
         try:
-            spans = [None, *(rows.image for rows in patch_rows(Sequence(0, grid.tokens, None), patches))]
+            spans = [None, *(tokens.image for tokens in cut_patches(Sequence(0, grid.tokens, None), patches))]
             for span in spans:
                 buffers.begin_evaluation(0.0)
-                rows = slice(None) if span is None else slice(span.lo, span.hi)
+                tokens = slice(None) if span is None else slice(span.lo, span.hi)
                 output = cut.io.output(
                     stage.forward(
                         arguments,
@@ -215,10 +219,10 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                     ),
                     grid,
                 )
-                error = ((output - reference)[:, rows].norm() / reference[:, rows].norm()).item()
+                error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
                     raise Whole(
-                        f"a self-check failed: rows {rows.start or 0} to {rows.stop or grid.tokens} "
+                        f"a self-check failed: rows {tokens.start or 0} to {tokens.stop or grid.tokens} "
                         f"computed alone are {error:.1e} from the full forward"
                     )
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:

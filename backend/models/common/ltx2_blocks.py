@@ -28,7 +28,7 @@ LATENTS = Nested(
 STREAMS = ("hidden_states", "audio_hidden_states")
 
 
-class VideoAndSound(BlockAdapter):
+class VideoAndAudio(BlockAdapter):
     """Video and sound, each as wide as its part of the model, as one image stream: sound first, the narrower
     of them ending in zeros."""
 
@@ -38,25 +38,29 @@ class VideoAndSound(BlockAdapter):
     def image(self, blocks, call):
         return self.joined([call[name] for name in STREAMS])
 
-    def given(self, blocks, call, image, rows):
-        return dict(zip(STREAMS, self.divided(call, image, rows)))
+    def image_arguments(self, blocks, call, image, tokens):
+        return dict(zip(STREAMS, self.divided(call, image, tokens)))
 
     def returned(self, blocks, out):
         return {"text": None, "image": self.joined(out)}
 
-    def result(self, blocks, call, streams, rows):
-        return tuple(self.divided(call, streams["image"], rows))
+    def result(self, blocks, call, streams, tokens):
+        return tuple(self.divided(call, streams["image"], tokens))
 
     def joined(self, latents):
         width = max(latent.shape[2] for latent in latents)
         return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
 
-    def divided(self, call, image, rows):
+    def divided(self, call, image, tokens):
         """The way back of joined, for all tokens or this rank's."""
-        whole = image.shape[1] == rows.sequence.image
+        whole = image.shape[1] == tokens.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
         sizes = [
+<<<<<<< HEAD
             rows.sequence.length_of(name) if whole else len(rows.local_positions(name)) for name in names
+=======
+            tokens.sequence.rows_of(name) if whole else len(tokens.local_positions(name)) for name in names
+>>>>>>> w2
         ]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
@@ -100,13 +104,13 @@ class Levels(LTX2AdaLayerNormSingle):
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
-        levels, rows = timestep.unique(return_inverse=True)
+        levels, level_of_token = timestep.unique(return_inverse=True)
         self.modulation, embedding = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
-        return rows[:, None], embedding[rows]
+        return level_of_token[:, None], embedding[level_of_token]
 
-    def of(self, rows):
+    def of(self, tokens):
         """What get_mod_params takes for a block's ``rows`` of what forward gave, (B, rows, features)."""
-        return rows if rows.is_floating_point() else (self.modulation, rows[..., 0])
+        return tokens if tokens.is_floating_point() else (self.modulation, tokens[..., 0])
 
 
 class Block(LTX2VideoTransformerBlock):
@@ -129,8 +133,8 @@ class Block(LTX2VideoTransformerBlock):
         **kwargs,
     ):
         temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
-            levels.of(rows)
-            for levels, rows in zip(
+            levels.of(tokens)
+            for levels, tokens in zip(
                 self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)
             )
         )
@@ -153,9 +157,9 @@ class Block(LTX2VideoTransformerBlock):
     def get_mod_params(scale_shift_table, temb, batch_size):
         """As diffusers', for any number of rows, and for a few levels of many."""
         if isinstance(temb, tuple):
-            levels, rows = temb
+            levels, tokens = temb
             return tuple(
-                values[rows]
+                values[tokens]
                 for values in (
                     scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))
                 ).unbind(dim=1)
@@ -193,7 +197,7 @@ def highest(times, batch):
     return times.reshape(batch, -1).amax(dim=1)
 
 
-def hear_the_loudest(transformer, config):
+def gate_by_highest_level(transformer, config):
     """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI
     (there among those of the whole batch); diffusers' by its own rows'."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]

@@ -10,7 +10,7 @@ from torch import nn
 from ..key_layout import CompanionFolder, blocks_of
 
 #: Rows of a connected prompt, at least.
-ROWS = 1024
+LEAST_TOKENS = 1024
 #: Heads of the released connectors, by their width, and of smaller ones.
 CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}
 SMALL_CONNECTOR_HEADS = 4
@@ -21,9 +21,9 @@ def finish(connector, prompt):
     feature more, of zeros; of others nothing."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
-    rows, registers = prompt.shape[1], connector.num_learnable_registers
-    spare = -(-max(ROWS, rows) // registers) * registers - rows
-    known = torch.arange(rows + spare, device=prompt.device) < rows
+    length, registers = prompt.shape[1], connector.num_learnable_registers
+    spare = -(-max(LEAST_TOKENS, length) // registers) * registers - length
+    known = torch.arange(length + spare, device=prompt.device) < length
     return connector(
         F.pad(prompt[..., :-1], (0, 0, 0, spare)),
         torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1),
@@ -71,13 +71,13 @@ def connector(shapes, name):
     )
 
 
-def pipeline_connectors(told):
+def pipeline_connectors(config):
     """The same, of the connectors' folder of a diffusers pipeline."""
     return {
         "connectors": [
             dict(
                 **{
-                    name: told[f"{kind}_connector_{name}"]
+                    name: config[f"{kind}_connector_{name}"]
                     for name in (
                         "num_attention_heads",
                         "attention_head_dim",
@@ -85,9 +85,9 @@ def pipeline_connectors(told):
                         "num_learnable_registers",
                     )
                 },
-                gated_attention=told.get(f"{kind}_gated_attn", False),
-                rope_type=told["rope_type"],
-                rope_double_precision=told["rope_double_precision"],
+                gated_attention=config.get(f"{kind}_gated_attn", False),
+                rope_type=config["rope_type"],
+                rope_double_precision=config["rope_double_precision"],
             )
             for kind in ("video", "audio")
         ]
@@ -106,7 +106,7 @@ CONNECTORS = {
     "video_embeddings_connector": "caption_projection.connector",
     "audio_embeddings_connector": "audio_caption_projection.connector",
 }
-PARTS = (
+MODULES = (
     "attn1.to_q",
     "attn1.to_k",
     "attn1.to_v",
@@ -118,9 +118,9 @@ PARTS = (
 CONNECTOR_NAMES = {
     **{f"{theirs}.learnable_registers": f"{ours}.learnable_registers" for theirs, ours in CONNECTORS.items()},
     **{
-        f"{theirs}.transformer_1d_blocks.{{}}.{part}": f"{ours}.transformer_blocks.{{}}.{part}"
+        f"{theirs}.transformer_1d_blocks.{{}}.{module}": f"{ours}.transformer_blocks.{{}}.{module}"
         for theirs, ours in CONNECTORS.items()
-        for part in PARTS
+        for module in MODULES
     },
     **{
         f"{theirs}.transformer_1d_blocks.{{}}.attn1.{a}": f"{ours}.transformer_blocks.{{}}.attn1.{b}"

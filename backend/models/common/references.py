@@ -77,7 +77,7 @@ def grids(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[TokenGrid]:
     return [TokenGrid(tuple(latent.shape[1:]), grid.patch) for latent in references(cond)]
 
 
-def rows(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
+def token_count(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
     """Tokens of all references: Conditioning.context_tokens."""
     return sum(reference.tokens for reference in grids(grid, cond))
 
@@ -146,10 +146,10 @@ def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
 
 def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
     """Why a model of ``channels`` input channels cannot take this latent and picture, or None."""
-    given = cond["c_concat"].shape[1] if "c_concat" in cond else 0
-    if grid.shape[0] + given == channels:
+    channels_of_image = cond["c_concat"].shape[1] if "c_concat" in cond else 0
+    if grid.shape[0] + channels_of_image == channels:
         return None
     return (
-        f"c_concat has {given} channels, but this model takes {channels - grid.shape[0]} beside the "
-        f"latent's {grid.shape[0]}; use the conditioning node of this model."
+        f"c_concat has {channels_of_image} channels, but this model takes {channels - grid.shape[0]} "
+        f"besides the latent's {grid.shape[0]}; use the conditioning node of this model."
     )

@@ -9,14 +9,14 @@ def keep_timestep(transformer: nn.Module, embed: nn.Module, reader: nn.Linear, f
     """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``;
     ``reader``: the first layer behind the sines. Timesteps that the transformer adds, of given rows, are
     zero."""
-    given = {}
+    seen = {}
 
     def exact(module, args):
-        time = given["timestep"].float() * factor
+        time = seen["timestep"].float() * factor
         return torch.cat([time, time.new_zeros(len(args[0]) - len(time))]), *args[1:]
 
     transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: given.update(timestep=kwargs["timestep"]), with_kwargs=True
+        lambda module, args, kwargs: seen.update(timestep=kwargs["timestep"]), with_kwargs=True
     )
     embed.register_forward_pre_hook(exact)
     round_input(reader)

@@ -12,32 +12,32 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Around(NamedTuple):
+class Halo(NamedTuple):
     """rows (B, n, F): those asked about and others around them; first: position of the first one in the
     image; before: how many are in front of those asked about."""
 
-    rows: Tensor
+    tokens: Tensor
     first: int
     before: int
 
 
-def whole_sum(part: Callable[[slice], Tensor]) -> Tensor:
+def sum_over_tokens(share: Callable[[slice], Tensor]) -> Tensor:
     """The sum over all image rows of the sequence; ``part``: (slice of the rows at hand) -> its share, (B,
     ...)."""
-    return part(slice(None))
+    return share(slice(None))
 
 
-def all_around(x: Tensor, reach: int) -> Around:
+def with_halo(x: Tensor, width: int) -> Halo:
     """The image rows at hand, x (B, n, F), with up to ``reach`` rows of the sequence before and behind
     them."""
-    return Around(x, 0, 0)
+    return Halo(x, 0, 0)
 
 
-def text_rows(whole: int) -> int:
+def text_tokens(whole: int) -> int:
     """How many rows of text are at hand, of ``whole`` in the sequence: where a block tells them from the
     image's by itself."""
     return whole
 
 
 #: Name -> function, as they are without ranks and patches.
-ALONE = {"whole_sum": whole_sum, "all_around": all_around, "text_rows": text_rows}
+ALONE = {"sum_over_tokens": sum_over_tokens, "with_halo": with_halo, "text_tokens": text_tokens}

@@ -69,7 +69,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
             return super().forward(
                 hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb
             )
-        rows, texts, linear, silu = (
+        tokens, texts, linear, silu = (
             hidden_states.shape[1],
             encoder_hidden_states.shape[1],
             self.norm.linear,
@@ -78,26 +78,28 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         text, image = (
             num_rows if isinstance(num_rows, tuple) else (min(num_rows, texts), max(0, num_rows - texts))
         )
-        replaced = torch.cat([torch.arange(rows) < image, torch.arange(texts) < text]).to(
+        replaced = torch.cat([torch.arange(tokens) < image, torch.arange(texts) < text]).to(
             hidden_states.device
         )[None, :, None]
         pairs = zip(
             linear(silu(temb)).chunk(3, dim=1),
             getattr(linear, "second", linear)(silu(token_replace_emb)).chunk(3, dim=1),
         )
-        shift, scale, gate = (torch.where(replaced, given[:, None], usual[:, None]) for usual, given in pairs)
+        shift, scale, gate = (
+            torch.where(replaced, first_frame[:, None], usual[:, None]) for usual, first_frame in pairs
+        )
         joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
         x = self.norm.norm(joined) * (1 + scale) + shift
         read = self.attn(
-            hidden_states=x[:, :rows],
-            encoder_hidden_states=x[:, rows:],
+            hidden_states=x[:, :tokens],
+            encoder_hidden_states=x[:, tokens:],
             attention_mask=attention_mask,
             image_rotary_emb=image_rotary_emb,
         )
         x = joined + gate * self.proj_out(
             torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
         )
-        return x[:, :rows], x[:, rows:]
+        return x[:, :tokens], x[:, tokens:]
 
 
 class Condition(hunyuan.HunyuanVideoConditionEmbedding):
@@ -129,7 +131,7 @@ class LastNorm(AdaLayerNormContinuous):
         )
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Make every module that has two ways one of those above; their weights stay."""
     embed = transformer.time_text_embed
     embed.image_condition_type = None
@@ -145,13 +147,13 @@ def prepare(transformer, grid):
     transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
 
 
-class GivenFrame(BlockAdapter):
+class FirstFrame(BlockAdapter):
     """num_tokens and num_rows count the given frame's tokens, which come first."""
 
-    def cut(self, call, rows):
+    def cut(self, call, tokens):
         counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
         return {
-            name: rows.leading(call[name], kinds)
+            name: tokens.leading(call[name], kinds)
             for name, kinds in counted.items()
             if call.get(name) is not None
         }
