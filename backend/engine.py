@@ -46,11 +46,7 @@ class Engine:
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
-<<<<<<< HEAD
-        self.argument_cache = KeptArguments(mesh.device)
-=======
-        self.kept = ArgumentCache(mesh.device)
->>>>>>> w2
+        self.argument_cache = ArgumentCache(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")

@@ -89,8 +89,8 @@ class Forward:
     """One forward of the transformer under way on this rank.
 
     latent, reference: tokens of the whole latent, and after them in the image stream. per_block_text,
-    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments that were cut
-    already, since the same object comes to every block.
+    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments that were
+    cut already, since the same object comes to every block.
     """
 
     structure: BlockStructure
@@ -175,7 +175,7 @@ class Forward:
         if structure.joined[index]:
             call[blocks.image] = structure.join(streams)
         else:
-            call |= adapter.given(blocks, call, streams["image"], self.tokens)
+            call |= adapter.image_arguments(blocks, call, streams["image"], self.tokens)
             if blocks.text and index >= structure.entry:
                 call[blocks.text] = streams["text"]
         if not self.tokens.is_whole:

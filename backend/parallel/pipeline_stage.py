@@ -96,22 +96,14 @@ class Stage:
             shape = (len(context.items), sum(self._received(tokens)), width)
             self.pipe.post(shape, like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
-<<<<<<< HEAD
     def forward(
         self, arguments: dict, context: StepContext, latent: int = 0, reference: int = 0
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: tokens of the whole latent, and of
         references, which joined blocks do not tell."""
-        per_block_text = self.adapter.fresh_text(arguments)
+        per_block_text = self.adapter.per_block_text(arguments)
         self.current = Forward(self.structure, context, latent, reference, per_block_text)
-=======
-    def forward(self, arguments: dict, forward: Forward) -> Tensor | tuple | None:
-        """The transformer's output with the rows of ``forward`` filled (other rows are undefined), or None on
-        all but the last stage."""
-        self.current = forward
-        forward.fresh = self.adapter.per_block_text(arguments)
->>>>>>> w2
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -194,51 +186,7 @@ class Stage:
         text = returned["text"]
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
 
-<<<<<<< HEAD
     def _receive(self, forward: Forward, pipe: Pipe, streams: Streams) -> Streams:
-=======
-    def _give(self, index, call, streams, dummy):
-        """Put the streams into a block's arguments, and cut what else has a row per token."""
-        forward, blocks = self.current, self.family.blocks
-        if self.joined[index]:
-            call[blocks.image] = self._join(streams)
-        else:
-            call |= self.adapter.image_arguments(blocks, call, streams["image"], forward.rows)
-            if blocks.text and index >= self.entry:
-                call[blocks.text] = streams["text"]
-        if not forward.rows.is_everything:
-            for name, (kind, dim, *dims) in blocks.per_token.items():
-                if name in call and (not dims or call[name].ndim == dims[0]):
-                    call[name] = self._cut(call[name], kind, dim, dummy)
-            call |= self.adapter.cut(call, forward.rows)
-        if self.skip_sources[index] is not None:
-            call[self.adapter.skip_argument] = forward.skips.pop(self.skip_sources[index])
-
-    def _cut(self, value, kind, dim, stand_in):
-        """This rank's rows of a per-token argument, one row where one stands for all; the same object comes
-        to every block, so cuts are kept for the forward."""
-        if value is None:
-            return None
-        if isinstance(value, (tuple, list)):
-            kinds = kind if isinstance(kind, tuple) else [kind] * len(value)
-            return type(value)(self._cut(part, kind, dim, stand_in) for part, kind in zip(value, kinds))
-        if (value.shape[dim] == 1 or value.stride(dim) == 0) and self.current.rows.sequence.rows_of(kind) > 1:
-            return value.narrow(dim, 0, 1)
-        kept = self.current.cuts.get((id(value), kind, dim, stand_in))
-        if kept is None:
-            positions = self.current.rows.local_positions(kind).to(value.device)
-            if stand_in and kind != "image":
-                positions = F.pad(
-                    positions, (1, 0) if self.family.blocks.text_position == "first" else (0, 1)
-                )
-            kept = self.current.cuts[id(value), kind, dim, stand_in] = (
-                value,
-                value.index_select(dim, positions),
-            )
-        return kept[1]
-
-    def _receive(self, streams):
->>>>>>> w2
         text, image = streams["text"], streams["image"]
         if not pipe.posted:
             self._post(forward.context, image)

@@ -35,13 +35,8 @@ class Mixing:
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)
 
-<<<<<<< HEAD
-    def whole_sum(self, part: Callable[[slice], Tensor]) -> Tensor:
-        """Sum over ranks and patches (token_mixing.whole_sum)."""
-=======
-    def sum_over_tokens(self, part) -> Tensor:
-        """mixing.whole_sum over ranks and patches."""
->>>>>>> w2
+    def sum_over_tokens(self, part: Callable[[slice], Tensor]) -> Tensor:
+        """Sum over ranks and patches (token_mixing.sum_over_tokens)."""
         call, buffers = self.attention.call, self.attention.buffers
         if call is None:
             return part(slice(None))
@@ -66,55 +61,27 @@ class Mixing:
             return share
         return comm.all_reduce(share.contiguous(), self.sp, "linear-attention state")
 
-<<<<<<< HEAD
-    def all_around(self, x: Tensor, reach: int) -> Around:
-        """Return the tokens and their halo over ranks and patches (token_mixing.all_around)."""
+    def with_halo(self, x: Tensor, reach: int) -> Halo:
+        """Return the tokens and their halo over ranks and patches (token_mixing.with_halo)."""
         call, buffers = self.attention.call, self.attention.buffers
         if call is None or (buffers is None and self.sp.size == 1):
             if call is not None:
                 call.next()
-            return Around(x, 0, 0)
+            return Halo(x, 0, 0)
         where, tokens = call.next()[1], call.tokens
         total, own = tokens.sequence.image, tokens.local.image
         near = _near(own, reach, total)
         if buffers is None:
             spans = [shard.image for shard in tokens.shards]
-            return Around(self._halo(x, spans, near, reach, total), near.lo, own.lo - near.lo)
+            return Halo(self._halo(x, spans, near, reach, total), near.lo, own.lo - near.lo)
         shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
         fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
         positions = slice(tokens.image.lo, tokens.image.hi)
         (whole,) = buffers.refresh(where, fresh[None, :, None], positions, total, call.context)
-        return Around(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
-
-    def text_rows(self, whole: int) -> int:
-        """Count the text tokens at hand (token_mixing.text_rows)."""
-=======
-    def with_halo(self, x: Tensor, reach: int) -> Halo:
-        """mixing.all_around over ranks and patches."""
-        call, buffers = self.attention.call, self.attention.buffers
-        if call is None:
-            return Halo(x, 0, 0)
-        where, rows = call.next()[1], call.rows
-        if buffers is None and self.sp.size == 1:
-            return Halo(x, 0, 0)
-        own = rows.local.image
-        near = _near(own, reach, rows.sequence.image)
-        if buffers is None:
-            return Halo(
-                self._exchange(x, [share.image for share in rows.shards], near, reach, rows.sequence.image),
-                near.lo,
-                own.lo - near.lo,
-            )
-        shapes = [(x.shape[0], length, x.shape[2]) for length in rows.lengths("image")]
-        fresh = torch.cat(comm.gather(x, shapes, self.sp, "surroundings"), dim=1)
-        (kept,) = buffers.refresh(
-            where, fresh[None, :, None], slice(rows.image.lo, rows.image.hi), rows.sequence.image, call.items
-        )
-        return Halo(kept[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
+        return Halo(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
 
     def text_tokens(self, whole: int) -> int:
-        """mixing.text_rows over ranks and patches."""
->>>>>>> w2
+        """Count the text tokens at hand (token_mixing.text_tokens)."""
         call = self.attention.call
         return whole if call is None else len(call.tokens.local.text)
 

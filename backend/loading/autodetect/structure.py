@@ -192,12 +192,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
     from ...parallel.sequence import Sequence, Span
-<<<<<<< HEAD
-    from ...parallel.sequence import patches as patch_rows
-    from ...parallel.step_context import StepContext
-=======
     from ...parallel.sequence import patches as cut_patches
->>>>>>> w2
+    from ...parallel.step_context import StepContext
 
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
     total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)

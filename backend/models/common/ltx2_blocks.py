@@ -56,11 +56,7 @@ class VideoAndAudio(BlockAdapter):
         whole = image.shape[1] == tokens.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
         sizes = [
-<<<<<<< HEAD
-            rows.sequence.length_of(name) if whole else len(rows.local_positions(name)) for name in names
-=======
-            tokens.sequence.rows_of(name) if whole else len(tokens.local_positions(name)) for name in names
->>>>>>> w2
+            tokens.sequence.length_of(name) if whole else len(tokens.local_positions(name)) for name in names
         ]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
