@@ -6,13 +6,13 @@ VENV="$ROOT/.venv"
 VENV_PYTHON="$VENV/bin/python"
 
 find_python() {
-    for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    echo "Python 3.10 or newer with its venv module is needed (on Debian and Ubuntu: apt install python3 python3-venv); set PYTHON to one." >&2
+    echo "Python 3.11 or newer with its venv module is needed (on Debian and Ubuntu: apt install python3 python3-venv); set PYTHON to one." >&2
     return 1
 }
 
