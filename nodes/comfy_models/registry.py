@@ -92,6 +92,7 @@ FAMILIES = {
             "img_in.proj.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")
         },
     ),
+    "hunyuan-image-2.1": Family(lambda config: "HunyuanImage21", unet.hunyuan_image21),
     "wan": Family(
         unet.wan_class,
         unet.wan,

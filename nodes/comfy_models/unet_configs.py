@@ -110,6 +110,17 @@ def hunyuan_video15(config: dict) -> dict:
     }
 
 
+def hunyuan_image21(config: dict) -> dict:
+    return {
+        **hunyuan_video({**config, "patch_size_t": 1}),
+        "patch_size": list(config["patch_size"]),
+        "vec_in_dim": None,
+        "use_cond_type_embedding": False,
+        "vision_in_dim": None,
+        "meanflow_sum": False,
+    }
+
+
 def hunyuan_dit(config: dict) -> dict:
     old = config["use_style_cond_and_image_meta_size"]
     return {

@@ -78,6 +78,7 @@ LATENT_FORMATS = {
     "hunyuan-dit": (0.0, 0.13025),
     "krea2": WAN,
     "hunyuan-video15": (0.0, 1.03682),
+    "hunyuan-image21": (0.0, 0.75289),
     "kandinsky5": (0.0, 0.476986),
     "kandinsky5-image": FLUX,
     "hidream": FLUX,
@@ -128,6 +129,7 @@ FURTHER = {
     "ltx2": lambda a: a.pop("unprocessed_ltxav_embeds") and {"frame_rate": torch.tensor(25)},
     "ltx23": lambda a: {"frame_rate": torch.tensor(25)},
     "hunyuan-video15": lambda a: {"guidance": torch.full((1,), 6.0)},
+    "hunyuan-image21": lambda a: {"guidance": torch.full((1,), 6.0)},
 }
 #: Golden family -> distance in standard deviations that is accepted, where it is not 1e-4: attention of
 #: random weights is sharp there, which makes float32 rounding large. ComfyUI's latents come from a CPU with

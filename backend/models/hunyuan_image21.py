@@ -1,0 +1,134 @@
+"""HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over a picture (20 double-stream and 40
+single-stream in the released size); two kinds of text (Qwen, byT5) are joined inside the model."""
+
+import torch
+
+from . import hunyuan_video
+from .blocks import APART, Blocks
+from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .common.timestep_precision import round_input
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import Layout, blocks_of
+
+
+def adjust(transformer, config):
+    """Sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their
+    layer."""
+    round_input(transformer.time_guidance_embed.timestep_embedder.linear_1)
+
+
+def _visible(text):
+    return torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """Timesteps run to 1000; a prompt without quoted words has no text of byT5."""
+    text, glyphs = cond["c_crossattn"], cond.get("txt_byt5")
+    return dict(
+        hidden_states=grid.pad(latent),
+        timestep=sigma.expand(latent.shape[0]) * 1000,
+        encoder_hidden_states=text,
+        encoder_attention_mask=cond.get("attention_mask", _visible(text)),
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=None if glyphs is None else _visible(glyphs),
+    )
+
+
+def widths(config):
+    """Features of both kinds of text."""
+    return {"c_crossattn": config["text_embed_dim"], "txt_byt5": config["text_embed_2_dim"]}
+
+
+def text_tokens(cond):
+    """Tokens of both kinds of text."""
+    return sum(cond[name].shape[1] for name in ("c_crossattn", "txt_byt5") if name in cond)
+
+
+def config_from_shapes(shapes):
+    """Arguments of HunyuanImageTransformer2DModel; RoPE has two equal axes."""
+    embedding, head = (
+        shapes["img_in.proj.weight"],
+        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
+    )
+    return dict(
+        in_channels=embedding[1],
+        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3]),
+        patch_size=tuple(embedding[2:]),
+        num_attention_heads=embedding[0] // head,
+        attention_head_dim=head,
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
+        text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
+        text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
+        rope_axes_dim=(head // 2, head // 2),
+        guidance_embeds="guidance_in.in_layer.weight" in shapes,
+        use_meanflow="time_r_in.in_layer.weight" in shapes,
+    )
+
+
+SINGLE = {
+    theirs: ours for theirs, ours in hunyuan_video.LAYOUT.names.items() if theirs.startswith("single_blocks.")
+}
+TIME = "time_guidance_embed"
+LAYOUT = Layout(
+    signature=(
+        "img_in.proj.weight",
+        "txt_in.individual_token_refiner.blocks.0.norm1.weight",
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "single_blocks.0.linear1.weight",
+        "byt5_in.fc1.weight",
+        "final_layer.linear.weight",
+    ),
+    absent=("vector_in.in_layer.weight", "cond_type_embedding.weight"),  # HunyuanVideo, and its 1.5
+    config=config_from_shapes,
+    swapped=("norm_out.linear",),
+    spellings=hunyuan_video.SPELLINGS,
+    names=hunyuan_video.NAMES
+    | SINGLE
+    | {
+        "time_in.in_layer": f"{TIME}.timestep_embedder.linear_1",
+        "time_in.out_layer": f"{TIME}.timestep_embedder.linear_2",
+        "byt5_in.layernorm": "context_embedder_2.norm",
+        **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
+    },
+)
+DISTILLED = "a distilled HunyuanImage 2.1, which is told where a step ends,"
+ONLY = {
+    "use_meanflow": (False, DISTILLED),
+    "guidance_embeds": (False, DISTILLED),
+    "patch_size": ((1, 1), "the refiner of HunyuanImage 2.1, which is given a picture,"),
+}
+FAMILY = Family(
+    name="hunyuan-image-2.1",
+    transformer="HunyuanImageTransformer2DModel",
+    latent=Latent(
+        channels=lambda config: config["out_channels"],
+        patch=lambda config: (1, *config["patch_size"]),
+        frames=False,
+    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    blocks=Blocks(
+        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
+        returns=("image", "text"),
+        text="encoder_hidden_states",
+        text_position="last",
+        needs_text_token=True,
+        text_layers=TEXT_LAYERS,
+        per_token={"image_rotary_emb": ("image", 0)},
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "txt_byt5", "attention_mask", "guidance"),
+        required=("c_crossattn",),
+        widths=widths,
+        ignored=("guidance",),
+        text_tokens=text_tokens,
+    ),
+    cache=Cache(
+        modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
+        prompt_modules=("context_embedder_2",),
+    ),
+    build=Build(adjust=adjust, only=ONLY),
+    tensor_plan=COMMON | PARALLEL_MLP,
+    layout=LAYOUT,
+)
