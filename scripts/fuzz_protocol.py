@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests/support")) if path not in sys.path]
 from fuzz_frames import Mutator, seeds
 from fuzzing import Rank0, TooMuch
 from tiny import golden_request, write_checkpoint

@@ -11,7 +11,7 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
-def adjust(transformer, config):
+def patch_module(transformer, config):
     """Sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their
     layer."""
     round_input(transformer.time_guidance_embed.timestep_embedder.linear_1)
@@ -128,7 +128,7 @@ FAMILY = Family(
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
         prompt_modules=("context_embedder_2",),
     ),
-    build=Build(adjust=adjust, only=ONLY),
+    build=Build(patch_module=patch_module, only=ONLY),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
 )

@@ -28,16 +28,16 @@ from backend.serving.server import _listen
 
 #: The nodes' side of a backend and nothing else; it answers each line with the ranks that run then.
 PARENT = """
-import sys; sys.path.insert(0, {tests!r})
-import conftest, json
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.nodes import backends
-backend = backends.backend_for(ParallelConfig(ulysses_degree=2, device="cpu"))
+import sys; sys.path.insert(0, {root!r})
+import json
+from backend.client import pool
+from backend.config import ParallelConfig
+backend = pool.backend_for(ParallelConfig(ulysses_degree=2, device="cpu"))
 print(json.dumps([backend.process._token, str(backend.process.folder)]), flush=True)
 for line in sys.stdin:
-    backend = backends.backend_for(ParallelConfig(device="cpu", **json.loads(line)))
+    backend = pool.backend_for(ParallelConfig(device="cpu", **json.loads(line)))
     print(json.dumps(backend.welcome.pids), flush=True)
-backends.close_all()
+pool.close_all()
 """
 
 
@@ -46,7 +46,7 @@ class Started:
     first, the agent and the ranks after it."""
 
     def __init__(self):
-        code = PARENT.format(tests=str(Path(__file__).parents[1]))
+        code = PARENT.format(root=str(Path(__file__).parents[2]))
         self.parent = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
