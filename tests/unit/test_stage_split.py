@@ -77,7 +77,7 @@ def test_a_block_too_heavy_for_the_limit_is_split_by_work():
 
 
 def released(family: str, **config) -> Checkpoint:
-    """A released size, whose file is not looked at: its tensors are taken to be those of the configuration."""
+    """A released size: the tensors of its file are taken to be those of the configuration."""
     cls = getattr(diffusers, FAMILIES[family].transformer)
     with init_empty_weights():
         shapes = {name: tuple(value.shape) for name, value in cls(**config).state_dict().items()}
