@@ -31,7 +31,7 @@ class Item:
 
 
 def test_a_family_of_a_known_signature_is_left_out():
-    where = ("unit/test_families.py", "test_half_precision_is_near")
+    where = ("unit/test_families.py", "test_single_file_with_diffusers_names")
     wan, ltxv = Item(*where, "wan21-t2v"), Item(*where, "ltxv")
     tiers.choose([wan, ltxv])
     assert not wan.marks and ltxv.marks
