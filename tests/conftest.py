@@ -29,6 +29,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Leave out what runs under --all alone, unless it is asked for by name. Tests of rank programs are the
     last: the programs run while the others do."""
+    tiers.choose(items)
     left_out = [item for item in items if tiers.is_full(item) and not tiers.is_named(item)]
     if config.option.left_out:
         left_out = [item for item in items if not tiers.is_full(item)]
@@ -46,13 +47,15 @@ def pytest_collection_finish():
 
 
 def _has_program(item) -> bool:
-    return "rank_programs" in item.fixturenames and hasattr(getattr(item, "module", None), "run_program")
+    return bool(_runs(item))
 
 
 def _runs(item) -> list:
     """What a test needs of its module's rank program."""
+    if not hasattr(getattr(item, "module", None), "run_program") or not hasattr(item, "callspec"):
+        return []
     params = item.callspec.params
-    return params["runs"] if "runs" in params else [params["run"]]
+    return params["runs"] if "runs" in params else [params["run"]] if "run" in params else []
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -112,7 +113,9 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     if not path.exists():
         write(folder, family)
         load(engine, family, folder)
-        save_whole(dict(zip(("samples", "output"), run(engine, family, CALLED))), path)
+        samples, output = run(engine, family, CALLED)
+        assert samples is not None and output is not None  # one process samples, and is called
+        save_whole({"samples": samples, "output": output}, path)
         engine.unload(family)
     kept = load_file(path)
     return [kept["samples"], kept["output"]]
@@ -150,8 +153,10 @@ def main(folder: str, selected: list[str], out: str):
         count = rows_called(config)
         samples, output = run(engine, case, count)
         if config.split_scheme == "megatron":
+            assert samples is not None  # megatron's runs sample
             dist.broadcast(samples, 0)  # ranks share the work of the references
         if count:
+            assert output is not None  # it was called
             if rank != 0:  # rank 0 has all rows
                 output = output.new_empty(count, *output.shape[1:])
             dist.broadcast(output, 0)
@@ -160,9 +165,9 @@ def main(folder: str, selected: list[str], out: str):
             before = previous.label if previous and previous.case == case else ""
             found.append(row | {"before": before})
         previous = run_
-    everyone = [None] * world
+    everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        Path(out).write_text(json.dumps(sum(everyone, [])))
+        Path(out).write_text(json.dumps([row for rows in everyone for row in rows]))
     dist.barrier()
     dist.destroy_process_group()

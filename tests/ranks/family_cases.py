@@ -3,6 +3,7 @@ that tests are collected without diffusers' transformers."""
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import signatures
 from families import LATENT_FORMATS
@@ -69,7 +70,7 @@ class Run:
 
     ranks: int
     case: str
-    degrees: tuple[tuple[str, int | str], ...]
+    degrees: tuple[tuple[str, Any], ...]
 
     @property
     def config(self) -> ParallelConfig:

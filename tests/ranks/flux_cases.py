@@ -1,8 +1,10 @@
 """What ranks/matrix.py runs: a tiny Flux under combinations of degrees, of which the fast tier takes some."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from tiny import FLUX_CASES, batch_request, golden_request
@@ -69,14 +71,21 @@ OF_EIGHT = (
 )
 
 
+def of_degrees(degrees: Iterable[int]) -> ParallelConfig:
+    """The configuration of these degrees, in the order of AXES."""
+    fields: dict[str, Any] = dict(zip(AXES, degrees))
+    return ParallelConfig(**fields)
+
+
 def configurations(world: int) -> list[ParallelConfig]:
     """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold
     weights."""
     if world == 8:
-        found = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in OF_EIGHT]
+        found = [of_degrees(degrees) for degrees in OF_EIGHT]
         found += [
-            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", **{axis: 2})
-            for axis in ("cfg_degree", "ulysses_degree", "pipefusion_degree")
+            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", cfg_degree=2),
+            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", ulysses_degree=2),
+            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", pipefusion_degree=2),
         ]
         return in_order(found)
     sizes = [
@@ -89,7 +98,7 @@ def configurations(world: int) -> list[ParallelConfig]:
         ]
         for axis in AXES
     ]
-    products = [ParallelConfig(**dict(zip(AXES, degrees))) for degrees in itertools.product(*sizes)]
+    products = [of_degrees(degrees) for degrees in itertools.product(*sizes)]
     found = [config for config in products if config.world_size == world]
     schemes = [
         ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme)
@@ -184,7 +193,7 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
 def request_of(case: Case):
     """The request of a case, and the golden latent where there is one."""
     if case.name in MADE:
-        return shortened(MADE[case.name](), case.steps), None
+        return shortened(MADE[case.name](), case.steps or STEPS), None
     sample, golden = golden_request(case.name)
     return (sample, golden) if case.steps is None else (shortened(sample, case.steps), None)
 

@@ -131,7 +131,7 @@ class SingleProcess:
         return self.results[case]
 
     def _compute(self, case: Case | str) -> torch.Tensor:
-        if case in CALLS:
+        if isinstance(case, str):
             return call(self.engine, case)[0]
         return (
             run_lora(self.engine, self.engine.config, self.checkpoint)[0]

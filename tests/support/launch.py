@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch.distributed import TCPStore
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families"]
@@ -39,7 +40,7 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
     return found
 
 
-def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: float = 1200) -> object:
+def run_ranks(program: str, ranks: int, folder: Path, *arguments: object, seconds: float = 1200) -> Any:
     """The JSON that rank 0 of the module ``program`` wrote into the last argument of its main(); fails with
     the first rank's traceback and the ranks' output."""
     fork_server()
@@ -55,6 +56,7 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: str, seconds: 
         daemon=True,
         start_method="forkserver",
     )
+    assert context is not None  # join=False
     deadline = time.monotonic() + seconds
     try:
         while not context.join(max(0.0, deadline - time.monotonic())):

@@ -1,9 +1,64 @@
 """The fast tier of tests, and what it leaves out for ``--all``."""
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+#: FILE or FILE::TEST, below tests/ -> why the fast tier leaves it out.
+LEFT_OUT = {
+    "socket/test_backend_life.py": "each test starts and kills backends of its own",
+    "socket/test_launcher.py::test_backend_is_reused_until_its_topology_changes": "starts three backends",
+    "socket/test_launcher.py::test_weights_that_nobody_keeps_make_room": "starts a backend",
+    "socket/test_launcher.py::test_giving_up_during_a_load_ends_the_backend": "starts a backend",
+    "socket/test_odd_files.py::test_a_backend_refuses_them_and_runs_on": "starts a backend",
+    "socket/test_odd_loras.py::test_two_ranks_refuse_and_stay": "starts a backend",
+    "socket/test_odd_loras.py::test_a_file_that_turns_bad_is_refused_before_the_ranks_hear": "a backend",
+    "socket/test_odd_loras.py::test_paths_and_strengths_that_cannot_be": "starts a backend",
+    "unit/test_fallback.py::test_self_check_command": "starts processes that import everything",
+    "unit/test_loading.py::test_a_stage_needs_half_of_the_memory": "writes and reads a large file",
+    "comfy/test_comfy_workflows.py": "a real ComfyUI makes a picture of every template",
+    "comfy/test_diffusers_folders.py": "a diffusers pipeline for every test",
+    "comfy/test_fallback_graphs.py": "a real ComfyUI with every family's checkpoint",
+    "comfy/test_family_graphs.py": "a real ComfyUI with every family's checkpoint",
+    "comfy/test_variant_graphs.py": "a real ComfyUI with every family's checkpoint",
+    "comfy/test_half_precision.py": "ComfyUI's model of every family",
+    "comfy/test_lora.py": "a backend for every family",
+    "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
+    "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
+    "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
+    "comfy/test_samplers.py": "a backend in ComfyUI's process, for every family",
+    "comfy/test_solvers.py": "ComfyUI's solvers on every schedule; unit/test_solvers.py has orders and bits",
+    "comfy/test_variants.py": "ComfyUI's model of every variant",
+    "comfy/test_comfy_graph.py::test_every_way_to_use_ranks_from_the_graph": "loads for every degree",
+    "comfy/test_comfy_graph.py::test_killed_rank_is_named_and_the_next_queue_works": "starts another backend",
+    "comfy/test_comfy_graph.py::test_nothing_is_left_when_comfyui_is_killed": "starts another ComfyUI",
+    "comfy/test_comfy_graph.py::test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once": "slow",
+}
+#: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
+SOME = {
+    "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
+    "unit/test_lora.py::test_both_names_of_every_matrix": 3,
+    "unit/test_families.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
+    "unit/test_families.py::test_half_precision_is_near": 6,
+    "unit/test_fallback.py::test_half_precision_is_near": 2,
+    "socket/test_bad_tensors.py::test_a_broken_tensor_is_refused_or_runs": 12,
+    "comfy/test_comfy_graph.py::test_same_latent_as_ksampler": 2,
+    "comfy/test_comfy_graph.py::test_same_latent_from_comfyuis_ksampler": 2,
+    "comfy/test_comfy_graph.py::test_bad_input_is_one_sentence_and_the_next_queue_works": 4,
+}
+#: FILE::TEST of what the engine does alike for all families of one signature: the fast tier takes the first.
+#: A family's golden latent, which shows its data, is not among them.
+OF_SIGNATURES = (
+    "unit/test_families.py::test_diffusers_folder_has_the_same_weights",
+    "unit/test_families.py::test_single_file_with_diffusers_names",
+    "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole",
+    "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies",
+    "unit/test_tensor_parallel.py::test_megatron_halves_attention_and_mlp_of_every_family",
+    "comfy/test_families.py::test_unet_config_is_comfyuis",
+)
+TESTS = Path(__file__).parents[1]
 
 
 def params(runs: Iterable) -> list:
@@ -12,10 +67,42 @@ def params(runs: Iterable) -> list:
     return [pytest.param(run, id=run.id, marks=() if run.is_fast else pytest.mark.full) for run in runs]
 
 
-def fast(values: Iterable, chosen: Iterable) -> list:
-    """Parameters of which the fast tier takes ``chosen`` alone."""
-    chosen = list(chosen)
-    return [pytest.param(value, marks=() if value in chosen else pytest.mark.full) for value in values]
+def choose(items: list):
+    """Mark the tests ``full`` that the tables above leave out."""
+    numbers = {}
+    for item in items:
+        name = name_of(item)
+        numbers.setdefault(name, []).append(item)
+        file = name.partition("::")[0]
+        if name in LEFT_OUT or file in LEFT_OUT or (name in OF_SIGNATURES and not _represents(item)):
+            item.add_marker(pytest.mark.full)
+    for name, count in SOME.items():
+        group = numbers.get(name, [])
+        kept = {round(i * (len(group) - 1) / max(1, count - 1)) for i in range(count)}
+        for i, item in enumerate(group):
+            if i not in kept:
+                item.add_marker(pytest.mark.full)
+
+
+def name_of(item) -> str:
+    """FILE::TEST, without parameters; the file below tests/."""
+    return f"{Path(item.path).relative_to(TESTS)}::{item.originalname or item.name}"
+
+
+def _represents(item) -> bool:
+    """Is a test's family the representative of its signature, or no golden family?"""
+    known, chosen = _families()
+    cases = [value for value in item.callspec.params.values() if isinstance(value, str)]
+    return not any(case in known and case not in chosen for case in cases)
+
+
+@cache
+def _families() -> tuple[set[str], set[str]]:
+    """The golden families, and the representatives of their signatures."""
+    import signatures  # here, since it imports diffusers, which most tests do not need
+    from families import LATENT_FORMATS
+
+    return set(LATENT_FORMATS), set(signatures.representatives(list(LATENT_FORMATS)).values())
 
 
 def is_full(item) -> bool:
