@@ -7,6 +7,7 @@ arguments from a CONDITIONING and their defaults. A family is one entry of FAMIL
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import comfy.model_base
 import comfy.model_management
@@ -37,7 +38,7 @@ class Family:
     ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks.
     ``linear_shift``: ComfyUI builds the family with Flux's ModelSamplingFlux, but its workflows shift it with
     ModelSamplingAuraFlow. ``latents``: channels of every latent where the
-    model denoises several at once. ``pictures``: it makes pictures, though its latent format is a video's.
+    model denoises several at once. ``images``: it makes images, though its latent format is a video's.
     ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
@@ -49,7 +50,7 @@ class Family:
     reads: Callable[[dict], dict] = lambda config: {}
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
-    pictures: bool = False
+    images: bool = False
     translate: Callable[[dict], dict] = lambda arguments: arguments
 
 
@@ -57,8 +58,7 @@ class Family:
 OURS = {"Sana": Sana, "Flux3": Flux3} | (
     {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
 )
-#: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit
-#: models are given theirs.
+#: Keys of a CONDITIONING that hold an image as further channels, and reference images of edit models.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
 
@@ -120,7 +120,7 @@ FAMILIES = {
         UNET_CONFIGS["qwen-image"],
         accepts=REFERENCES,
         linear_shift=True,
-        pictures=True,
+        images=True,
     ),
     "qwen-image-2.1": Family(
         lambda config: "QwenImage21",
@@ -130,7 +130,7 @@ FAMILIES = {
         reads=lambda config: {"reset_prefix_cache": lambda enabled: None},
     ),  # it is on the ranks what it is
     "z-image": Family(lambda config: "ZImage", UNET_CONFIGS["z-image"]),
-    "krea2": Family(lambda config: "Krea2", UNET_CONFIGS["krea2"], accepts=REFERENCES, pictures=True),
+    "krea2": Family(lambda config: "Krea2", UNET_CONFIGS["krea2"], accepts=REFERENCES, images=True),
     "sana": Family(lambda config: "Sana", UNET_CONFIGS["sana"]),
     "hidream": Family(
         lambda config: "HiDream", UNET_CONFIGS["hidream"], needs=("pooled_output", "conditioning_llama3")
@@ -169,7 +169,7 @@ FAMILIES = {
 
 
 class ElsewhereModule(torch.nn.Module):
-    """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
+    """Takes the place where ComfyUI expects the transformer, whose weights are on the ranks."""
 
     def __init__(self, dtype: torch.dtype, attributes: dict):
         """``dtype``: in which the ranks compute; ComfyUI rounds some prompts to it. ``attributes``: dotted
@@ -185,8 +185,8 @@ class ElsewhereModule(torch.nn.Module):
             where.__dict__[leaf] = value
 
 
-def _supported_model(name: str):
-    found = OURS.get(name) or getattr(comfy.supported_models, name, None)
+def _supported_model(name: str) -> Callable[[dict], Any]:
+    found: Any = OURS.get(name) or getattr(comfy.supported_models, name, None)
     if found is None:
         raise RefusedError(
             f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with "
@@ -209,7 +209,9 @@ def family_named(loaded: Loaded) -> Family:
 
 
 def weightless_patcher(
-    loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher
+    loaded: Loaded,
+    transformer: Callable[[torch.dtype, dict], torch.nn.Module] = ElsewhereModule,
+    patcher=comfy.model_patcher.ModelPatcher,
 ) -> comfy.model_patcher.ModelPatcher:
     """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown
     family.
