@@ -196,7 +196,7 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
 
 
 def family_named(loaded: Loaded) -> Family:
-    """The entry of a loaded transformer, or that of one that the backend recognised by its structure;
+    """Return the entry of a loaded transformer, or that of one that the backend recognised by its structure;
     RefusedError for a family of another version."""
     if loaded.info.get("generic"):
         return Family(comfy_class=lambda config: "", unet_config=lambda config: {})

@@ -41,7 +41,7 @@ def hunyuan_video_patch(config: dict) -> list[int]:
 
 
 def is_pixart_alpha(config: dict) -> bool:
-    """Whether a PixArt is Alpha; a config that does not say so has images of 1024 pixels."""
+    """Return whether a PixArt is Alpha: one whose config does not say has latents of 128 x 128."""
     explicit = config["use_additional_conditions"]
     return config["sample_size"] == 128 if explicit is None else explicit
 

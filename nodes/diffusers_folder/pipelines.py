@@ -86,14 +86,15 @@ def pipeline_class(folder: Path) -> str:
 
 
 def open_text(folder: Path) -> TextPipeline:
-    """The text encoders of a pipeline's folder, on the CPU and in the precision of their files. RefusedError
-    where a part is missing or cannot be read."""
+    """Open the text encoders of a pipeline's folder on the CPU and in the precision of their files.
+    RefusedError where a part is missing or cannot be read."""
     name = pipeline_class(folder)
     return (_open_blocks if name in OF_BLOCKS else _open_pipeline)(folder, name)
 
 
 def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in ``open_text``."""
+    """Open the VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in
+    ``open_text``."""
     pipeline_class(folder)
     _require(folder, ["vae"], "latents are decoded")
     from diffusers.models.auto_model import AutoModel
@@ -210,7 +211,7 @@ def _modules(parts: dict) -> torch.nn.ModuleDict:
 
 
 def _index(folder: Path) -> dict | None:
-    """What a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
+    """Return what a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
     found = next((name for name in INDEXES if (folder / name).is_file()), None)
     if found is None:
         return None
@@ -229,7 +230,7 @@ def _require(folder: Path, parts: list[str], purpose: str):
 
 
 def _read(folder: Path, what: str, action: Callable):
-    """What ``action`` reads; RefusedError with the library's reason where it cannot."""
+    """Return what ``action`` reads; RefusedError with the library's reason where it cannot."""
     try:
         return action()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:

@@ -80,7 +80,8 @@ class DiffusersCLIP:
 
 
 def diffusers_clips(pipeline: TextPipeline, device: str) -> tuple[DiffusersCLIP, DiffusersCLIP]:
-    """(CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or cpu."""
+    """Return (CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or
+    cpu."""
     management, cpu = comfy.model_management, torch.device("cpu")
     where = (
         {"load_device": cpu, "offload_device": cpu}

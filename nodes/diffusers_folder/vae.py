@@ -24,7 +24,7 @@ class Autoencoder(torch.nn.Module):
         self.vae = vae
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The mean of the latent's distribution, where the VAE has one."""
+        """Return the mean of the latent's distribution, where the VAE has one."""
         found = self.vae.encode(pixels)
         return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
 

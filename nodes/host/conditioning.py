@@ -123,8 +123,8 @@ def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
 
 
 def _in_one_batch(own: dict, other: dict) -> dict:
-    """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the
-    shorter prompt, which joint attention notices."""
+    """Return the values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it
+    repeats the shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
 
     def same(cond, others):

@@ -36,7 +36,7 @@ def for_what(dit: ParallelDiT, prompts: int, what: str, described: Described) ->
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
-    """(what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
+    """Return (what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
     several)."""
     format, family = dit.patcher.model.latent_format, family_named(dit.loaded)
     ratio, ratios = (
