@@ -1,10 +1,10 @@
-"""What a step of ParallelModel costs beside the model: transport.py runs it.
+"""What a step of ParallelModel costs besides the model: transport.py runs it.
 
-The client's wall time of one call (both prompts of a Flux latent of 1024 px, 512 rows of text) less the
+The client's wall time of one call (both prompts of a Flux latent of 1024 px, 512 text tokens) less the
 engine's own seconds, on a backend launched as ComfyUI's nodes launch it, with the prompts sent every time and
-with the ranks keeping them. Transfer, dispatch to the other ranks and the checks are in it. ComfyUI's own
-work around the model is not. And the whole call, prompts kept, less a forward of the same transformer in this
-process, the one after the other.
+with the ranks caching them. Transfer, broadcast to the other ranks and the checks are in it. ComfyUI's own
+work around the model is not. And the whole call, prompts cached, less a forward of the same transformer in
+this process, the one after the other.
 The transformer has no blocks: its ends take a few milliseconds, in which a difference of one can be seen.
 """
 
@@ -13,7 +13,7 @@ import time
 
 import common
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
 from backend.client import pool
 from backend.client.argument_cache import ArgumentCache
@@ -21,7 +21,7 @@ from backend.config import ParallelConfig
 from backend.models.latent_tokens import TokenGrid
 from backend.protocol import ModelCall
 
-#: Most milliseconds of a call that the engine does not see, with the prompts kept by the ranks, beside the
+#: Most milliseconds of a call that the engine does not see, with the prompts cached by the ranks, next to the
 #: transfer of the latent and the output.
 GOAL = 3.0
 PREFIX = "model call"
@@ -53,21 +53,22 @@ def call(model: str) -> ModelCall:
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
     """Milliseconds of each call."""
     pool.allow(model)
-    backend, kept, forward = (
+    backend, cached, forward = (
         pool.backend_for(config),
         ArgumentCache(),
         plain(model) if config.device == "cpu" else None,
     )
     message = call(backend.load(model).model)
-    found = {"prompts sent": [], "prompts kept": [], "less a forward": []}
+    found = {"prompts sent": [], "prompts cached": [], "less a forward": []}
     for _ in range(count + 2):
         for name, shortened in (
             ("prompts sent", lambda: message),
-            ("prompts kept", lambda: kept.shortened(message)),
+            ("prompts cached", lambda: cached.shortened(message)),
         ):
             began = time.perf_counter()
-            result = backend.sample(shortened(), meanwhile=kept.holds)
+            result = backend.sample(shortened(), meanwhile=cached.holds)
             took = time.perf_counter() - began
+            assert result is not None  # nothing cancels it
             found[name].append(1000 * (took - result.stats["seconds"]))
         if forward:
             began = time.perf_counter()

@@ -3,7 +3,7 @@ Reports are in report.py.
 
 Method: one thread a rank on the CPU, float32 there; all scenarios of a benchmark run in one call, interleaved
 in rounds and in another order each round; before a round we wait until other processes are quiet; speed-ups
-are taken within a round, then their median and range over rounds are told.
+are taken within a round, then their median and range over rounds are printed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ MODEL_VARIABLE = "PARALLEL_DIT_BENCHMARK_MODEL"
 QUIET_PERCENT = 5.0
 
 
-def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument(
@@ -95,11 +95,13 @@ def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
 def save_model(folder: str | Path, device: str = "cpu", **config):
     """Write a FluxTransformer2DModel with random weights (seed 0) as a diffusers folder: float32 for the CPU,
     bf16 for CUDA."""
-    from diffusers import FluxTransformer2DModel
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     torch.manual_seed(0)
     model = FluxTransformer2DModel(**{**FLUX, **config})
-    (model.to(torch.bfloat16) if device == "cuda" else model).save_pretrained(folder)
+    if device == "cuda":
+        torch.nn.Module.to(model, torch.bfloat16)  # whose signature diffusers' own method hides
+    model.save_pretrained(folder)
 
 
 def request(

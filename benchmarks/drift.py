@@ -1,11 +1,11 @@
-"""How far PipeFusion's stale keys and values take the demo model's pictures from the serial ones: writes
+"""How far PipeFusion's stale keys and values take the demo model's images from the serial ones: writes
 docs/drift.md.
 
     python benchmarks/drift.py [--quick] [--out docs/drift.md]
     python benchmarks/drift.py --text docs/drift.md     # the text again around the table that is there
 
-Patches are computed in the pipeline's order by one process: with N stages the rows that are fresh, and those
-that are stale, are the same, so the numbers hold for any pipefusion_degree (tests/ranks compare the two).
+Patches are computed in the pipeline's order by one process: with N stages the tokens that are fresh, and
+those that are stale, are the same, so the numbers hold for any pipefusion_degree (tests/ranks compare them).
 """
 
 import argparse
@@ -49,7 +49,7 @@ def request(steps: int, cfg: float) -> Sample:
 
 
 def psnr(samples: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio of each decoded picture in dB."""
+    """Peak signal-to-noise ratio of each decoded image in dB."""
     a, b = (shapes.decode(shapes.to_vae_units(x)) for x in (samples, reference))
     return -10 * ((a - b) ** 2).mean(dim=(1, 2, 3)).clamp_min(1e-12).log10()
 

@@ -4,7 +4,8 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from diffusers.models._modeling_parallel import ContextParallelConfig
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
 from backend.protocol import Sample
 
@@ -15,12 +16,9 @@ class PlainLoop:
 
     def __init__(self, model: str, device: str, ulysses: int = 1):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.transformer = (
-            FluxTransformer2DModel.from_pretrained(model, torch_dtype=dtype)
-            .eval()
-            .requires_grad_(False)
-            .to(device)
-        )
+        self.transformer = FluxTransformer2DModel.from_pretrained(model, torch_dtype=dtype)
+        self.transformer.eval().requires_grad_(False)
+        torch.nn.Module.to(self.transformer, device)  # whose signature diffusers' own method hides
         self.device = device
         if ulysses > 1:
             with _one_accelerator(device):
@@ -30,7 +28,7 @@ class PlainLoop:
     def __call__(self, sample: Sample) -> torch.Tensor:
         """The latent (B, C, H, W) of the request's positive prompt in float32, on the CPU."""
         noise, dtype = sample.tensors["noise"], self.transformer.dtype
-        given = {
+        conditioning = {
             name.removeprefix("positive."): value.to(self.device, dtype)
             for name, value in sample.tensors.items()
             if name.startswith("positive.")
@@ -44,12 +42,12 @@ class PlainLoop:
             .to(self.device)
         )
         fixed = dict(
-            encoder_hidden_states=given["c_crossattn"],
-            pooled_projections=given["y"],
-            guidance=given.get("guidance"),
+            encoder_hidden_states=conditioning["c_crossattn"],
+            pooled_projections=conditioning["y"],
+            guidance=conditioning.get("guidance"),
             return_dict=False,
             img_ids=_image_ids(rows, columns).to(self.device, dtype),
-            txt_ids=torch.zeros(given["c_crossattn"].shape[1], 3, device=self.device, dtype=dtype),
+            txt_ids=torch.zeros(conditioning["c_crossattn"].shape[1], 3, device=self.device, dtype=dtype),
         )
         for sigma, sigma_next in sample.tensors["sigmas"].to(self.device).unfold(0, 2, 1):
             velocity = self.transformer(hidden_states=x.to(dtype), timestep=sigma.expand(batch), **fixed)[0]

@@ -44,7 +44,7 @@ def show(found: common.Contest, options):
                 report.shown(ratio, 3),
                 report.shown(by_cpu, 3),
                 f">= {GOAL:g}",
-                report.verdict(ratio["median"] >= GOAL),
+                report.outcome(ratio["median"] >= GOAL),
             ],
         ],
     )

@@ -19,7 +19,7 @@ from backend.config import ParallelConfig
 #: ways of two ranks in which that is measured.
 GOAL, SECONDS = 2.0, 0.2
 MODEL = dict(num_layers=1, num_single_layers=2)
-WAYS = {"ulysses": dict(ulysses_degree=2), "cfg": dict(cfg_degree=2), "pipefusion": dict(pipefusion_degree=2)}
+WAYS = {"ulysses": "ulysses_degree", "cfg": "cfg_degree", "pipefusion": "pipefusion_degree"}
 PATCHES = 4
 
 
@@ -69,7 +69,7 @@ def measure(rounds: int, steps: int, device: str, ways: list[str]) -> dict[str, 
                 f"previews, {way}, {name}": values
                 for way in ways
                 for name, values in costs(
-                    ParallelConfig(device=device, **WAYS[way]), folder, rounds, steps
+                    replace(ParallelConfig(device=device), **{WAYS[way]: 2}), folder, rounds, steps
                 ).items()
             }
         finally:

@@ -1,10 +1,12 @@
 """A benchmark's numbers as a table on the terminal, JSON, and a bar chart, in output/benchmarks/."""
 
+import importlib
 import json
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import psutil
@@ -33,7 +35,7 @@ def shown(spread: dict, digits: int = 2) -> str:
     return "{:.{d}f} ({:.{d}f}..{:.{d}f})".format(spread["median"], spread["low"], spread["high"], d=digits)
 
 
-def verdict(met: bool | None) -> str:
+def outcome(met: bool | None) -> str:
     return {True: "met", False: "missed", None: ""}[met]
 
 
@@ -66,8 +68,7 @@ def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
 
 def _has_matplotlib() -> bool:
     try:
-        import matplotlib  # noqa: F401  (is it there?)
-
+        importlib.import_module("matplotlib")
         return True
     except ImportError:
         print(
@@ -79,10 +80,9 @@ def _has_matplotlib() -> bool:
 
 
 def _matplotlib_chart(path: Path, title: str, bars: list[Bar]):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    # optional: unknown to pyright where it is not installed
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
 
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(bars)), layout="constrained")
     errors = [[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]]

@@ -19,6 +19,8 @@ import common
 import report
 
 from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.protocol import Sample
 
 #: Steps of the runs that are called 28 steps.
 WHOLE = 28
@@ -41,8 +43,8 @@ class Run:
     """A scenario: its engine (None: this rank idles) and request; ``reference`` names the scenario of one
     rank that does the same work."""
 
-    engine: object
-    sample: object
+    engine: Engine | None
+    sample: Sample
     reference: str
 
     @property
@@ -134,7 +136,7 @@ def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
 
 def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
     """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling,
-    goals, verdict."""
+    goals, and whether they are met."""
 
     def values(name, key):
         return [result[key] for result in found[name]]
@@ -184,7 +186,7 @@ def show(rows: list[dict], **facts):
                 number(r["of_ceiling"]),
                 number(r["goal"]),
                 number(r["goal_of_ceiling"]),
-                report.verdict(r["met"]),
+                report.outcome(r["met"]),
             ]
             for r in rows
         ],
@@ -202,7 +204,7 @@ def main():
     parser.add_argument(
         "--only",
         default="",
-        help="only the methods whose names begin so, beside one rank and the ceiling: cfg, pipefusion, ...",
+        help="only the methods whose names begin so, besides one rank and the ceiling: cfg, pipefusion, ...",
     )
     options = common.parse(parser)
     if not common.spawned():

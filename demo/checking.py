@@ -1,4 +1,4 @@
-"""Does a picture show what its prompt asks for? No model involved, the same answer every time."""
+"""Does an image show what its prompt asks for? No model involved, the same result every time."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from . import scenes
 from .scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZE, Item
 
-# Shares are parts of the whole picture; the smallest object drawn covers 5 %, the largest 13 %.
+# Shares are parts of the whole image; the smallest object drawn covers 5 %, the largest 13 %.
 SMALLEST_OBJECT = 0.04
 LARGEST_OBJECT = 0.16
 MOST_STRAY_COLOUR = 0.02
@@ -25,7 +25,7 @@ _SAG = {"circle": 0.0, "square": 0.0, "triangle": 0.2}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a picture, in words; true when nothing is."""
+    """What is wrong with an image, in words; true when nothing is."""
 
     misplaced: tuple[str, ...]  # wrong colours, places or background
     misshapen: tuple[str, ...]  # right colour and place, wrong shape
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def check_picture(prompt: str, image: torch.Tensor) -> Verdict:
-    """Check a picture (H, W, 3) in [0, 1] against a prompt of the grammar in scenes.py.
+    """Check an image (H, W, 3) in [0, 1] against a prompt of the grammar in scenes.py.
 
     Every object must be there in its colour, place and shape, on the right background, and
     nothing else may be. ValueError if the prompt is not of the grammar.
@@ -96,7 +96,7 @@ def _any_colour(named: torch.Tensor) -> torch.Tensor:
 
 
 def _half(place: str) -> torch.Tensor:
-    """(64, 64) mask of the half of the picture a place names."""
+    """(64, 64) mask of the half of the image a place names."""
     x, y = PLACES[place]
     column, row = _axis()[None, :], _axis()[:, None]
     return x * column + y * row > 0

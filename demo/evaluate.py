@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script or as a module
@@ -14,30 +14,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from . import flow, shapes  # noqa: E402
 
 COLUMNS = 8
-LABEL_HEIGHT = 40  # picture pixels under each picture of the sheet
+LABEL_HEIGHT = 40  # image pixels under each image of the sheet
 BATCH = 16
 
 
 def paint(model, prompts: list[str], options) -> torch.Tensor:
-    """-> pictures (B, 256, 256, 3) in [0, 1], a batch at a time."""
-    pictures = []
+    """-> images (B, 256, 256, 3) in [0, 1], a batch at a time."""
+    images = []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         seed = options.seed + first
         latent = flow.sample(model, batch, options.steps, options.cfg, options.shift, seed)
-        pictures.append(shapes.decode(latent))
-    return torch.cat(pictures)
+        images.append(shapes.decode(latent))
+    return torch.cat(images)
 
 
-def contact_sheet(pictures, prompts: list[str], verdicts: list[shapes.Verdict]) -> Image.Image:
-    """All pictures in a grid, prompts underneath, failed ones in red."""
-    height, width = pictures.shape[1:3]
+def contact_sheet(images, prompts: list[str], verdicts: list[shapes.Verdict]) -> Image.Image:
+    """All images in a grid, prompts underneath, failed ones in red."""
+    height, width = images.shape[1:3]
     rows = -(-len(prompts) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * width, rows * (height + LABEL_HEIGHT)), "black")
     pen = ImageDraw.Draw(sheet)
-    for index, (picture, prompt, verdict) in enumerate(zip(pictures, prompts, verdicts)):
+    for index, (image, prompt, verdict) in enumerate(zip(images, prompts, verdicts)):
         corner = index % COLUMNS * width, index // COLUMNS * (height + LABEL_HEIGHT)
-        sheet.paste(Image.fromarray((picture * 255).round().byte().numpy()), corner)
+        sheet.paste(Image.fromarray((image * 255).round().byte().numpy()), corner)
         label = prompt.replace(" on ", "\non ").replace(" of ", " of\n")
         pen.text((corner[0] + 4, corner[1] + height), label, fill="white" if verdict else "red")
     return sheet
@@ -70,16 +70,16 @@ def main() -> None:
     model = FluxTransformer2DModel.from_pretrained(options.model, torch_dtype=torch.float32).eval()
     prompts = shapes.random_prompts(options.n, options.seed)
     start = time.time()
-    pictures = paint(model, prompts, options)
+    images = paint(model, prompts, options)
     seconds = (time.time() - start) / len(prompts)
-    verdicts = [shapes.check_picture(prompt, picture) for prompt, picture in zip(prompts, pictures)]
+    verdicts = [shapes.check_picture(prompt, image) for prompt, image in zip(prompts, images)]
     for prompt, verdict in zip(prompts, verdicts):
         if not verdict:
             print(f"{prompt}: {'; '.join(verdict.problems)}")
-    print(f"{share(verdicts)} right, {seconds:.2f} s per picture")
+    print(f"{share(verdicts)} right, {seconds:.2f} s per image")
     print(f"{share([not verdict.misplaced for verdict in verdicts])} right if shapes do not count")
     if options.sheet:
-        contact_sheet(pictures, prompts, verdicts).save(options.sheet)
+        contact_sheet(images, prompts, verdicts).save(options.sheet)
 
 
 if __name__ == "__main__":

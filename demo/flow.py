@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from . import latents, scenes, text
 
-LATENT_SIDE = scenes.SIZE // 2  # latent cells per side of a training picture
+LATENT_SIDE = scenes.SIZE // 2  # latent cells per side of a training image
 
 
 def to_tokens(latent: torch.Tensor) -> torch.Tensor:
@@ -20,9 +20,9 @@ def from_tokens(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def image_ids(height: int, width: int, stride: int = 1) -> torch.Tensor:
-    """(h/2 * w/2, 3) rotary positions [0, y, x] of the tokens, in tokens of a full-size picture.
+    """(h/2 * w/2, 3) rotary positions [0, y, x] of the tokens, in tokens of a full-size image.
 
-    `stride` is how many full-size tokens one token spans each way: 2 for a half-size picture.
+    `stride` is how many full-size tokens one token spans each way: 2 for a half-size image.
     """
     rows, columns = (torch.arange(side // 2) * stride + (stride - 1) / 2 for side in (height, width))
     return torch.cartesian_prod(torch.zeros(1), rows, columns)
@@ -40,10 +40,10 @@ def encode_prompts(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def velocity(model, tokens, time, caption, stride: int = 1) -> torch.Tensor:
-    """The model's guess of noise - picture, (B, N, 64).
+    """The model's guess of noise - image, (B, N, 64).
 
     tokens (B, N, 64), time (B,) in [0, 1] with 1 = pure noise, caption from `encode_prompts`,
-    stride: full-size side over picture side.
+    stride: full-size side over image side.
     """
     side = LATENT_SIDE // stride
     return model(

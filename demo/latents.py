@@ -11,7 +11,7 @@ CHANNELS = 16
 PIXEL_CHANNELS = 12  # 3 colours x 2 x 2 pixels
 SCALE = 0.3611
 SHIFT = 0.1159
-UPSCALE = 4  # 2 pixels per latent cell x 4 = the usual 8 picture pixels per latent cell
+UPSCALE = 4  # 2 pixels per latent cell x 4 = the usual 8 image pixels per latent cell
 
 # Model-space channel 4 * colour + k holds sub-pixel k of a colour; a preview takes their mean.
 LATENT_RGB_FACTORS = [
@@ -42,7 +42,7 @@ def from_vae_units(latent: torch.Tensor) -> torch.Tensor:
 
 
 def decode(latent: torch.Tensor, upscale: int = UPSCALE) -> torch.Tensor:
-    """VAE units (B, 16, h, w) -> picture (B, 2h * upscale, 2w * upscale, 3) in [0, 1].
+    """VAE units (B, 16, h, w) -> image (B, 2h * upscale, 2w * upscale, 3) in [0, 1].
 
     Pixels are repeated rather than blended, so that `encode` is the exact inverse.
     """

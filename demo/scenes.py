@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-SIZE = 64  # pixels per side of a training picture
+SIZE = 64  # pixels per side of a training image
 
 COLOURS = {  # RGB in [0, 1]
     "red": (1.0, 0.0, 0.0),
@@ -113,15 +113,15 @@ def parse_prompt(text: str) -> Scene:
 
 def draw(scene: Scene, rng: random.Random | None = None, size: int = SIZE) -> torch.Tensor:
     """Paint a scene: (3, size, size) RGB in [-1, 1]; `rng` jitters places and sizes a little."""
-    picture = _rgb(BACKGROUNDS[scene.background]).expand(3, size, size)
+    image = _rgb(BACKGROUNDS[scene.background]).expand(3, size, size)
     for item in scene.items:
         jitter = [rng.uniform(-1, 1) if rng else 0.0 for _ in range(3)]
         x, y = PLACES[item.place]
         cover = coverage(
             item.shape, x + 0.06 * jitter[0], y + 0.06 * jitter[1], 0.36 + 0.04 * jitter[2], size
         )
-        picture = picture * (1 - cover) + _rgb(COLOURS[item.colour]) * cover
-    return picture * 2 - 1
+        image = image * (1 - cover) + _rgb(COLOURS[item.colour]) * cover
+    return image * 2 - 1
 
 
 def _rgb(colour: tuple[float, float, float]) -> torch.Tensor:
@@ -144,7 +144,7 @@ def coverage(shape: str, cx: float, cy: float, radius: float, size: int) -> torc
 
 
 def random_example(rng: random.Random, size: int = SIZE) -> tuple[torch.Tensor, str, Scene]:
-    """One training example: (picture (3, size, size) in [-1, 1], prompt, scene)."""
+    """One training example: (image (3, size, size) in [-1, 1], prompt, scene)."""
     scene = random_scene(rng)
     return draw(scene, rng, size), _random_prompt(scene, rng), scene
 

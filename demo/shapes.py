@@ -1,6 +1,6 @@
-"""The demo model's world in one import: scenes, prompts, latents and a picture check.
+"""The demo model's world in one import: scenes, prompts, latents and a check of images.
 
-Needs torch and the standard library only, so that it can stand in for text encoders and a VAE
+Needs torch and the standard library only, so that it can take the place of text encoders and a VAE
 wherever the transformer runs.
 """
 

@@ -10,7 +10,9 @@ from .scenes import words_of
 TOKENS = 16  # text length the model sees
 WIDTH = 64  # channels per token
 
-_POSITION_WEIGHT = 0.3  # small beside the word itself, yet enough to tell the first object from the second
+_POSITION_WEIGHT = (
+    0.3  # small next to the word itself, yet enough to separate the first object from the second
+)
 
 
 def encode_prompt(text: str) -> tuple[torch.Tensor, torch.Tensor]:

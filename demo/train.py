@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script or as a module
@@ -22,7 +22,7 @@ WARMUP_STEPS = 100
 UNCAPTIONED_SHARE = 0.1  # teaches the empty prompt, which guidance (cfg) needs
 EMA_DECAY = 0.999
 SHIFT = 3.0
-# Half-size pictures cost a quarter, and words, colours and places are learnt from them as well;
+# Half-size images cost a quarter, and words, colours and places are learnt from them as well;
 # edges need the full size.
 COARSE_STRIDE = 2
 COARSE_BATCH_FACTOR = 2
@@ -46,11 +46,11 @@ def build_model() -> FluxTransformer2DModel:
 
 
 def make_batch(size: int, rng: random.Random, stride: int = 1):
-    """-> (picture tokens (B, 256 / stride^2, 64) in [-1, 1], caption from `flow.encode_prompts`)."""
+    """-> (image tokens (B, 256 / stride^2, 64) in [-1, 1], caption from `flow.encode_prompts`)."""
     examples = [scenes.random_example(rng, scenes.SIZE // stride) for _ in range(size)]
-    pictures = torch.stack([picture for picture, _, _ in examples])
+    images = torch.stack([image for image, _, _ in examples])
     prompts = ["" if rng.random() < UNCAPTIONED_SHARE else prompt for _, prompt, _ in examples]
-    return flow.to_tokens(latents.pack(pictures)), flow.encode_prompts(prompts)
+    return flow.to_tokens(latents.pack(images)), flow.encode_prompts(prompts)
 
 
 def random_times(size: int) -> torch.Tensor:
@@ -63,15 +63,15 @@ def random_times(size: int) -> torch.Tensor:
     return torch.where(torch.rand(size) < 0.5, shifted, times)
 
 
-def flow_loss(model, picture_tokens, caption, stride: int = 1) -> torch.Tensor:
-    """Mean squared error of the predicted velocity noise - picture."""
-    times = random_times(len(picture_tokens))
-    noise = torch.randn_like(picture_tokens)
+def flow_loss(model, image_tokens, caption, stride: int = 1) -> torch.Tensor:
+    """Mean squared error of the predicted velocity noise - image."""
+    times = random_times(len(image_tokens))
+    noise = torch.randn_like(image_tokens)
     mixing = times.view(-1, 1, 1)
-    noisy = mixing * noise + (1 - mixing) * picture_tokens
+    noisy = mixing * noise + (1 - mixing) * image_tokens
     with torch.autocast("cpu", torch.bfloat16):
         guess = flow.velocity(model, noisy, times, caption, stride)
-    return F.mse_loss(guess.float(), noise - picture_tokens)
+    return F.mse_loss(guess.float(), noise - image_tokens)
 
 
 def learning_rate(step: int, progress: float) -> float:
@@ -94,7 +94,7 @@ def save_model(average: dict, folder: Path) -> None:
     model.bfloat16().save_pretrained(folder)
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text())
-    config["latent_format"] = "shapes"  # how loaders tell this model's latents from a VAE's
+    config["latent_format"] = "shapes"  # how loaders separate this model's latents from a VAE's
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     (folder / "diffusion_pytorch_model.safetensors").chmod(0o644)  # written for its owner only
 
@@ -124,7 +124,7 @@ def train(options) -> dict:
 
 
 def next_batch(size: int, rng: random.Random, coarse: bool) -> tuple:
-    """Arguments of `flow_loss`: a batch of half-size or full-size pictures."""
+    """Arguments of `flow_loss`: a batch of half-size or full-size images."""
     if coarse:
         return *make_batch(size * COARSE_BATCH_FACTOR, rng, COARSE_STRIDE), COARSE_STRIDE
     return *make_batch(size, rng), 1
@@ -147,8 +147,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30, help="wall time of the training")
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
-    parser.add_argument("--coarse", type=float, default=0.4, help="share of time on half-size pictures")
-    parser.add_argument("--batch", type=int, default=16, help="full-size pictures per step")
+    parser.add_argument("--coarse", type=float, default=0.4, help="share of time on half-size images")
+    parser.add_argument("--batch", type=int, default=16, help="full-size images per step")
     parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rate")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,7 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
 import os
+from collections.abc import Iterator
 
 from comfy_api.latest import io
 
@@ -74,7 +75,7 @@ class LoadParallelDiT(io.ComfyNode):
         return io.NodeOutput(dit)
 
 
-def _guidance_of_samplers(prompt: dict, loader_id: str):
+def _guidance_of_samplers(prompt: dict, loader_id: str) -> Iterator[tuple[float, str]]:
     """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a
     refusal comes before minutes of loading."""
     for key, node in prompt.items():

@@ -1,5 +1,4 @@
-"""The ParallelDemoLoader node: the demo model's stand-ins for text encoders and a VAE. They have no
-weights."""
+"""The ParallelDemoLoader node: text encoder and VAE of the demo model, which have no weights."""
 
 import torch
 from comfy_api.latest import io
@@ -23,16 +22,16 @@ class DemoVAE:
     """What VAEDecode and VAEEncode ask of a VAE."""
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latent (B, 16, H, W) in VAE units -> picture (B, 8 H, 8 W, 3) in [0, 1]."""
+        """Latent (B, 16, H, W) in VAE units -> image (B, 8 H, 8 W, 3) in [0, 1]."""
         return shapes.decode(latent)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Picture (B, 8 H, 8 W, 3) in [0, 1] -> latent (B, 16, H, W) in VAE units."""
+        """Image (B, 8 H, 8 W, 3) in [0, 1] -> latent (B, 16, H, W) in VAE units."""
         return shapes.encode(pixels)
 
 
 class ParallelDemoLoader(io.ComfyNode):
-    """-> CLIP and VAE objects for the demo model, so that its graph has the shape of a real one."""
+    """Make CLIP and VAE objects for the demo model, so that its graph has the shape of a real one."""
 
     @classmethod
     def define_schema(cls):

@@ -2,13 +2,13 @@
 use.
 
 The MODEL is ComfyUI's own model object without weights. In the place of its transformer is a module that
-sends each call to the
-ranks: one exchange a step. What would reach into the transformer is refused by name, at the node that does it
-where that can be.
+sends each call to the ranks: one round trip a step. What would reach into the transformer is refused by name,
+at the node that does it where that can be.
 """
 
 import logging
 from functools import partial
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -20,7 +20,7 @@ from comfy_api.latest import io
 
 from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
-from ..backend.protocol import ModelCall, RefusedError, Result
+from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
@@ -95,7 +95,7 @@ class ParallelModel(io.ComfyNode):
 
 
 def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
-    """A MODEL whose transformer is the one that ``dit`` names."""
+    """Return a MODEL whose transformer is the one that ``dit`` names."""
     patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
     patcher.model.memory_usage_factor = (
         0.0  # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
@@ -118,7 +118,9 @@ class RemoteTransformer(ElsewhereModule):
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
-        self.dit, self.held, self.kept = dit, None, ArgumentCache()
+        self.dit = dit
+        self.held: tuple[Backend, Loaded] | None = None
+        self.cached_arguments = ArgumentCache()
         #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a
         #: transformer of this family.
         self.time_scale = 1.0
@@ -155,13 +157,13 @@ class RemoteTransformer(ElsewhereModule):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
-        given = {
+        values = {
             name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None
         }
         family = family_named(loaded)
-        tensors = as_tensors("the graph", family.translate(given), loaded.info["conditioning"])
+        tensors = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
         tensors = fill_zeros(tensors, x.shape[0], family, family.unet_config(loaded.info["config"]))
-        self._tell_of_idle_ranks(x.shape[0])
+        self._warn_of_idle_ranks(x.shape[0])
         call = ModelCall(
             loaded.model,
             self.dit.config.attention,
@@ -172,37 +174,37 @@ class RemoteTransformer(ElsewhereModule):
                 **{f"cond.{name}": value for name, value in tensors.items()},
             },
         )
-        output = self._answer(backend, call).to(x.device)
+        output = self._output(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
-    def _answer(self, backend: Backend, call: ModelCall) -> torch.Tensor:
+    def _output(self, backend: Backend, call: ModelCall) -> torch.Tensor:
         management, result = comfy.model_management, None
         try:
             result, holds = self._ask(backend, call)
             if result is not None and (
                 "missing" in result.stats or not holds
             ):  # the ranks are others, or have served others; or a prompt has changed a little
-                self.kept.reset()
+                self.cached_arguments.reset()
                 result, _ = self._ask(backend, call)
         finally:
             if result is None:
-                self.kept.reset()
+                self.cached_arguments.reset()
         if result is None:
             management.throw_exception_if_processing_interrupted()
             raise management.InterruptProcessingException()
         return result.tensors["output"]
 
     def _ask(self, backend: Backend, call: ModelCall) -> tuple[Result | None, bool]:
-        """(The answer to the shortened call, whether what it left out is what the ranks keep)."""
+        """Return the result of the shortened call, and whether the ranks cache what it left out."""
         found = []
         result = backend.sample(
-            self.kept.shortened(call),
+            self.cached_arguments.shortened(call),
             should_cancel=comfy.model_management.processing_interrupted,
-            meanwhile=lambda: found.append(self.kept.holds()),
+            meanwhile=lambda: found.append(self.cached_arguments.holds()),
         )
         return result, all(found)
 
-    def _check_options(self, control, options: dict):
+    def _check_options(self, control, options: dict[str, Any]):
         if control is not None:
             raise RefusedError(
                 "the conditioning has a ControlNet ('control'), whose residuals go into the transformer's "
@@ -217,10 +219,10 @@ class RemoteTransformer(ElsewhereModule):
                     f"on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own "
                     f"loader."
                 )
-            if name == "qwen_image21_cache" and value.get("dtype", "default") != "default":
+            if name == "qwen_image21_cache" and value and value.get("dtype", "default") != "default":
                 raise RefusedError(
-                    f"the MODEL keeps a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 "
-                    f"Cache), but the ranks of Parallel Model keep them as they are; set dtype to default "
+                    f"the MODEL caches a prompt's keys and values as {value['dtype']} (Qwen Image 2.1 "
+                    f"Cache), but the ranks of Parallel Model cache them as they are; set dtype to default "
                     f"or remove that node."
                 )
             if name not in HARMLESS_OPTIONS and name not in REFUSED_OPTIONS:
@@ -229,12 +231,12 @@ class RemoteTransformer(ElsewhereModule):
                     f"not see it."
                 )
 
-    def _tell_of_idle_ranks(self, batch: int):
+    def _warn_of_idle_ranks(self, batch: int):
         config = self.dit.config
         groups = config.cfg_degree * config.data_parallel_degree
         if batch % groups:
             self._say_once(
-                f"a call of the model has {batch} row(s) (prompts x latents), which cfg_degree "
+                f"a call of the model has {batch} sample(s) (prompts x latents), which cfg_degree "
                 f"{config.cfg_degree} x data_parallel_degree {config.data_parallel_degree} cannot share "
                 "evenly, so some ranks compute what others compute too: exact, but no faster. At cfg 1.0, "
                 "or where prompts of different lengths are called one by one, use ulysses_degree instead."

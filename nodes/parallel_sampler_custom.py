@@ -46,7 +46,7 @@ class ParallelSamplerCustom(io.ComfyNode):
                 ),
                 io.Latent.Output(
                     display_name="denoised_output",
-                    tooltip="The model's prediction of the picture in the last step.",
+                    tooltip="The model's prediction of the image in the last step.",
                 ),
             ],
         )

@@ -97,7 +97,7 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
         sigmas = torch.cat([family.noise.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
     else:
         sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
-    given = (
+    conditioning = (
         load_file(chosen.conditioning)
         if chosen.conditioning
         else {
@@ -120,7 +120,7 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
         0,
         num_pipeline_patch=config.num_pipeline_patch,
         latent_shapes=shapes,
-        tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **given},
+        tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **conditioning},
     )
 
 
@@ -168,10 +168,10 @@ def check(chosen) -> list[dict]:
             rows.append(compare(model, chosen, degrees, reference))
             if dist.get_rank() == 0:
                 row = rows[-1]
-                verdict = "ok  " if row["passed"] else "FAIL"
+                outcome = "ok  " if row["passed"] else "FAIL"
                 result = row.get("refused") or format(row["error"], ".1e")
                 stale = " (stale)" if row.get("stale") else ""
-                print(f"  {verdict} {row['method']}: {result}{stale}", flush=True)
+                print(f"  {outcome} {row['method']}: {result}{stale}", flush=True)
     return rows
 
 
@@ -183,7 +183,7 @@ def start_ranks() -> int:
     from backend.client.launcher import closed_doors, rendezvous_flags
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
-        environment = os.environ | closed_doors(os.environ)
+        environment = os.environ | closed_doors(dict(os.environ))
         environment |= {"CUDA_VISIBLE_DEVICES": "", STORE_VARIABLE: f"{folder}/ranks-store"}
         command = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(Path(folder))]
         command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__, *sys.argv[1:]]
@@ -194,8 +194,9 @@ def main():
     chosen = options()
     if "RANK" not in os.environ:
         sys.exit(start_ranks())
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("gloo", store=mesh.file_store(os.environ[STORE_VARIABLE]), **ranks)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = mesh.file_store(os.environ[STORE_VARIABLE])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rows = check(chosen)
     leader = dist.get_rank() == 0
     if leader and chosen.json:

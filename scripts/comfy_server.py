@@ -110,8 +110,8 @@ class ComfyServer:
         )
 
     def fetch(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-            return answer.read()
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as response:
+            return response.read()
 
     def get(self, path: str):
         return json.loads(self.fetch(path))
@@ -123,8 +123,8 @@ class ComfyServer:
             {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, json.loads(answer.read() or "{}")
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status, json.loads(response.read() or "{}")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or "{}")
 
@@ -133,20 +133,20 @@ class ComfyServer:
         client, run, began = uuid.uuid4().hex, Run(), time.monotonic()
         websocket = WebSocket("127.0.0.1", self.port, f"/ws?clientId={client}")
         try:
-            status, answer = self.post("/prompt", {"prompt": prompt, "client_id": client})
-            run.node_errors = answer.get("node_errors", {})
+            status, reply = self.post("/prompt", {"prompt": prompt, "client_id": client})
+            run.node_errors = reply.get("node_errors", {})
             if status != 200:
-                run.status, run.message = "rejected", json.dumps(answer)
+                run.status, run.message = "rejected", json.dumps(reply)
                 return run
             while not run.status:
                 assert time.monotonic() - began < seconds, f"the graph still runs after {seconds} s"
                 received = websocket.receive(1.0)
                 if received is not None:
-                    self._take(run, prompt, answer["prompt_id"], *received, at_step)
+                    self._take(run, prompt, reply["prompt_id"], *received, at_step)
         finally:
             websocket.close()
         run.seconds = time.monotonic() - began
-        run.outputs = self._outputs(answer["prompt_id"])
+        run.outputs = self._outputs(reply["prompt_id"])
         return run
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Queues the bundled workflow in a real ComfyUI, headless, and brings the picture back."""
+"""Queues the bundled workflow in a real ComfyUI, headless, and brings the image back."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def python_of(comfyui: Path) -> str:
 
 
 def run(comfyui: Path, out: Path):
-    """Start ``comfyui`` in a temporary folder with this pack in it, queue the demo, write its picture to
+    """Start ``comfyui`` in a temporary folder with this pack in it, queue the demo, write its image to
     ``out``."""
     os.environ["COMFYUI_PATH"], os.environ["COMFYUI_PYTHON"] = str(comfyui.resolve()), python_of(comfyui)
     folder = Path(tempfile.mkdtemp(prefix="parallel-dit-comfyui-"))
@@ -37,9 +37,9 @@ def run(comfyui: Path, out: Path):
         print()
         if result.status != "success":
             sys.exit(f"ComfyUI says: {result.message.strip()}")
-        picture = next((folder / "output").rglob("*.png"))
+        image = next((folder / "output").rglob("*.png"))
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, out)
+        shutil.copy(image, out)
         print(
             f"{out}: queued and painted in {result.seconds:.1f} s, {result.previews} previews; the ranks' "
             f"start is in it."

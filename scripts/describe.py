@@ -22,9 +22,9 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("model")
     parser.add_argument(
-        "--image-rows", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)"
+        "--image-tokens", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)"
     )
-    parser.add_argument("--text-rows", type=int, default=512, help="text tokens of a request")
+    parser.add_argument("--text-tokens", type=int, default=512, help="text tokens of a request")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
     for field in fields(ParallelConfig):
@@ -41,7 +41,7 @@ def main():
     config = ParallelConfig(**{field.name: getattr(chosen, field.name) for field in fields(ParallelConfig)})
     try:
         plans = describe(
-            config, chosen.model, chosen.image_rows, chosen.text_rows, chosen.batch, chosen.branches
+            config, chosen.model, chosen.image_tokens, chosen.text_tokens, chosen.batch, chosen.branches
         )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))

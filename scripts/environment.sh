@@ -30,3 +30,15 @@ make_environment() {
     "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt" -c "$ROOT/scripts/constraints.txt" pytest pytest-timeout gguf
     printf '%s\n' "$wanted" > "$VENV/installed"
 }
+
+make_lint_tools() {
+    # of the versions in constraints.txt: another ruff may format otherwise. nodejs: pyright runs on Node.js
+    local tools wanted
+    tools=(ruff 'pyright[nodejs]')
+    wanted=$(printf '%s\n' "${tools[@]}"; grep -E '^(ruff|pyright)==' "$ROOT/scripts/constraints.txt")
+    if [ "$(cat "$VENV/lint-installed" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" "${tools[@]}"
+    printf '%s\n' "$wanted" > "$VENV/lint-installed"
+}

@@ -39,12 +39,11 @@ def golden_files() -> dict[str, list[str]]:
     distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
     for path in sorted((ROOT / "tests/golden").glob("*.json")):
         shapes = json.loads(path.read_text())["shapes"]
-        name = next(
-            (family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None),
-            None,
-        )
+        names = [family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None]
+        if not names:
+            continue
         largest = max(distance for case, distance in distances.items() if case.split("__")[0] == path.stem)
-        found.setdefault(name, []).append(f"{path.stem} ({largest:.0e})")
+        found.setdefault(names[0], []).append(f"{path.stem} ({largest:.0e})")
     return found
 
 
@@ -64,7 +63,9 @@ def files_of(family: Family) -> str:
 
 def name_and_notes(title: str) -> tuple[str, str]:
     """Split a title into the model's name and the rest: variants, whose it is, what it makes."""
-    name, rest = re.fullmatch(r"(.+?)(?:(?= \(| in a )|, (?!\d)| of |$)(.*)", title).groups()
+    split = re.fullmatch(r"(.+?)(?:(?= \(| in a )|, (?!\d)| of |$)(.*)", title)
+    assert split is not None  # its first alternative takes any title
+    name, rest = split.groups()
     variants = re.fullmatch(r" \((.*?)\)(.*)", rest)
     if variants is None:
         return name, rest.strip()

@@ -34,7 +34,7 @@ WATCHED = (
 #: Different crashes after which it ends.
 MOST_CRASHES = 20
 #: Seconds between two lines about how far it is.
-TELL_SECONDS = 30.0
+REPORT_SECONDS = 30.0
 
 
 class Coverage:
@@ -89,7 +89,7 @@ def _lines(code: CodeType, top: bool = True) -> set[int]:
 
 
 def good_frames(rank0: Rank0) -> list[bytes]:
-    """Frames of a client that wants nothing odd: of 16 tokens and 4 rows of a prompt."""
+    """Frames of a client that wants nothing odd: of 16 tokens and 4 tokens of a prompt."""
     sample, _ = golden_request("euler_simple", rank0.model)
     tensors = {
         name: value[..., :8, :8]
@@ -114,15 +114,15 @@ class Fuzz:
 
     def run(self, count: int, minutes: float):
         """Try ``count`` frames, fewer where the minutes are over or enough crashes are found."""
-        told = time.monotonic()
+        reported = time.monotonic()
         for _ in range(count):
             choice = self.mutator.random.choice
             frame, before = self.mutator.mutate(choice(self.corpus), choice(self.corpus)), self.reached
             self._try(frame)
             if self.reached > before:
                 self.corpus.append(frame)
-            if time.monotonic() - told > TELL_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
                 print(self, flush=True)
             if time.monotonic() - self.started > 60 * minutes or len(self.seen) >= MOST_CRASHES:
                 break

@@ -3,8 +3,8 @@ so that its forms agree.
 
     make_workflows.py OBJECT_INFO [NAME...]
 
-OBJECT_INFO is a file with a running ComfyUI's answer to /object_info: which inputs of a node are widgets, and
-their order and defaults.
+OBJECT_INFO is a file with a running ComfyUI's response to /object_info: which inputs of a node are widgets,
+and their order and defaults.
 """
 
 import json
@@ -45,7 +45,7 @@ WIDTH, GAP, TITLE = 320, 60, 30
 
 def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
     """(name, options) of the widgets that an input is: none of a link; a choice that brings further inputs
-    has those of its first option behind it."""
+    has those of its first option after it."""
     if kind == "COMFY_DYNAMICCOMBO_V3":
         first = options["options"][0]
         further = [
@@ -57,9 +57,9 @@ def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
     return [(name, options)] if isinstance(kind, list) or set(kind.split(",")) <= WIDGETS else []
 
 
-def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
+def inputs_of(info: dict, values: dict) -> tuple[list[tuple[str, str]], list[tuple[str, dict]]]:
     """(inputs that are linked as (name, type), widgets as (name, options)) of a node, in its own order; of
-    inputs that grow in number those that are ``given`` and one more."""
+    inputs that grow in number those that are in ``values`` and one more."""
     linked, widgets = [], []
     for part in ("required", "optional"):
         for name in info["input_order"].get(part, []):
@@ -67,7 +67,7 @@ def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tupl
             if kind == "COMFY_AUTOGROW_V3":
                 (one,) = options["template"]["input"]["required"].values()
                 names = [f"{name}.{inner}" for inner in options["template"]["names"]]
-                linked += [(name, one[0]) for name in names[: 1 + sum(name in given for name in names)]]
+                linked += [(name, one[0]) for name in names[: 1 + sum(name in values for name in names)]]
                 continue
             found = widgets_of(name, kind, options)
             widgets += found
@@ -76,14 +76,15 @@ def inputs_of(info: dict, given: dict) -> tuple[list[tuple[str, str]], list[tupl
     return linked, widgets
 
 
-def values_of(widgets: list[tuple[str, dict]], given: dict) -> list[tuple[str, object]]:
+def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list[tuple[str, object]]:
     """(name, value) in the order of a node's widgets, the default where another node gives it, with those
     that the page adds: what becomes of a seed, and the button that uploads."""
     values = []
     for name, options in widgets:
-        values.append(
-            (name, given[name] if name in given and not isinstance(given[name], list) else options["default"])
-        )
+        value = inputs.get(name)
+        if name not in inputs or isinstance(value, list):  # a list is a link to another node
+            value = options["default"]
+        values.append((name, value))
         values += [("control after generate", "randomize")] * bool(options.get("control_after_generate")) + [
             ("upload", "image")
         ] * bool(options.get("image_upload"))
@@ -180,7 +181,7 @@ def wrap_note(text: str, width: int = 84) -> list[str]:
     return [row for line in text.split("\n") for row in wrap(line, width)]
 
 
-def picture(page: dict, info: dict, size=(768, 512)) -> Image.Image:
+def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
     """The graph as boxes and links, for the template browser."""
     right = max(node["pos"][0] + node["size"][0] for node in page["nodes"])
     bottom = max(node["pos"][1] + node["size"][1] for node in page["nodes"])
@@ -237,7 +238,7 @@ def picture(page: dict, info: dict, size=(768, 512)) -> Image.Image:
             top = y + 12 + (22 * max(len(node["inputs"]), len(node["outputs"])) + 25 * row)
             if top + 20 < y + height:
                 draw.text(at(x + 14, top), line, fill="#bbbbbb", font=small)
-    return image.resize(size, Image.LANCZOS)
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def main():
@@ -253,7 +254,7 @@ def main():
             )
             + "\n"
         )
-        picture(page, info).save(FOLDER / f"{name}.jpg", quality=88)
+        screenshot(page, info).save(FOLDER / f"{name}.jpg", quality=88)
 
 
 if __name__ == "__main__":

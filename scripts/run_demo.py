@@ -23,10 +23,10 @@ PROMPT = "a red circle left of a blue square on black"
 MODEL = ROOT / "demo" / "shapes-flux"
 #: Name -> ParallelConfig fields of the ways to use two ranks.
 METHODS = {
-    "cfg": {"cfg_degree": 2},
-    "ulysses": {"ulysses_degree": 2},
-    "ring": {"ring_degree": 2},
-    "pipefusion": {"pipefusion_degree": 2},
+    "cfg": "cfg_degree",
+    "ulysses": "ulysses_degree",
+    "ring": "ring_degree",
+    "pipefusion": "pipefusion_degree",
 }
 BAR = 30
 
@@ -34,12 +34,13 @@ BAR = 30
 def request(model: str, prompt: str, steps: int, cfg: float, seed: int) -> Sample:
     """The Sample that ComfyUI's nodes would send: noise of the seed, the schedule of diffusers' flow-matching
     scheduler, two prompts."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
     noise = torch.randn(1, 16, 32, 32, generator=torch.Generator().manual_seed(seed))
-    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": scheduler.sigmas.float()}
+    sigmas = torch.as_tensor(scheduler.sigmas, dtype=torch.float32)
+    tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas}
     for branch, text in (("positive", prompt), ("negative", "")):
         tensors[f"{branch}.c_crossattn"], tensors[f"{branch}.y"] = shapes.encode_prompt(text)
     return Sample(model, "euler", cfg, seed, tensors=tensors)
@@ -72,16 +73,18 @@ def paint(config: ParallelConfig, options) -> tuple[torch.Tensor, float]:
     for _ in range(options.repeat + 1):  # the first one warms up
         began = time.perf_counter()
         result = backend.sample(message, show)
+        assert result is not None  # nothing cancels it
         seconds.append(time.perf_counter() - began)
+        samples = result.tensors["samples"]
     print(file=sys.stderr)
-    return result.tensors["samples"], statistics.median(seconds[1:])
+    return samples, statistics.median(seconds[1:])
 
 
 def save(samples: torch.Tensor, path: Path):
-    """Write the picture of a latent as PNG."""
+    """Write the image of a latent as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = shapes.decode(shapes.to_vae_units(samples))[0]
-    Image.fromarray((picture * 255).round().byte().numpy()).save(path)
+    image = shapes.decode(shapes.to_vae_units(samples))[0]
+    Image.fromarray((image * 255).round().byte().numpy()).save(path)
 
 
 def device() -> str:
@@ -122,19 +125,20 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         one, alone = paint(ParallelConfig(device=device()), chosen)
-        two, together = paint(ParallelConfig(device=device(), **METHODS[chosen.method]), chosen)
+        two_ranks = replace(ParallelConfig(device=device()), **{METHODS[chosen.method]: 2})
+        two, together = paint(two_ranks, chosen)
     except (ConfigError, RefusedError, BackendError) as error:
         sys.exit(str(error))
     finally:
         pool.close_all()
     save(two, chosen.out)
-    verdict = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
+    check = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
     print(
         f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times "
         f"as fast (medians of {chosen.repeat})."
     )
     print(f"The two latents differ by {((one - two).norm() / one.norm()).item():.1e} of their size.")
-    print(f'{chosen.out}: "{chosen.prompt}"{"" if verdict else " (" + "; ".join(verdict.problems) + ")"}')
+    print(f'{chosen.out}: "{chosen.prompt}"{"" if check else " (" + "; ".join(check.problems) + ")"}')
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def clip(*names: str, **more) -> tuple[str, dict]:
     } | more
 
 
-def picture(width: int = 1024, height: int = 1024, kind: str = "EmptySD3LatentImage") -> tuple[str, dict]:
+def image_latent(
+    width: int = 1024, height: int = 1024, kind: str = "EmptySD3LatentImage"
+) -> tuple[str, dict]:
     return kind, {"width": width, "height": height, "batch_size": 1}
 
 
@@ -57,14 +59,14 @@ def solve(
 #: Further: negative (none: zeros), guidance, fps (a video), image (an edit; its scaling node, whose size the
 #: latent takes where there is one, or None), first_frame (a video's; its size and compression), sigmas (a
 #: scheduler
-#: node), rate, encode, note, sound (the loader of the VAE of a video's sound), beside (a second model for the
+#: node), rate, encode, note, audio (the loader of the VAE of a video's audio), second_model (one for the
 #: negative prompt, and when the guider of both takes another cfg).
 RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5",
         "model": "sd3.5_large_fp8_scaled.safetensors",
         "checkpoint": "sd3.5_large_fp8_scaled.safetensors",
-        "latent": picture(),
+        "latent": image_latent(),
         "negative": BAD,
         "solve": solve(20, 4.0, scheduler="sgm_uniform"),
     },
@@ -73,7 +75,7 @@ RECIPES = {
         "model": "PixArt-Sigma-XL-2-1024-MS",
         "clip": clip("t5xxl_fp16.safetensors", type="pixart"),
         "vae": "sdxl_vae.safetensors",
-        "latent": picture(kind="EmptyLatentImage"),
+        "latent": image_latent(kind="EmptyLatentImage"),
         "negative": BAD,
         "solve": solve(20, 4.5, "dpmpp_2m", "sgm_uniform"),
     },
@@ -81,7 +83,7 @@ RECIPES = {
         "title": "Hunyuan-DiT",
         "model": "HunyuanDiT-v1.2-Diffusers",
         "checkpoint": "hunyuan_dit_1.2.safetensors",
-        "latent": picture(kind="EmptyLatentImage"),
+        "latent": image_latent(kind="EmptyLatentImage"),
         "negative": BAD,
         "solve": solve(50, 5.0, "ddpm", "ddim_uniform"),
     },
@@ -91,7 +93,7 @@ RECIPES = {
         "clip": clip("t5xxl_fp16.safetensors", type="chroma"),
         "tokens": ("T5TokenizerOptions", {"min_padding": 0, "min_length": 0}),
         "vae": "ae.safetensors",
-        "latent": picture(),
+        "latent": image_latent(),
         "negative": BAD,
         "solve": solve(26, 3.5, scheduler="beta", shift=1.0),
     },
@@ -100,7 +102,7 @@ RECIPES = {
         "model": "qwen_image_fp8_e4m3fn.safetensors",
         "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
         "vae": "qwen_image_vae.safetensors",
-        "latent": picture(1328, 1328),
+        "latent": image_latent(1328, 1328),
         "negative": "",
         "solve": solve(20, 4.0, shift=3.1),
     },
@@ -123,20 +125,20 @@ RECIPES = {
         "model": "qwen_image_2.1_int8_convrot.safetensors",
         "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
         "vae": "qwen_image_2.1_vae_bf16.safetensors",
-        "latent": picture(kind="EmptyLatentImage"),
+        "latent": image_latent(kind="EmptyLatentImage"),
         "encode": "TextEncodeQwenImage21",
         "solve": solve(25, 1.0),
         "note": "ComfyUI 0.37 or later.",
     },
     "qwen_image21_edit": {
-        "title": "Qwen-Image 2.1, from a picture",
+        "title": "Qwen-Image 2.1, from an image",
         "model": "qwen_image_2.1_int8_convrot.safetensors",
         "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
         "vae": "qwen_image_2.1_vae_bf16.safetensors",
         "image": None,
         "encode": "TextEncodeQwenImage21",
         "solve": solve(25, 1.0),
-        "note": "ComfyUI 0.37 or later. Connect further pictures below the first; the prompt calls them "
+        "note": "ComfyUI 0.37 or later. Connect further images below the first; the prompt calls them "
         "<image1>, <image2> and so on.",
     },
     "flux_kontext_edit": {
@@ -153,7 +155,7 @@ RECIPES = {
         "model": "z_image_turbo_bf16.safetensors",
         "clip": clip("qwen_3_4b.safetensors", type="lumina2"),
         "vae": "ae.safetensors",
-        "latent": picture(),
+        "latent": image_latent(),
         "solve": solve(8, 1.0, "res_multistep", shift=3.0),
     },
     "krea2_txt2img": {
@@ -161,7 +163,7 @@ RECIPES = {
         "model": "krea2_turbo_fp8_scaled.safetensors",
         "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
         "vae": "qwen_image_vae.safetensors",
-        "latent": picture(kind="EmptyLatentImage"),
+        "latent": image_latent(kind="EmptyLatentImage"),
         "solve": solve(8, 1.0),
     },
     "flux2_txt2img": {
@@ -169,13 +171,13 @@ RECIPES = {
         "model": "flux2_dev_fp8mixed.safetensors",
         "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
         "vae": "flux2-vae.safetensors",
-        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "latent": image_latent(kind="EmptyFlux2LatentImage"),
         "guidance": 4.0,
         "sigmas": ("Flux2Scheduler", {"steps": 20}),
         "solve": solve(20, 1.0),
     },
     "flux2_edit": {
-        "title": "Flux.2 dev, from a picture",
+        "title": "Flux.2 dev, from an image",
         "model": "flux2_dev_fp8mixed.safetensors",
         "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
         "vae": "flux2-vae.safetensors",
@@ -183,18 +185,18 @@ RECIPES = {
             "ImageScaleToTotalPixels",
             {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1},
         ),
-        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "latent": image_latent(kind="EmptyFlux2LatentImage"),
         "guidance": 4.0,
         "sigmas": ("Flux2Scheduler", {"steps": 20}),
         "solve": solve(20, 1.0),
-        "note": "One `Set Reference Latent` for each further picture.",
+        "note": "One `Set Reference Latent` for each further image.",
     },
     "lumina2_txt2img": {
         "title": "Lumina-Image 2.0",
         "model": "lumina_2_model_bf16.safetensors",
         "clip": clip("gemma_2_2b_fp16.safetensors", type="lumina2"),
         "vae": "ae.safetensors",
-        "latent": picture(),
+        "latent": image_latent(),
         "encode": "CLIPTextEncodeLumina2",
         "negative": BAD,
         "solve": solve(30, 4.0, "res_multistep"),
@@ -203,7 +205,7 @@ RECIPES = {
         "title": "HiDream-I1 Full",
         "model": "hidream_i1_full_fp8.safetensors",
         "vae": "ae.safetensors",
-        "latent": picture(),
+        "latent": image_latent(),
         "negative": BAD,
         "solve": solve(50, 5.0, "uni_pc", shift=3.0),
         "clip": clip(
@@ -273,7 +275,7 @@ RECIPES = {
         ),
     },
     "ltx2_t2v": {
-        "title": "LTX-2 with sound",
+        "title": "LTX-2 with audio",
         "model": LTX2,
         "clip": (
             "LTXAVTextEncoderLoader",
@@ -284,7 +286,7 @@ RECIPES = {
         "negative": BAD_SOUND_AND_VIDEO,
         "rate": 24.0,
         "fps": 24.0,
-        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
+        "audio": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
         "solve": solve(20, 4.0, "euler_ancestral"),
         "sigmas": (
             "LTXVScheduler",
@@ -294,7 +296,7 @@ RECIPES = {
         "latent and samples it again with the distilled LoRA, which `Parallel LoRA` takes.",
     },
     "ltx2_i2v": {
-        "title": "LTX-2 image to video with sound",
+        "title": "LTX-2 image to video with audio",
         "model": LTX2,
         "clip": (
             "LTXAVTextEncoderLoader",
@@ -306,7 +308,7 @@ RECIPES = {
         "negative": BAD_SOUND_AND_VIDEO,
         "rate": 25.0,
         "fps": 25.0,
-        "sound": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
+        "audio": ("LTXVAudioVAELoader", {"ckpt_name": LTX2}),
         "solve": solve(20, 4.0),
         "sigmas": (
             "LTXVScheduler",
@@ -314,14 +316,14 @@ RECIPES = {
         ),
     },
     "ltx25_t2v": {
-        "title": "LTX-2.5 distilled, with sound",
+        "title": "LTX-2.5 distilled, with audio",
         "model": "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
         "clip": clip("gemma4-12b-with-proj-ltx-2.5-comfy-int8-convrot.safetensors", type="ltxv"),
         "vae": "ltx-2.5-video-vae-bf16.safetensors",
         "latent": video(1280, 704, 121, "EmptyLTXVLatentVideo"),
         "rate": 24.0,
         "fps": 24.0,
-        "sound": ("VAELoader", {"vae_name": "ltx-2.5-audio-vae-bf16.safetensors"}),
+        "audio": ("VAELoader", {"vae_name": "ltx-2.5-audio-vae-bf16.safetensors"}),
         "solve": solve(8, 1.0, "euler_ancestral"),
         "sigmas": (
             "ManualSigmas",
@@ -330,31 +332,31 @@ RECIPES = {
         "note": "ComfyUI's template makes half this size, then upscales the latent and samples it again.",
     },
     "minimax_h3_t2v": {
-        "title": "MiniMax-H3 with sound",
+        "title": "MiniMax-H3 with audio",
         "model": "minimax_h3_fl2va_pruned_int8_convrot.safetensors",
         "clip": clip("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type="minimax"),
         "vae": "minimax_h3_video_vae_fp16.safetensors",
-        "sound": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}),
+        "audio": ("VAELoader", {"vae_name": "minimax_h3_audio_vae_fp32.safetensors"}),
         "encode": "MiniMaxH3ImageToVideo",
         "latent": ("", {"width": 864, "height": 480, "length": 124}),
         "fps": 24.0,
         "solve": solve(20, 1.0, "res_multistep"),
-        "note": "A picture at first_frame or last_frame makes it an image to video.",
+        "note": "An image at first_frame or last_frame makes it an image to video.",
     },
     "sana_txt2img": {
         "title": "SANA 1.5",
         "model": "SANA1.5_1.6B_1024px_diffusers",
-        "latent": picture(kind="EmptyHunyuanImageLatent"),
+        "latent": image_latent(kind="EmptyHunyuanImageLatent"),
         "negative": "",
         "solve": solve(20, 4.5, "dpmpp_2m", shift=3.0),
-        "note": "SANA's latents are 1/32 of the picture's size, as those that the empty-latent node of "
+        "note": "SANA's latents are 1/32 of the image's size, as those that the empty-latent node of "
         "HunyuanImage makes. Its pipeline puts an instruction in front of the prompt, not of the "
         "negative one: each has its CLIP.",
     },
     "flux3_txt2img": {
         "title": "FLUX.3",
         "model": "flux-3-image-klein-base",
-        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "latent": image_latent(kind="EmptyFlux2LatentImage"),
         "negative": "",
         "solve": solve(50, 3.5),
         "note": "The prompt is encoded as it stands, without FLUX.3's prompt upsampler: write long captions.",
@@ -364,13 +366,13 @@ RECIPES = {
         "model": "ideogram4_fp8_scaled.safetensors",
         "clip": clip("qwen3vl_8b_fp8_scaled.safetensors", type="ideogram4"),
         "vae": "flux2-vae.safetensors",
-        "latent": picture(kind="EmptyFlux2LatentImage"),
+        "latent": image_latent(kind="EmptyFlux2LatentImage"),
         "sigmas": (
             "Ideogram4Scheduler",
             {"steps": 20, "width": 1024, "height": 1024, "mu": 0.0, "std": 1.75},
         ),
         "solve": solve(20, 7.0),
-        "beside": (
+        "second_model": (
             "ideogram4_unconditional_fp8_scaled.safetensors",
             {"cfg": 3.0, "start_percent": 0.7, "end_percent": 1.0},
         ),
@@ -384,11 +386,11 @@ def note_of(recipe: dict) -> str:
     """Which files go where, and how to share the work on more or fewer GPUs."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
     holds = (
-        ("VAEs and the prompt's projection" if "sound" in recipe else "VAE")
+        ("VAEs and the prompt's projection" if "audio" in recipe else "VAE")
         if "clip" in recipe
         else "VAE and text encoders"
     )
-    more = [recipe["beside"][0]] if "beside" in recipe else []
+    more = [recipe["second_model"][0]] if "second_model" in recipe else []
     files = [
         ", ".join(
             f"- `models/diffusion_models/{name}`" if not i else f"`{name}`"
@@ -410,16 +412,16 @@ def note_of(recipe: dict) -> str:
         files.append("- `models/text_encoders`: " + ", ".join(f"`{name}`" for name in names))
     vaes = [
         recipe[key] if key == "vae" else recipe[key][1].get("vae_name")
-        for key in ("vae", "sound")
+        for key in ("vae", "audio")
         if key in recipe
     ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
     how = (
         "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two "
         "do not fit."
-        if "beside" in recipe
+        if "second_model" in recipe
         else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: "
-        "`ulysses_degree` or `pipefusion_degree` 2 beside it."
+        "`ulysses_degree` or `pipefusion_degree` 2 as well."
         if recipe["solve"]["cfg"] != 1.0
         else "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, "
         "`ulysses_degree` 1."
@@ -455,10 +457,9 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     )
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
-    config = add(
-        "ParallelConfig",
-        **({"ulysses_degree": 2} if settings["cfg"] == 1.0 or "beside" in recipe else {"cfg_degree": 2}),
-    )
+    is_one_branch = settings["cfg"] == 1.0 or "second_model" in recipe
+    method = "ulysses_degree" if is_one_branch else "cfg_degree"
+    config = add("ParallelConfig", None, **{method: 2})
     vae = (
         [folder, 1]
         if folder
@@ -466,14 +467,14 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         if "vae" in recipe
         else [checkpoint, 2]
     )
-    audio_vae = [add(recipe["sound"][0], **recipe["sound"][1]), 0] if "sound" in recipe else None
-    picture_ = None
+    audio_vae = [add(recipe["audio"][0], **recipe["audio"][1]), 0] if "audio" in recipe else None
+    loaded_image = None
     if "image" in recipe:
-        picture_ = [add("LoadImage", image="example.png"), 0]
-        picture_ = (
-            [add(recipe["image"][0], image=picture_, **recipe["image"][1]), 0]
+        loaded_image = [add("LoadImage", image="example.png"), 0]
+        loaded_image = (
+            [add(recipe["image"][0], image=loaded_image, **recipe["image"][1]), 0]
             if recipe["image"]
-            else picture_
+            else loaded_image
         )
     if "first_frame" in recipe:
         size, compression = recipe["first_frame"]
@@ -487,7 +488,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
             ),
             0,
         ]
-        picture_ = [add("LTXVPreprocess", image=scaled, img_compression=compression), 0]
+        loaded_image = [add("LTXVPreprocess", image=scaled, img_compression=compression), 0]
 
     def load(name):
         return [
@@ -502,19 +503,19 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         inputs = {
             "CLIPTextEncode": {"text": text},
             "CLIPTextEncodeLumina2": {"system_prompt": "superior", "user_prompt": text},
-            "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": picture_},
+            "TextEncodeQwenImageEdit": {"prompt": text, "vae": vae, "image": loaded_image},
         }[encode]
         return [add(encode, title, clip=clip_, **inputs), 0]
 
     is_edit = "image" in recipe
-    text = SPOKEN_SCENE if "sound" in recipe else EDIT if is_edit else CLIP_SCENE if is_video else PHOTO
+    text = SPOKEN_SCENE if "audio" in recipe else EDIT if is_edit else CLIP_SCENE if is_video else PHOTO
     if recipe.get("encode") == "MiniMaxH3ImageToVideo":
         made = add(
             "MiniMaxH3ImageToVideo", "Positive", clip=clip_, vae=vae, prompt=text, **recipe["latent"][1]
         )
         plain, latent = [made, 0], [made, 1]
     elif recipe.get("encode") == "TextEncodeQwenImage21":
-        seen = {"vae": vae, "images.image_1": picture_} if is_edit else {}
+        seen = {"vae": vae, "images.image_1": loaded_image} if is_edit else {}
         made = add(
             "TextEncodeQwenImage21",
             "Prompts",
@@ -528,13 +529,13 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     else:
         plain, latent = (
             prompt(text, "Positive"),
-            [add("VAEEncode", pixels=picture_, vae=vae), 0] if is_edit else None,
+            [add("VAEEncode", pixels=loaded_image, vae=vae), 0] if is_edit else None,
         )
     positive, size = plain, {}
     if is_edit and "encode" not in recipe:
         positive = [add("ReferenceLatent", conditioning=positive, latent=latent), 0]
     if is_edit and "latent" in recipe:
-        measured = add("GetImageSize", image=picture_)
+        measured = add("GetImageSize", image=loaded_image)
         latent, size = None, {"width": [measured, 0], "height": [measured, 1]}
     if "guidance" in recipe:
         positive = [add("FluxGuidance", conditioning=positive, guidance=recipe["guidance"]), 0]
@@ -563,11 +564,18 @@ def graph_of(name: str) -> tuple[str, str, dict]:
             latent = [add(kind, **size), 0]
     if "first_frame" in recipe:
         latent = [
-            add("LTXVImgToVideoInplace", vae=vae, image=picture_, latent=latent, strength=1.0, bypass=False),
+            add(
+                "LTXVImgToVideoInplace",
+                vae=vae,
+                image=loaded_image,
+                latent=latent,
+                strength=1.0,
+                bypass=False,
+            ),
             0,
         ]
     if audio_vae and "rate" in recipe:
-        sound = [
+        audio = [
             add(
                 "LTXVEmptyLatentAudio",
                 audio_vae=audio_vae,
@@ -577,7 +585,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
             ),
             0,
         ]
-        latent = [add("LTXVConcatAVLatent", video_latent=latent, audio_latent=sound), 0]
+        latent = [add("LTXVConcatAVLatent", video_latent=latent, audio_latent=audio), 0]
     sampled = sample(add, recipe, load, dit, positive, negative, latent, size)
     images, heard = sampled, sampled
     if audio_vae and "rate" in recipe:
@@ -616,7 +624,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
 def sample(
     add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict
 ) -> list:
-    """The sampler of a recipe and what it is given beside prompts and latent; ``size``: links to a picture's
+    """The sampler of a recipe and what it takes besides prompts and latent; ``size``: links to an image's
     width and height, where the latent has them."""
     settings, wired = (
         recipe["solve"],
@@ -637,7 +645,7 @@ def sample(
         ),
         0,
     ]
-    if "beside" not in recipe:
+    if "second_model" not in recipe:
         return [
             add(
                 "ParallelSamplerCustom",
@@ -648,7 +656,7 @@ def sample(
             ),
             0,
         ]
-    other, override = recipe["beside"]
+    other, override = recipe["second_model"]
     models = [[add("ParallelModel", dit=one), 0] for one in (dit, load(other))]
     guider = add(
         "DualModelGuider",

@@ -8,7 +8,7 @@ import comfy.supported_models_base
 
 
 class Flux3Model(comfy.model_base.BaseModel):
-    """Arguments: eight layers of Qwen3-VL's hidden states side by side, and reference latents."""
+    """Arguments: eight layers of Qwen3-VL's hidden states, concatenated, and reference latents."""
 
     def extra_conds(self, **kwargs):
         found = super().extra_conds(**kwargs)

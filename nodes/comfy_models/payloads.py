@@ -9,8 +9,10 @@ from ...backend.protocol import RefusedError
 
 
 def mark_unfinished(config: dict):
-    """In place of ComfyUI's connectors, which are on the ranks: a prompt that they have yet to finish, where
-    its width does not tell, with a feature more."""
+    """Return what takes the place of ComfyUI's connectors, which are on the ranks.
+
+    It pads a prompt that they have yet to finish by one feature, where its width does not show that.
+    """
     return lambda states, unprocessed=False: (
         torch.nn.functional.pad(states, (0, 1))
         if unprocessed and not config["use_prompt_embeddings"]
@@ -30,8 +32,8 @@ def ltx2(arguments: dict) -> dict:
     return {**ltxv({**arguments, **marked}), **made}
 
 
-#: Rows of ComfyUI's MiniMax-H3 layout that are given and not denoised -> video (0) or sound (2).
-MINIMAX_GIVEN = {"cond": 0, "ref_img": 0, "cond_audio": 2, "ref_audio": 2}
+#: Reference tokens of ComfyUI's MiniMax-H3 layout, which are not denoised -> video (0) or audio (2).
+MINIMAX_REFERENCES = {"cond": 0, "ref_img": 0, "cond_audio": 2, "ref_audio": 2}
 #: What else its payload holds: the backend knows it by itself, or it is in the layout.
 MINIMAX_KNOWN = {
     "seed",
@@ -48,11 +50,11 @@ MINIMAX_KNOWN = {
 
 
 def minimax_h3(arguments: dict) -> dict:
-    """ComfyUI's payload as tensors: the rows of keyframes and references by its own model's code, their
-    places by its layout, and which rows of text are pictures."""
+    """Return ComfyUI's payload as tensors: reference tokens of keyframes and images by its own model's code,
+    their positions by its layout, and which tokens of text are images. RefusedError for a noise mask."""
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
         raise RefusedError(
-            "latent_image has a noise mask, with which MiniMax-H3 denoises rows at times of their own; the "
+            "latent_image has a noise mask, with which MiniMax-H3 denoises tokens at times of their own; the "
             "ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
         )
     payload, found = (
@@ -68,17 +70,21 @@ def minimax_h3(arguments: dict) -> dict:
     tags, layout = payload.get("text_token_tags"), payload.get("layout")
     if tags is not None and (tags != 1).any():
         found["text_tags"] = tags.reshape(1, -1)
-    given = (
-        [(start, stop, MINIMAX_GIVEN[kind]) for start, stop, kind in layout.segments if kind in MINIMAX_GIVEN]
+    references = (
+        [
+            (start, stop, MINIMAX_REFERENCES[kind])
+            for start, stop, kind in layout.segments
+            if kind in MINIMAX_REFERENCES
+        ]
         if layout
         else []
     )
-    if not given:
+    if not references:
         return found
     from comfy.ldm.minimax import model
 
     own = SimpleNamespace(patch_size=(1, 2, 2))
-    rows = {
+    tokens = {
         "given_video": model.MiniMaxH3Model._cond_video_rows(own, payload, "cpu"),
         "given_audio": model.MiniMaxH3Model._cond_audio_rows(own, payload, "cpu"),
     }
@@ -89,16 +95,18 @@ def minimax_h3(arguments: dict) -> dict:
     audio = next(start for start, _, kind in layout.segments if kind == "audio")
     return {
         **found,
-        **{name: value[None] for name, value in rows.items() if value is not None},
+        **{name: value[None] for name, value in tokens.items() if value is not None},
         "given_times": torch.tensor([times]),
         "origin": layout.position_ids[audio, 0],
-        "given_tags": torch.cat([torch.full((stop - start,), tag) for start, stop, tag in given])[None],
-        "given_positions": torch.cat([layout.position_ids[start:stop] for start, stop, _ in given])[None],
+        "given_tags": torch.cat([torch.full((stop - start,), tag) for start, stop, tag in references])[None],
+        "given_positions": torch.cat([layout.position_ids[start:stop] for start, stop, _ in references])[
+            None
+        ],
     }
 
 
 def ltxv(arguments: dict) -> dict:
-    """Without what changes nothing: guides that are attended to as they are, and frames that only later
+    """Drop what changes nothing: guides that are attended to as they are, and frames that only later
     versions mark."""
     guides = arguments.get("guide_attention_entries", [])
     plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
@@ -107,8 +115,8 @@ def ltxv(arguments: dict) -> dict:
 
 
 def qwen_image21(arguments: dict) -> dict:
-    """The places of the references as a tensor, the same for every sample. As ComfyUI's own transformer does,
-    places of pictures that are not there are left out and every row of the prompt is seen."""
+    """Return the places of the references as a tensor, the same for every sample. As in ComfyUI's own
+    transformer, places of missing images are left out and every token of the prompt is seen."""
     found, slots = (
         {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")},
         arguments.get("image_slots", ()),

@@ -1,5 +1,5 @@
 """Qwen-Image 2.1 as later versions of ComfyUI have it, for those before: flow matching, latents of its own
-VAE (64 channels, 1/16 of the picture's size)."""
+VAE (64 channels, 1/16 of the image's size)."""
 
 import comfy.conds
 import comfy.latent_formats
@@ -160,12 +160,12 @@ def _channels(values, latent):
 
 
 class QwenImage21Model(comfy.model_base.BaseModel):
-    """Arguments: the last hidden states of Qwen3-VL without those of pictures, which of them are no padding,
+    """Arguments: the last hidden states of Qwen3-VL without those of images, which of them are no padding,
     reference latents and before which hidden state each stands."""
 
     def extra_conds(self, **kwargs):
         found = super().extra_conds(**kwargs)
-        given = {
+        values = {
             name: kwargs.get(key)
             for name, key in (
                 ("c_crossattn", "cross_attn"),
@@ -186,7 +186,7 @@ class QwenImage21Model(comfy.model_base.BaseModel):
             **found,
             **{
                 name: kinds.get(name, comfy.conds.CONDConstant)(value)
-                for name, value in given.items()
+                for name, value in values.items()
                 if value is not None
             },
         }

@@ -7,6 +7,7 @@ arguments from a CONDITIONING and their defaults. A family is one entry of FAMIL
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import comfy.model_base
 import comfy.model_management
@@ -17,11 +18,12 @@ import torch
 from ...backend.protocol import Loaded, RefusedError
 from . import generic
 from . import payloads as arguments
-from . import unet_configs as unet
 from .flux3 import Flux3
 from .latent_formats import LATENT_FORMATS
 from .qwen_image21 import QwenImage21
 from .sana import Sana
+from .unet_configs import UNET_CONFIGS
+from .unet_values import hidden, hunyuan_video_class, is_pixart_alpha, wan_class
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Family:
     ``reads``: config -> attributes (dotted) of the transformer at which ComfyUI's model looks.
     ``linear_shift``: ComfyUI builds the family with Flux's ModelSamplingFlux, but its workflows shift it with
     ModelSamplingAuraFlow. ``latents``: channels of every latent where the
-    model denoises several at once. ``pictures``: it makes pictures, though its latent format is a video's.
+    model denoises several at once. ``images``: it makes images, though its latent format is a video's.
     ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
@@ -48,7 +50,7 @@ class Family:
     reads: Callable[[dict], dict] = lambda config: {}
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
-    pictures: bool = False
+    images: bool = False
     translate: Callable[[dict], dict] = lambda arguments: arguments
 
 
@@ -56,90 +58,97 @@ class Family:
 OURS = {"Sana": Sana, "Flux3": Flux3} | (
     {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
 )
-#: Keys of a CONDITIONING with which models are given a picture as further channels, and with which edit
-#: models are given theirs.
+#: Keys of a CONDITIONING that hold an image as further channels, and reference images of edit models.
 IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
 REFERENCES = ("reference_latents",)
 
 FAMILIES = {
     "flux": Family(
         comfy_class=lambda config: "Flux" if config["guidance_embeds"] else "FluxSchnell",
-        unet_config=unet.flux,
+        unet_config=UNET_CONFIGS["flux"],
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
         accepts=IMAGE_TO_VIDEO + REFERENCES,
         reads=lambda config: {"patch_size": 2},
     ),
-    "chroma": Family(lambda config: "Chroma", unet.chroma, linear_shift=True),
-    "sd3": Family(lambda config: "SD3", unet.sd3, needs=("pooled_output",)),
+    "chroma": Family(lambda config: "Chroma", UNET_CONFIGS["chroma"], linear_shift=True),
+    "sd3": Family(lambda config: "SD3", UNET_CONFIGS["sd3"], needs=("pooled_output",)),
     "pixart": Family(
-        lambda config: "PixArtAlpha" if unet.is_pixart_alpha(config) else "PixArtSigma", unet.pixart
+        lambda config: "PixArtAlpha" if is_pixart_alpha(config) else "PixArtSigma", UNET_CONFIGS["pixart"]
     ),
     "hunyuan-dit": Family(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
-        unet.hunyuan_dit,
+        UNET_CONFIGS["hunyuan-dit"],
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
     "hunyuan-video": Family(
-        unet.hunyuan_video_class, unet.hunyuan_video, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO
+        hunyuan_video_class, UNET_CONFIGS["hunyuan-video"], needs=("pooled_output",), accepts=IMAGE_TO_VIDEO
     ),
     "hunyuan-video-1.5": Family(
         lambda config: "HunyuanVideo15",
-        unet.hunyuan_video15,
+        UNET_CONFIGS["hunyuan-video-1.5"],
         needs=("pooled_output",),
         accepts=IMAGE_TO_VIDEO,
         reads=lambda config: {
-            "img_in.proj.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")
+            "img_in.proj.weight": torch.empty(hidden(config), config["in_channels"], device="meta")
         },
     ),
-    "hunyuan-image-2.1": Family(lambda config: "HunyuanImage21", unet.hunyuan_image21),
+    "hunyuan-image-2.1": Family(lambda config: "HunyuanImage21", UNET_CONFIGS["hunyuan-image-2.1"]),
     "wan": Family(
-        unet.wan_class,
-        unet.wan,
+        wan_class,
+        UNET_CONFIGS["wan"],
         accepts=IMAGE_TO_VIDEO,
         reads=lambda config: {
-            "patch_embedding.weight": torch.empty(unet.hidden(config), config["in_channels"], device="meta")
+            "patch_embedding.weight": torch.empty(hidden(config), config["in_channels"], device="meta")
         },
     ),
     "cogvideox": Family(
         lambda config: (
             "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V"
         ),
-        unet.cogvideox,
+        UNET_CONFIGS["cogvideox"],
         accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {
             "in_channels": config["in_channels"],
             "ofs_proj_dim": config.get("ofs_embed_dim"),
         },
     ),
-    "ltxv": Family(lambda config: "LTXV", unet.ltxv, accepts=IMAGE_TO_VIDEO[1:], translate=arguments.ltxv),
+    "ltxv": Family(
+        lambda config: "LTXV", UNET_CONFIGS["ltxv"], accepts=IMAGE_TO_VIDEO[1:], translate=arguments.ltxv
+    ),
     "qwen-image": Family(
-        lambda config: "QwenImage", unet.qwen_image, accepts=REFERENCES, linear_shift=True, pictures=True
+        lambda config: "QwenImage",
+        UNET_CONFIGS["qwen-image"],
+        accepts=REFERENCES,
+        linear_shift=True,
+        images=True,
     ),
     "qwen-image-2.1": Family(
         lambda config: "QwenImage21",
-        unet.qwen_image21,
+        UNET_CONFIGS["qwen-image-2.1"],
         accepts=REFERENCES,
         translate=arguments.qwen_image21,
         reads=lambda config: {"reset_prefix_cache": lambda enabled: None},
     ),  # it is on the ranks what it is
-    "z-image": Family(lambda config: "ZImage", unet.z_image),
-    "krea2": Family(lambda config: "Krea2", unet.krea2, accepts=REFERENCES, pictures=True),
-    "sana": Family(lambda config: "Sana", lambda config: {"image_model": "sana"}),
-    "hidream": Family(lambda config: "HiDream", unet.hidream, needs=("pooled_output", "conditioning_llama3")),
+    "z-image": Family(lambda config: "ZImage", UNET_CONFIGS["z-image"]),
+    "krea2": Family(lambda config: "Krea2", UNET_CONFIGS["krea2"], accepts=REFERENCES, images=True),
+    "sana": Family(lambda config: "Sana", UNET_CONFIGS["sana"]),
+    "hidream": Family(
+        lambda config: "HiDream", UNET_CONFIGS["hidream"], needs=("pooled_output", "conditioning_llama3")
+    ),
     "kandinsky5": Family(
         lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image",
-        unet.kandinsky5,
+        UNET_CONFIGS["kandinsky5"],
         needs=("pooled_output",),
         accepts=IMAGE_TO_VIDEO[1:],
     ),
-    "flux2": Family(lambda config: "Flux2", unet.flux2, accepts=REFERENCES),
-    "flux3": Family(lambda config: "Flux3", lambda config: {"image_model": "flux3"}, accepts=REFERENCES),
-    "lumina2": Family(lambda config: "Lumina2", unet.lumina2),
-    "ideogram4": Family(lambda config: "Ideogram4", unet.ideogram4),
+    "flux2": Family(lambda config: "Flux2", UNET_CONFIGS["flux2"], accepts=REFERENCES),
+    "flux3": Family(lambda config: "Flux3", UNET_CONFIGS["flux3"], accepts=REFERENCES),
+    "lumina2": Family(lambda config: "Lumina2", UNET_CONFIGS["lumina2"]),
+    "ideogram4": Family(lambda config: "Ideogram4", UNET_CONFIGS["ideogram4"]),
     "ltx2": Family(
         lambda config: "LTXAV",
-        unet.ltx2,
+        UNET_CONFIGS["ltx2"],
         latents=(128, 8),
         translate=arguments.ltx2,
         reads=lambda config: {"preprocess_text_embeds": arguments.mark_unfinished(config)},
@@ -148,7 +157,7 @@ FAMILIES = {
         ("minimax-h3", "minimax-h3-curves"),
         Family(
             lambda config: "MiniMaxH3",
-            unet.minimax_h3,
+            UNET_CONFIGS["minimax-h3"],
             latents=(24, 32),
             translate=arguments.minimax_h3,
             reads=lambda config: {
@@ -161,7 +170,7 @@ FAMILIES = {
 
 
 class ElsewhereModule(torch.nn.Module):
-    """Stands where ComfyUI expects the transformer, whose weights are on the ranks."""
+    """Takes the place where ComfyUI expects the transformer, whose weights are on the ranks."""
 
     def __init__(self, dtype: torch.dtype, attributes: dict):
         """``dtype``: in which the ranks compute; ComfyUI rounds some prompts to it. ``attributes``: dotted
@@ -177,8 +186,8 @@ class ElsewhereModule(torch.nn.Module):
             where.__dict__[leaf] = value
 
 
-def _supported_model(name: str):
-    found = OURS.get(name) or getattr(comfy.supported_models, name, None)
+def _supported_model(name: str) -> Callable[[dict], Any]:
+    found: Any = OURS.get(name) or getattr(comfy.supported_models, name, None)
     if found is None:
         raise RefusedError(
             f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with "
@@ -188,7 +197,7 @@ def _supported_model(name: str):
 
 
 def family_named(loaded: Loaded) -> Family:
-    """The entry of a loaded transformer, or that of one that the backend recognised by its structure;
+    """Return the entry of a loaded transformer, or that of one that the backend recognised by its structure;
     RefusedError for a family of another version."""
     if loaded.info.get("generic"):
         return Family(comfy_class=lambda config: "", unet_config=lambda config: {})
@@ -201,7 +210,9 @@ def family_named(loaded: Loaded) -> Family:
 
 
 def weightless_patcher(
-    loaded: Loaded, transformer=ElsewhereModule, patcher=comfy.model_patcher.ModelPatcher
+    loaded: Loaded,
+    transformer: Callable[[torch.dtype, dict], torch.nn.Module] = ElsewhereModule,
+    patcher=comfy.model_patcher.ModelPatcher,
 ) -> comfy.model_patcher.ModelPatcher:
     """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown
     family.

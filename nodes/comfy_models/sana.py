@@ -1,5 +1,5 @@
 """SANA as ComfyUI would have it: flow matching with a shift of 3, latents of DC-AE (32 channels, 1/32 of the
-picture's size)."""
+image's size)."""
 
 import comfy.conds
 import comfy.latent_formats
@@ -16,7 +16,7 @@ class SanaLatent(comfy.latent_formats.LatentFormat):
 
 
 class SanaModel(comfy.model_base.BaseModel):
-    """Arguments: the prompt's hidden states, and which of their rows are no padding."""
+    """Arguments: the prompt's hidden states, and which of its tokens are no padding."""
 
     def extra_conds(self, **kwargs):
         found = {

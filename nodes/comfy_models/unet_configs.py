@@ -1,419 +1,297 @@
-"""The diffusers config of a transformer as ComfyUI's own unet_config, one function a family, and what the
-names of ComfyUI's classes follow from."""
+"""The diffusers config of a transformer as ComfyUI's own unet_config: a table with one entry a family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import unet_values as values
+
+#: diffusers' name of an entry, or a function of the whole config.
+Source = str | Callable[[dict], Any]
 
 
-def flux(config: dict) -> dict:
-    return {
-        "image_model": "flux",
-        "patch_size": 2,
-        "theta": 10000,
-        "mlp_ratio": 4.0,
-        "qkv_bias": True,
-        "in_channels": config["in_channels"] // 4,  # diffusers counts the 2 x 2 latent cells of a token
-        "out_channels": (config["out_channels"] or config["in_channels"]) // 4,
-        "guidance_embed": config["guidance_embeds"],
-        "vec_in_dim": config["pooled_projection_dim"],
-        "context_in_dim": config["joint_attention_dim"],
-        "hidden_size": config["num_attention_heads"] * config["attention_head_dim"],
-        "num_heads": config["num_attention_heads"],
-        "depth": config["num_layers"],
-        "depth_single_blocks": config["num_single_layers"],
-        "axes_dim": list(config["axes_dims_rope"]),
-    }
+def nothing(config: dict) -> dict:
+    return {}
 
 
-def hidden(config: dict) -> int:
-    return config["num_attention_heads"] * config["attention_head_dim"]
+@dataclass(frozen=True)
+class UnetConfig:
+    """Call it with a diffusers config to get ComfyUI's unet_config of the same transformer.
+
+    ``fixed``: entries that all transformers of the family share. ``same``: names, separated by spaces, that
+    diffusers and ComfyUI share. ``optional``: those of them that are left out where diffusers has None or
+    nothing. ``renamed``: ComfyUI's name -> source. ``extra``: a function of the config that gives further
+    entries.
+    """
+
+    fixed: dict[str, Any]
+    same: str = ""
+    optional: str = ""
+    renamed: dict[str, Source] = field(default_factory=dict)
+    extra: Callable[[dict], dict] = nothing
+
+    def __call__(self, config: dict) -> dict:
+        found = dict(self.fixed)
+        for name in self.same.split():
+            found[name] = config[name]
+        for name in self.optional.split():
+            if config.get(name) is not None:
+                found[name] = config[name]
+        for name, source in self.renamed.items():
+            found[name] = config[source] if isinstance(source, str) else source(config)
+        return found | self.extra(config)
 
 
-def sd3(config: dict) -> dict:
-    return {
-        "in_channels": config["in_channels"],
-        "out_channels": config["out_channels"],
-        "patch_size": config["patch_size"],
-        "depth": config["num_layers"],
-        "adm_in_channels": config["pooled_projection_dim"],
-        "pos_embed_max_size": config["pos_embed_max_size"],
-        "qk_norm": "rms" if config["qk_norm"] else None,
-        "input_size": None,
-        "num_patches": config["pos_embed_max_size"] ** 2,
-        "pos_embed_scaling_factor": None,
-        "x_block_self_attn_layers": list(config["dual_attention_layers"]),
-        "context_embedder_config": {
-            "target": "torch.nn.Linear",
-            "params": {
-                "in_features": config["joint_attention_dim"],
-                "out_features": config["caption_projection_dim"],
-            },
+#: What Flux and the families of its layout call the same things.
+_FLUX_NAMES: dict[str, Source] = {
+    "context_in_dim": "joint_attention_dim",
+    "hidden_size": values.hidden,
+    "num_heads": "num_attention_heads",
+    "depth": "num_layers",
+    "depth_single_blocks": "num_single_layers",
+    "axes_dim": "axes_dims_rope",
+}
+_HUNYUAN_VIDEO_NAMES: dict[str, Source] = {
+    "patch_size": values.hunyuan_video_patch,
+    "axes_dim": "rope_axes_dim",
+    "context_in_dim": "text_embed_dim",
+    "hidden_size": values.hidden,
+    "num_heads": "num_attention_heads",
+    "depth": "num_layers",
+}
+_HUNYUAN_VIDEO_FIXED = {
+    "image_model": "hunyuan_video",
+    "mlp_ratio": 4.0,
+    "theta": 256,
+    "qkv_bias": True,
+    "meanflow": False,
+}
+#: Family -> its entry.
+UNET_CONFIGS = {
+    "flux": UnetConfig(
+        {"image_model": "flux", "patch_size": 2, "theta": 10000, "mlp_ratio": 4.0, "qkv_bias": True},
+        renamed=_FLUX_NAMES
+        | {
+            "in_channels": values.unpacked_in_channels,
+            "out_channels": values.unpacked_out_channels,
+            "guidance_embed": "guidance_embeds",
+            "vec_in_dim": "pooled_projection_dim",
         },
-    }
-
-
-def wan(config: dict) -> dict:
-    return {
-        "image_model": "wan2.1",
-        "model_type": "i2v" if config.get("image_dim") else "t2v",
-        "dim": hidden(config),
-        "in_dim": config["in_channels"],
-        "out_dim": config["out_channels"],
-        "num_heads": config["num_attention_heads"],
-        "ffn_dim": config["ffn_dim"],
-        "num_layers": config["num_layers"],
-        "patch_size": list(config["patch_size"]),
-        "freq_dim": config["freq_dim"],
-        "window_size": [-1, -1],
-        "qk_norm": True,
-        "cross_attn_norm": config["cross_attn_norm"],
-        "eps": 1e-6,
-    }
-
-
-def wan_class(config: dict) -> str:
-    if config["out_channels"] == 48:
-        return "WAN22_T2V"
-    return "WAN21_I2V" if config.get("image_dim") and config["in_channels"] == 36 else "WAN21_T2V"
-
-
-def hunyuan_video(config: dict) -> dict:
-    patch = [config["patch_size_t"], config["patch_size"], config["patch_size"]]
-    return {
-        "image_model": "hunyuan_video",
-        "in_channels": config["in_channels"],
-        "out_channels": config["out_channels"],
-        "patch_size": patch,
-        "axes_dim": list(config["rope_axes_dim"]),
-        "context_in_dim": config["text_embed_dim"],
-        "hidden_size": hidden(config),
-        "num_heads": config["num_attention_heads"],
-        "depth": config["num_layers"],
-        "depth_single_blocks": config.get("num_single_layers", 0),
-        "vec_in_dim": config.get("pooled_projection_dim"),
-        "guidance_embed": config.get("guidance_embeds", False),
-        "mlp_ratio": 4.0,
-        "theta": 256,
-        "qkv_bias": True,
-        "meanflow": False,
-        "byt5": "text_embed_2_dim" in config,
-    }
-
-
-def hunyuan_video_class(config: dict) -> str:
-    return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
-
-
-def hunyuan_video15(config: dict) -> dict:
-    return {
-        **hunyuan_video(config),
-        "use_cond_type_embedding": True,
-        "vision_in_dim": config["image_embed_dim"],
-        "meanflow_sum": True,
-    }
-
-
-def hunyuan_image21(config: dict) -> dict:
-    return {
-        **hunyuan_video({**config, "patch_size_t": 1}),
-        "patch_size": list(config["patch_size"]),
-        "vec_in_dim": None,
-        "use_cond_type_embedding": False,
-        "vision_in_dim": None,
-        "meanflow_sum": False,
-    }
-
-
-def hunyuan_dit(config: dict) -> dict:
-    old = config["use_style_cond_and_image_meta_size"]
-    return {
-        "image_model": "hydit1" if old else "hydit",
-        "depth": config["num_layers"],
-        "hidden_size": config["hidden_size"],
-        "text_states_dim": config["cross_attention_dim"],
-        "text_states_dim_t5": config["cross_attention_dim_t5"],
-        **({"size_cond": True, "use_style_cond": True} if old else {}),
-    }
-
-
-def is_pixart_alpha(config: dict) -> bool:
-    given = config["use_additional_conditions"]
-    return config["sample_size"] == 128 if given is None else given
-
-
-def pixart(config: dict) -> dict:
-    alpha = is_pixart_alpha(config)
-    return {
-        "image_model": "pixart_alpha" if alpha else "pixart_sigma",
-        "num_heads": config["num_attention_heads"],
-        "patch_size": config["patch_size"],
-        "hidden_size": hidden(config),
-        "in_channels": config["in_channels"],
-        "depth": config["num_layers"],
-        "caption_channels": config["caption_channels"],
-        "model_max_length": 120 if alpha else 300,
-        "micro_condition": alpha,
-    }
-
-
-def cogvideox(config: dict) -> dict:
-    return {
-        "image_model": "cogvideox",
-        **{
-            key: config[key]
-            for key in (
-                "num_attention_heads",
-                "attention_head_dim",
-                "time_embed_dim",
-                "num_layers",
-                "in_channels",
-                "patch_size",
-                "text_embed_dim",
-                "use_learned_positional_embeddings",
-                "use_rotary_positional_embeddings",
-            )
+    ),
+    "chroma": UnetConfig(
+        {
+            "image_model": "chroma",
+            "patch_size": 2,
+            "theta": 10000,
+            "mlp_ratio": 4.0,
+            "qkv_bias": True,
+            "txt_ids_dims": [],
+            "vec_in_dim": None,
         },
-        **{key: config[key] for key in ("patch_size_t", "ofs_embed_dim") if config.get(key)},
-    }
-
-
-def qwen_image(config: dict) -> dict:
-    return {
-        "image_model": "qwen_image",
-        "in_channels": config["in_channels"],
-        "num_layers": config["num_layers"],
-        "attention_head_dim": config["attention_head_dim"],
-        "num_attention_heads": config["num_attention_heads"],
-        "joint_attention_dim": config["joint_attention_dim"],
-        "axes_dims_rope": list(config["axes_dims_rope"]),
-    }
-
-
-def qwen_image21(config: dict) -> dict:
-    return {
-        "image_model": "qwen_image21",
-        **{
-            key: config[key]
-            for key in (
-                "in_channels",
-                "out_channels",
-                "num_layers",
-                "attention_head_dim",
-                "num_attention_heads",
-                "context_in_dim",
-                "mlp_ratio",
-                "axes_dims_rope",
-            )
+        same="in_channels",
+        renamed=_FLUX_NAMES
+        | {
+            "out_channels": values.out_channels,
+            "in_dim": "approximator_num_channels",
+            "out_dim": values.hidden,
+            "hidden_dim": "approximator_hidden_dim",
+            "n_layers": "approximator_layers",
         },
-    }
-
-
-def z_image(config: dict) -> dict:
-    return {
-        "image_model": "lumina2",
-        "patch_size": 2,
-        "in_channels": config["in_channels"],
-        "dim": config["dim"],
-        "cap_feat_dim": config["cap_feat_dim"],
-        "n_layers": config["n_layers"],
-        "n_heads": config["n_heads"],
-        "n_kv_heads": config["n_kv_heads"],
-        "qk_norm": True,
-        "axes_dims": list(config["axes_dims"]),
-        "axes_lens": list(config["axes_lens"]),
-        "rope_theta": 256.0,
-        "ffn_dim_multiplier": 8.0 / 3.0,
-        "z_image_modulation": True,
-        "time_scale": 1000.0,
-        "pad_tokens_multiple": 32,
-    }
-
-
-def chroma(config: dict) -> dict:
-    return {
-        "image_model": "chroma",
-        "patch_size": 2,
-        "theta": 10000,
-        "mlp_ratio": 4.0,
-        "qkv_bias": True,
-        "txt_ids_dims": [],
-        "vec_in_dim": None,
-        "in_channels": config["in_channels"],
-        "out_channels": config.get("out_channels") or config["in_channels"],
-        "context_in_dim": config["joint_attention_dim"],
-        "hidden_size": hidden(config),
-        "num_heads": config["num_attention_heads"],
-        "depth": config["num_layers"],
-        "depth_single_blocks": config["num_single_layers"],
-        "axes_dim": list(config["axes_dims_rope"]),
-        "in_dim": config["approximator_num_channels"],
-        "out_dim": hidden(config),
-        "hidden_dim": config["approximator_hidden_dim"],
-        "n_layers": config["approximator_layers"],
-    }
-
-
-def krea2(config: dict) -> dict:
-    return {
-        "image_model": "krea2",
-        "features": hidden(config),
-        "channels": config["in_channels"] // 4,
-        "patch": 2,
-        "layers": config["num_layers"],
-        "heads": config["num_attention_heads"],
-        "kvheads": config["num_key_value_heads"],
-        "txtlayers": config["num_text_layers"],
-        "txtdim": config["text_hidden_dim"],
-    }
-
-
-def ltxv(config: dict) -> dict:
-    return {
-        "image_model": "ltxv",
-        "num_layers": config["num_layers"],
-        "attention_head_dim": config["attention_head_dim"],
-        "cross_attention_dim": config["cross_attention_dim"],
-    }
-
-
-def kandinsky5(config: dict) -> dict:
-    channels = config["in_visual_dim"] * (2 if config["visual_cond"] else 1) + bool(config["visual_cond"])
-    return {
-        "image_model": "kandinsky5",
-        **{
-            key: config[key]
-            for key in (
-                "model_dim",
-                "time_dim",
-                "ff_dim",
-                "num_text_blocks",
-                "num_visual_blocks",
-                "in_text_dim",
-                "in_text_dim2",
-            )
+    ),
+    "sd3": UnetConfig(
+        {"input_size": None, "pos_embed_scaling_factor": None},
+        same="in_channels out_channels patch_size pos_embed_max_size",
+        renamed={
+            "depth": "num_layers",
+            "adm_in_channels": "pooled_projection_dim",
+            "qk_norm": values.sd3_norm,
+            "num_patches": values.sd3_positions,
+            "x_block_self_attn_layers": "dual_attention_layers",
+            "context_embedder_config": values.sd3_text_embedder,
         },
-        "axes_dims": list(config["axes_dims"]),
-        "visual_embed_dim": channels * 4,
-        **({} if config["visual_cond"] else {"rope_scale_factor": [1.0, 1.0, 1.0]}),
-    }
-
-
-def hidream(config: dict) -> dict:
-    return {
-        "image_model": "hidream",
-        **{
-            key: config[key]
-            for key in (
-                "patch_size",
-                "in_channels",
-                "out_channels",
-                "num_layers",
-                "num_single_layers",
-                "attention_head_dim",
-                "num_attention_heads",
-                "caption_channels",
-                "text_emb_dim",
-                "num_routed_experts",
-                "num_activated_experts",
-                "axes_dims_rope",
-                "max_resolution",
-            )
+    ),
+    "pixart": UnetConfig(
+        {},
+        same="patch_size in_channels caption_channels",
+        renamed={
+            "image_model": values.pixart_image_model,
+            "num_heads": "num_attention_heads",
+            "hidden_size": values.hidden,
+            "depth": "num_layers",
+            "model_max_length": values.pixart_text_length,
+            "micro_condition": values.is_pixart_alpha,
         },
-    }
-
-
-def minimax_h3(config: dict) -> dict:
-    return {
-        "image_model": "minimax_h3",
-        "num_layers": config["num_layers"],
-        "token_refiner_num_layers": config["num_refiner_layers"],
-        "hidden_size": config["hidden_size"],
-        "latents_dim": config["in_channels"],
-        "audio_latents_dim": config["audio_in_channels"],
-        "attention_head_dim": config["attention_head_dim"],
-        "num_attention_heads": config["num_attention_heads"],
-        "ffn_hidden_size": config["ffn_dim"],
-        "text_dim": config["text_dim"],
-        "timestep_input_dim": config["freq_dim"],
-        "time_embed_hidden_size": config["time_embed_hidden_dim"],
-        "time_embed_dim": config["time_embed_dim"],
-        "rope_inv_freq_len": config["rope_freq_dim"],
-        **({"adaln_curve_grid": config["curve_points"]} if "curve_points" in config else {}),
-    }
-
-
-def flux2(config: dict) -> dict:
-    return {
-        "image_model": "flux2",
-        "patch_size": 1,
-        "theta": 2000,
-        "mlp_ratio": config["mlp_ratio"],
-        "qkv_bias": False,
-        "ops_bias": False,
-        "global_modulation": True,
-        "mlp_silu_act": True,
-        "vec_in_dim": None,
-        "txt_ids_dims": [3],
-        "in_channels": config["in_channels"],
-        "out_channels": config["out_channels"] or config["in_channels"],
-        "guidance_embed": config["guidance_embeds"],
-        "context_in_dim": config["joint_attention_dim"],
-        "hidden_size": hidden(config),
-        "num_heads": config["num_attention_heads"],
-        "depth": config["num_layers"],
-        "depth_single_blocks": config["num_single_layers"],
-        "axes_dim": list(config["axes_dims_rope"]),
-        "default_ref_method": "index",
-        "ref_index_scale": 10.0,
-    }
-
-
-def lumina2(config: dict) -> dict:
-    return {
-        "image_model": "lumina2",
-        "patch_size": config["patch_size"],
-        "in_channels": config["in_channels"],
-        "dim": config["hidden_size"],
-        "cap_feat_dim": config["cap_feat_dim"],
-        "n_layers": config["num_layers"],
-        "n_heads": config["num_attention_heads"],
-        "n_kv_heads": config["num_kv_heads"],
-        "qk_norm": True,
-        "axes_dims": list(config["axes_dim_rope"]),
-        "axes_lens": [300, 512, 512],
-        "rope_theta": 10000.0,
-        "ffn_dim_multiplier": 4.0,
-    }
-
-
-def ideogram4(config: dict) -> dict:
-    return {
-        "image_model": "ideogram4",
-        **{
-            key: config[key]
-            for key in (
-                "in_channels",
-                "num_layers",
-                "attention_head_dim",
-                "num_attention_heads",
-                "intermediate_size",
-                "adaln_dim",
-                "llm_features_dim",
-            )
+    ),
+    "hunyuan-dit": UnetConfig(
+        {"image_model": "hydit"},
+        same="hidden_size",
+        renamed={
+            "depth": "num_layers",
+            "text_states_dim": "cross_attention_dim",
+            "text_states_dim_t5": "cross_attention_dim_t5",
         },
-    }
-
-
-def ltx2(config: dict) -> dict:
-    return {
-        "image_model": "ltxav",
-        **{
-            key: config[key]
-            for key in (
-                "num_layers",
-                "attention_head_dim",
-                "cross_attention_dim",
-                "audio_attention_head_dim",
-                "audio_cross_attention_dim",
-                "caption_channels",
-            )
-            if key in config
+        extra=values.first_hunyuan_dit,
+    ),
+    "hunyuan-video": UnetConfig(
+        {**_HUNYUAN_VIDEO_FIXED, "byt5": False},
+        same="in_channels out_channels",
+        renamed=_HUNYUAN_VIDEO_NAMES
+        | {
+            "depth_single_blocks": "num_single_layers",
+            "vec_in_dim": "pooled_projection_dim",
+            "guidance_embed": "guidance_embeds",
         },
-    }
+    ),
+    "hunyuan-video-1.5": UnetConfig(
+        {
+            **_HUNYUAN_VIDEO_FIXED,
+            "byt5": True,
+            "depth_single_blocks": 0,
+            "vec_in_dim": None,
+            "guidance_embed": False,
+            "use_cond_type_embedding": True,
+            "meanflow_sum": True,
+        },
+        same="in_channels out_channels",
+        renamed=_HUNYUAN_VIDEO_NAMES | {"vision_in_dim": "image_embed_dim"},
+    ),
+    "hunyuan-image-2.1": UnetConfig(
+        {
+            **_HUNYUAN_VIDEO_FIXED,
+            "byt5": True,
+            "vec_in_dim": None,
+            "use_cond_type_embedding": False,
+            "vision_in_dim": None,
+            "meanflow_sum": False,
+        },
+        same="in_channels out_channels patch_size",
+        renamed={name: entry for name, entry in _HUNYUAN_VIDEO_NAMES.items() if name != "patch_size"}
+        | {"depth_single_blocks": "num_single_layers", "guidance_embed": "guidance_embeds"},
+    ),
+    "wan": UnetConfig(
+        {"image_model": "wan2.1", "window_size": [-1, -1], "qk_norm": True, "eps": 1e-6},
+        same="ffn_dim num_layers patch_size freq_dim cross_attn_norm",
+        renamed={
+            "model_type": values.wan_model_type,
+            "dim": values.hidden,
+            "in_dim": "in_channels",
+            "out_dim": "out_channels",
+            "num_heads": "num_attention_heads",
+        },
+    ),
+    "cogvideox": UnetConfig(
+        {"image_model": "cogvideox"},
+        same="num_attention_heads attention_head_dim time_embed_dim num_layers in_channels patch_size "
+        "text_embed_dim use_learned_positional_embeddings use_rotary_positional_embeddings",
+        optional="patch_size_t ofs_embed_dim",
+    ),
+    "ltxv": UnetConfig({"image_model": "ltxv"}, same="num_layers attention_head_dim cross_attention_dim"),
+    "qwen-image": UnetConfig(
+        {"image_model": "qwen_image"},
+        same="in_channels num_layers attention_head_dim num_attention_heads joint_attention_dim "
+        "axes_dims_rope",
+    ),
+    "qwen-image-2.1": UnetConfig(
+        {"image_model": "qwen_image21"},
+        same="in_channels out_channels num_layers attention_head_dim num_attention_heads context_in_dim "
+        "mlp_ratio axes_dims_rope",
+    ),
+    "z-image": UnetConfig(
+        {
+            "image_model": "lumina2",
+            "patch_size": 2,
+            "qk_norm": True,
+            "rope_theta": 256.0,
+            "ffn_dim_multiplier": 8.0 / 3.0,
+            "z_image_modulation": True,
+            "time_scale": 1000.0,
+            "pad_tokens_multiple": 32,
+        },
+        same="in_channels dim cap_feat_dim n_layers n_heads n_kv_heads axes_dims axes_lens",
+    ),
+    "krea2": UnetConfig(
+        {"image_model": "krea2", "patch": 2},
+        renamed={
+            "features": values.hidden,
+            "channels": values.unpacked_in_channels,
+            "layers": "num_layers",
+            "heads": "num_attention_heads",
+            "kvheads": "num_key_value_heads",
+            "txtlayers": "num_text_layers",
+            "txtdim": "text_hidden_dim",
+        },
+    ),
+    "sana": UnetConfig({"image_model": "sana"}),
+    "hidream": UnetConfig(
+        {"image_model": "hidream"},
+        same="patch_size in_channels out_channels num_layers num_single_layers attention_head_dim "
+        "num_attention_heads caption_channels text_emb_dim num_routed_experts num_activated_experts "
+        "axes_dims_rope max_resolution",
+    ),
+    "kandinsky5": UnetConfig(
+        {"image_model": "kandinsky5"},
+        same="model_dim time_dim ff_dim num_text_blocks num_visual_blocks in_text_dim in_text_dim2 axes_dims",
+        renamed={"visual_embed_dim": values.kandinsky5_image_channels},
+        extra=values.kandinsky5_scale,
+    ),
+    "flux2": UnetConfig(
+        {
+            "image_model": "flux2",
+            "patch_size": 1,
+            "theta": 2000,
+            "qkv_bias": False,
+            "ops_bias": False,
+            "global_modulation": True,
+            "mlp_silu_act": True,
+            "vec_in_dim": None,
+            "txt_ids_dims": [3],
+            "default_ref_method": "index",
+            "ref_index_scale": 10.0,
+        },
+        same="in_channels mlp_ratio",
+        renamed=_FLUX_NAMES | {"out_channels": values.out_channels, "guidance_embed": "guidance_embeds"},
+    ),
+    "flux3": UnetConfig({"image_model": "flux3"}),
+    "lumina2": UnetConfig(
+        {
+            "image_model": "lumina2",
+            "qk_norm": True,
+            "axes_lens": [300, 512, 512],
+            "rope_theta": 10000.0,
+            "ffn_dim_multiplier": 4.0,
+        },
+        same="patch_size in_channels cap_feat_dim",
+        renamed={
+            "dim": "hidden_size",
+            "n_layers": "num_layers",
+            "n_heads": "num_attention_heads",
+            "n_kv_heads": "num_kv_heads",
+            "axes_dims": "axes_dim_rope",
+        },
+    ),
+    "ideogram4": UnetConfig(
+        {"image_model": "ideogram4"},
+        same="in_channels num_layers attention_head_dim num_attention_heads intermediate_size adaln_dim "
+        "llm_features_dim",
+    ),
+    "ltx2": UnetConfig(
+        {"image_model": "ltxav"},
+        same="num_layers attention_head_dim cross_attention_dim audio_attention_head_dim "
+        "audio_cross_attention_dim",
+        optional="caption_channels",
+    ),
+    "minimax-h3": UnetConfig(
+        {"image_model": "minimax_h3"},
+        same="num_layers hidden_size attention_head_dim num_attention_heads text_dim time_embed_dim",
+        renamed={
+            "token_refiner_num_layers": "num_refiner_layers",
+            "latents_dim": "in_channels",
+            "audio_latents_dim": "audio_in_channels",
+            "ffn_hidden_size": "ffn_dim",
+            "timestep_input_dim": "freq_dim",
+            "time_embed_hidden_size": "time_embed_hidden_dim",
+            "rope_inv_freq_len": "rope_freq_dim",
+        },
+        extra=values.minimax_h3_curves,
+    ),
+}

@@ -1,8 +1,8 @@
 """Text encoders and VAE of a folder in diffusers' layout, run by diffusers' own pipeline. Nothing here
 imports ComfyUI, and diffusers is imported when a folder is opened.
 
-How a prompt becomes hidden states (template, padding, layers, which of them are kept) is the pipeline's own
-code; which of its results are which part of a CONDITIONING is data, a row for each pipeline.
+How a prompt becomes hidden states (template, padding, layers, which of them are used) is the pipeline's own
+code; which of its results are which part of a CONDITIONING is data, an entry for each pipeline.
 """
 
 import inspect
@@ -27,8 +27,8 @@ _MASKED = (
     "negative_prompt_embeds",
     "negative_prompt_attention_mask",
 )
-#: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer is
-#: not given.
+#: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer
+#: does not take.
 RETURNS = {
     "SanaPipeline": _MASKED,
     "SanaVideoPipeline": _MASKED,
@@ -68,7 +68,7 @@ class TextPipeline:
 
 def pipeline_class(folder: Path) -> str:
     """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here
-    tells how it encodes prompts."""
+    says how it encodes prompts."""
     index = _index(folder)
     if index is None:
         raise RefusedError(
@@ -78,7 +78,7 @@ def pipeline_class(folder: Path) -> str:
     name = index.get("_class_name")
     if name not in (*RETURNS, *OF_BLOCKS):
         raise RefusedError(
-            f"the folder {folder.name} is of {quoted(name)}, and nothing here tells how that encodes "
+            f"the folder {folder.name} is of {quoted(name)}, and nothing here says how that encodes "
             f"prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
             f"VAELoader) where it has that model's encoders."
         )
@@ -86,23 +86,24 @@ def pipeline_class(folder: Path) -> str:
 
 
 def open_text(folder: Path) -> TextPipeline:
-    """The text encoders of a pipeline's folder, on the CPU and in the precision of their files. RefusedError
-    where a part is missing or cannot be read."""
+    """Open the text encoders of a pipeline's folder on the CPU and in the precision of their files.
+    RefusedError where a part is missing or cannot be read."""
     name = pipeline_class(folder)
     return (_open_blocks if name in OF_BLOCKS else _open_pipeline)(folder, name)
 
 
 def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in ``open_text``."""
+    """Open the VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in
+    ``open_text``."""
     pipeline_class(folder)
     _require(folder, ["vae"], "latents are decoded")
-    import diffusers
+    from diffusers.models.auto_model import AutoModel
 
     return (
         _read(
             folder,
             "vae",
-            lambda: diffusers.AutoModel.from_pretrained(
+            lambda: AutoModel.from_pretrained(
                 str(folder / "vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
             ),
         )
@@ -112,9 +113,9 @@ def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _open_pipeline(folder: Path, name: str) -> TextPipeline:
-    parts = {
-        part: value for part, value in _index(folder).items() if isinstance(value, list) and len(value) == 2
-    }
+    index = _index(folder)
+    assert index is not None  # pipeline_class has read it
+    parts = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
     used = [part for part, (library, _) in parts.items() if part.startswith(_TEXT_PARTS) and library]
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
@@ -128,7 +129,7 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
             f"encoded with it; download the whole folder that is published for diffusers."
         )
     _require(folder, used, "prompts are encoded")
-    from diffusers import DiffusionPipeline
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     pipeline = _read(
         folder,
@@ -152,20 +153,20 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
     def encode(text: str, negative: bool, device: torch.device) -> dict:
         separate = negative and "negative_prompt" in own
         prompts = {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
-        given = {**prompts, "device": device, "do_classifier_free_guidance": separate}
+        arguments = {**prompts, "device": device, "do_classifier_free_guidance": separate}
         try:
             found = pipeline.encode_prompt(
-                **defaults | {key: value for key, value in given.items() if key in own}
+                **defaults | {key: value for key, value in arguments.items() if key in own}
             )
-        except NameError as reason:  # diffusers leaves out the import of a package that is not there
+        except NameError as error:  # diffusers leaves out the import of a package that is not there
             raise RefusedError(
-                f"{name} cleans prompts with the package {reason.name}, which ComfyUI's Python does not "
-                f"have; run: {pip([reason.name])}"
-            ) from reason
-        told = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
+                f"{name} cleans prompts with the package {error.name}, which ComfyUI's Python does not "
+                f"have; run: {pip([str(error.name)])}"
+            ) from error
+        named = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
         return {
             KEYS[key.removeprefix("negative_")]: value
-            for key, value in told.items()
+            for key, value in named.items()
             if key.startswith("negative_") == separate
         }
 
@@ -210,9 +211,11 @@ def _modules(parts: dict) -> torch.nn.ModuleDict:
 
 
 def _index(folder: Path) -> dict | None:
-    """What a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
+    """Return what a pipeline's folder says of its parts; None for a folder that is no pipeline's."""
     found = next((name for name in INDEXES if (folder / name).is_file()), None)
-    return found and _read(folder, found, lambda: read_json(folder / found))
+    if found is None:
+        return None
+    return _read(folder, found, lambda: read_json(folder / found))
 
 
 def _require(folder: Path, parts: list[str], purpose: str):
@@ -227,7 +230,7 @@ def _require(folder: Path, parts: list[str], purpose: str):
 
 
 def _read(folder: Path, what: str, action: Callable):
-    """What ``action`` reads; RefusedError with the library's reason where it cannot."""
+    """Return what ``action`` reads; RefusedError with the library's reason where it cannot."""
     try:
         return action()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:

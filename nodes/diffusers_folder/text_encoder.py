@@ -24,10 +24,10 @@ class DiffusersCLIP:
     def tokenize(self, text: str, return_word_ids: bool = False, **options) -> dict:
         """A prompt for the methods below. The pipeline makes its tokens, and reads weights, (word:1.2), as
         text. RefusedError for what is no text."""
-        given = [key for key, value in options.items() if value]
-        if given:
+        further = [key for key, value in options.items() if value]
+        if further:
             raise RefusedError(
-                f"{self.pipeline.name} encodes a text alone here, and is given {', '.join(given)} too; "
+                f"{self.pipeline.name} encodes a text alone here, and is given {', '.join(further)} too; "
                 f"encode the prompt with CLIP Text Encode."
             )
         return {"text": text}
@@ -40,7 +40,7 @@ class DiffusersCLIP:
         return [[values.pop("cond"), {**values, **(add_dict or {})}]]
 
     def encode_from_tokens(self, tokens: dict, return_pooled: bool = False, return_dict: bool = False):
-        """Hidden states (1, T, E); with the pooled output or None beside them, or all as a dict, where that
+        """Hidden states (1, T, E); with the pooled output or None next to them, or all as a dict, where that
         is asked for."""
         values = {"pooled_output": None, **self._encode(tokens)}
         if return_dict:
@@ -49,7 +49,7 @@ class DiffusersCLIP:
 
     def encode(self, text: str) -> torch.Tensor:
         """Hidden states (1, T, E)."""
-        return self.encode_from_tokens(self.tokenize(text))
+        return self._encode(self.tokenize(text))["cond"]
 
     def _encode(self, tokens: dict) -> dict:
         management, device = comfy.model_management, self.patcher.load_device
@@ -80,7 +80,8 @@ class DiffusersCLIP:
 
 
 def diffusers_clips(pipeline: TextPipeline, device: str) -> tuple[DiffusersCLIP, DiffusersCLIP]:
-    """(CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or cpu."""
+    """Return (CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or
+    cpu."""
     management, cpu = comfy.model_management, torch.device("cpu")
     where = (
         {"load_device": cpu, "offload_device": cpu}

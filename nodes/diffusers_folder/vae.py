@@ -2,6 +2,7 @@
 ComfyUI's own."""
 
 import math
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -13,15 +14,17 @@ import torch.nn.functional as F
 
 
 class Autoencoder(torch.nn.Module):
-    """A VAE of diffusers, called as ComfyUI calls one: pictures (B, 3, [T,] H, W) in [-1, 1] <-> latents (B,
+    """A VAE of diffusers, called as ComfyUI calls one: images (B, 3, [T,] H, W) in [-1, 1] <-> latents (B,
     C, [T,] H, W) in VAE units."""
+
+    vae: Any  # diffusers' autoencoders share methods, and no class that declares them
 
     def __init__(self, vae: torch.nn.Module):
         super().__init__()
         self.vae = vae
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The mean of the latent's distribution, where the VAE has one."""
+        """Return the mean of the latent's distribution, where the VAE has one."""
         found = self.vae.encode(pixels)
         return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
 
@@ -46,8 +49,8 @@ class PackedAutoencoder(Autoencoder):
         return torch.sqrt(self.vae.bn.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps)
 
 
-class PictureAutoencoder(Autoencoder):
-    """A video VAE of which a model of pictures takes the first frame: latents (B, C, H, W)."""
+class FirstFrameAutoencoder(Autoencoder):
+    """A video VAE of which a model of images takes the first frame: latents (B, C, H, W)."""
 
     def encode(self, pixels):
         return super().encode(pixels[:, :, None])[:, :, 0]
@@ -57,7 +60,7 @@ class PictureAutoencoder(Autoencoder):
 
 
 #: Class of diffusers -> how it is called, where not as Autoencoder calls it.
-AUTOENCODERS = {"AutoencoderKLFlux2": PackedAutoencoder, "AutoencoderKLQwenImage21": PictureAutoencoder}
+AUTOENCODERS = {"AutoencoderKLFlux2": PackedAutoencoder, "AutoencoderKLQwenImage21": FirstFrameAutoencoder}
 
 
 class DiffusersVAE(comfy.sd.VAE):
@@ -82,10 +85,12 @@ class DiffusersVAE(comfy.sd.VAE):
     def decode_tiled_(self, samples, tile_x=None, tile_y=None, overlap=None):
         """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls
         back to where memory does not suffice."""
-        side = 512 // self.upscale_ratio
+        ratio = self.upscale_ratio
+        assert isinstance(ratio, int)  # ComfyUI has another method for the tiles of videos
+        side = 512 // ratio
 
-        def decode(part):
-            return self.first_stage_model.decode(part.to(self.device, self.vae_dtype)).float()
+        def decode(tile):
+            return self.first_stage_model.decode(tile.to(self.device, self.vae_dtype)).float()
 
         return self.process_output(
             comfy.utils.tiled_scale(
@@ -94,7 +99,7 @@ class DiffusersVAE(comfy.sd.VAE):
                 tile_x or side,
                 tile_y or side,
                 side // 4 if overlap is None else overlap,
-                upscale_amount=self.upscale_ratio,
+                upscale_amount=ratio,
                 out_channels=self.output_channels,
                 output_device=self.output_device,
             )
@@ -107,7 +112,7 @@ class DiffusersVAE(comfy.sd.VAE):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))
         config, packed = vae.config, 4 if isinstance(model, PackedAutoencoder) else 1
         self.latent_channels = (config.get("latent_channels") or config["z_dim"]) * packed
-        is_video = not isinstance(model, PictureAutoencoder) and any(
+        is_video = not isinstance(model, FirstFrameAutoencoder) and any(
             isinstance(module, torch.nn.Conv3d) for module in vae.modules()
         )
 
@@ -125,9 +130,9 @@ class DiffusersVAE(comfy.sd.VAE):
         pixels = space * space
         if is_video:
             time = decoded(3)[2] - shape[2]
-            behind = 2 * time - shape[2]  # frames that the first latent frame lacks
-            self.upscale_ratio = (lambda frames: max(0, frames * time - behind), space, space)
-            self.downscale_ratio = (lambda frames: max(0, (frames + behind) // time), space, space)
+            missing = 2 * time - shape[2]  # frames that the first latent frame lacks
+            self.upscale_ratio = (lambda frames: max(0, frames * time - missing), space, space)
+            self.downscale_ratio = (lambda frames: max(0, (frames + missing) // time), space, space)
             self.upscale_index_formula = self.downscale_index_formula = (time, space, space)
             pixels *= time
         # bytes a pixel: ComfyUI's own for the VAEs of Stable Diffusion

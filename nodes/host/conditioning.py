@@ -19,12 +19,11 @@ REFUSED = {
     "gligen": "GLIGEN boxes",
     "default": "a default for the unmasked area (Cond Set Default Combine)",
     "reference_latents": "reference images (ReferenceLatent)",
-    "concat_latent_image": "an image that is given to the model as extra channels (inpainting and control "
-    "models)",
-    "concat_mask": "a mask that is given to the model as an extra channel (inpainting models)",
+    "concat_latent_image": "an image as extra channels of the model (inpainting and control models)",
+    "concat_mask": "a mask as an extra channel of the model (inpainting models)",
     "noise_concat": "extra channels for the model",
     "unclip_conditioning": "unCLIP images",
-    "attention_mask_img_shape": "an attention mask over the picture (style models)",
+    "attention_mask_img_shape": "an attention mask over the image (style models)",
     "additional_models": "additional models",
 }
 #: What ComfyUI does around the transformer; the rest needs its weights in ComfyUI's process.
@@ -32,14 +31,16 @@ _AROUND = {"area", "set_area_to_bounds", "default"}
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: Family):
-    """RefusedError for the first thing in ``conditioning`` that the backend would have to drop; ``name`` is
-    the input's."""
+    """Raise RefusedError for the first thing in ``conditioning`` that the backend would have to drop.
+
+    ``name``: the input's.
+    """
     if not conditioning:
         raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
     for _, values in conditioning:
         for key, what in REFUSED.items():
-            given = values.get(key)
-            if given is not None and given is not False and key not in family.accepts:
+            value = values.get(key)
+            if value is not None and value is not False and key not in family.accepts:
                 raise RefusedError(
                     f"{name} has {what} ({key!r}), which Parallel Sampler does not run; {_remedy(key)}."
                 )
@@ -60,8 +61,10 @@ def _remedy(key: str) -> str:
 
 
 def latent_shapes(cond: dict) -> list[list[int]]:
-    """[C, [T,] H, W] of each of several latents that are packed in one; empty where there is one. ``cond``:
-    as in model_arguments."""
+    """Return [C, [T,] H, W] of each of several latents that are packed in one; empty where there is one.
+
+    ``cond``: as in model_arguments.
+    """
     known = cond["model_conds"].get("latent_shapes")
     return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
 
@@ -69,15 +72,16 @@ def latent_shapes(cond: dict) -> list[list[int]]:
 def model_arguments(
     name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None
 ) -> dict[str, torch.Tensor]:
-    """The transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of ``batch`` rows;
-    a list as KEY.0, KEY.1, ...
+    """Return the transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...).
+
+    Each is of ``batch`` samples; a list becomes KEY.0, KEY.1, ...
 
     ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are
     two. ``accepted``: the names that the backend takes.
     """
     arguments = _of_batch(cond, batch)
     values = (
-        _beside(arguments, _of_batch(other, batch))
+        _in_one_batch(arguments, _of_batch(other, batch))
         if other
         else {key: value.cond for key, value in arguments.items()}
     )
@@ -85,8 +89,10 @@ def model_arguments(
 
 
 def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, torch.Tensor]:
-    """Model arguments as they are sent, a list as KEY.0, KEY.1, ...; RefusedError, which says that ``name``
-    gives it, for one that the backend does not take."""
+    """Return model arguments as they are sent, a list as KEY.0, KEY.1, ...
+
+    RefusedError, which says that ``name`` sets it, for one that the backend does not take.
+    """
     found = {}
     for key, value in arguments.items():
         if key not in accepted:
@@ -116,9 +122,9 @@ def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
     }
 
 
-def _beside(own: dict, other: dict) -> dict:
-    """The values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it repeats the
-    shorter prompt, which joint attention notices."""
+def _in_one_batch(own: dict, other: dict) -> dict:
+    """Return the values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it
+    repeats the shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
 
     def same(cond, others):
@@ -135,24 +141,24 @@ def _beside(own: dict, other: dict) -> dict:
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
-    """(Sample.prompts' entry, weight by place or None) of a prompt as comfy.samplers.process_conds leaves it;
-    ``noise`` (B, C, [T,] H, W).
+    """Return (entry of Sample.prompts, weight by position or None) of a prompt.
 
-    The weight (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
+    ``cond``: as comfy.samplers.process_conds leaves it. ``noise``: (B, C, [T,] H, W). The weight
+    (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
     """
-    told = {
+    limits = {
         key: float(cond[limit])
         for key, limit in (("from", "timestep_start"), ("until", "timestep_end"))
         if limit in cond
     }
     if "mask" not in cond:
-        return {**told, "strength": float(cond.get("strength", 1.0))}, None
+        return {**limits, "strength": float(cond.get("strength", 1.0))}, None
     always = {key: value for key, value in cond.items() if key not in ("timestep_start", "timestep_end")}
-    return told, comfy.samplers.get_area_and_mult(always, noise, None).mult[:, :1]
+    return limits, comfy.samplers.get_area_and_mult(always, noise, None).mult[:, :1]
 
 
 def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:
-    """``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a CONDITIONING
-    leaves out."""
+    """Return ``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a
+    CONDITIONING leaves out."""
     zeros = {key: torch.zeros(batch, unet_config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

@@ -1,9 +1,8 @@
 """The graph's handle of a transformer that lives in a backend.
 
 ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
-are settled
-whenever a handle is used: a dead backend is launched and loaded again, weights that no handle names are
-freed.
+are settled whenever a handle is used: a dead backend is launched and loaded again, weights that no handle
+names are freed.
 """
 
 import logging
@@ -63,7 +62,7 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
 
 
 def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
-    """The live backend of a handle with its transformer loaded, again where it has to be. Errors as in
+    """Return the live backend of a handle with its transformer loaded, again where it has to be. Errors as in
     ``load``.
 
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
@@ -72,7 +71,7 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 
 
 def describe(handle: ParallelDiT, message: Describe) -> Described:
-    """What each rank would hold and send. Errors as in ``load``."""
+    """Return what each rank would hold and send. Errors as in ``load``."""
     return ensure_loaded(handle)[0].describe(message)
 
 
@@ -108,8 +107,8 @@ def _load(
 
 
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
-    """The ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload models" was
-    pressed, or its GPU is full."""
+    """Let the ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload
+    models" was pressed, or its GPU is full."""
     config, path, weight_dtype = (
         handle.config,
         handle.path,

@@ -1,25 +1,27 @@
-"""What Load Parallel DiT says of its ranks, and for which request: what each would hold and send."""
+"""What Load Parallel DiT reports of its ranks: what each would hold and send for one request."""
 
 from ...backend.protocol import Describe, Described
 from ..comfy_models.registry import family_named
 from .handle import ParallelDiT, describe
 
-#: The request: side of a picture, or width, height and frames of a video, and rows of text.
-SIDE, VIDEO, TEXT_ROWS = 1024, (832, 480, 81), 512
+#: The request: width and height of an image, or width, height and frames of a video, and text tokens.
+IMAGE_SIZE = 1024
+VIDEO = (832, 480, 81)
+TEXT_TOKENS = 512
 
 
 def plan(dit: ParallelDiT, prompts: int) -> list[str]:
-    """A line that tells the request and the settings of ``dit``, and one for each rank."""
+    """Return a line about the request and the settings of ``dit``, and one for each rank."""
     config, (what, latent) = dit.config, assumed_latent(dit)
-    told = describe(
+    described = describe(
         dit,
-        Describe(dit.loaded.model, latent, TEXT_ROWS, prompts, config.num_pipeline_patch, config.stale_kv),
+        Describe(dit.loaded.model, latent, TEXT_TOKENS, prompts, config.num_pipeline_patch, config.stale_kv),
     )
-    return [for_what(dit, prompts, what, told), *told.ranks]
+    return [for_what(dit, prompts, what, described), *described.ranks]
 
 
-def for_what(dit: ParallelDiT, prompts: int, what: str, told: Described) -> str:
-    """One line."""
+def for_what(dit: ParallelDiT, prompts: int, what: str, described: Described) -> str:
+    """Return the line about the request."""
     config = dit.config
     patches = (
         ", 1 patch"
@@ -28,13 +30,13 @@ def for_what(dit: ParallelDiT, prompts: int, what: str, told: Described) -> str:
     )
     prompt = "one prompt" if prompts == 1 else "two prompts (cfg above 1.0)"
     return (
-        f"For {what} ({told.image_rows} rows), {TEXT_ROWS} rows of text, "
+        f"For {what} ({described.image_rows} tokens), {TEXT_TOKENS} text tokens, "
         f"{prompt}{patches if config.pipefusion_degree > 1 else ''}:"
     )
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
-    """(what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
+    """Return (what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
     several)."""
     format, family = dit.patcher.model.latent_format, family_named(dit.loaded)
     ratio, ratios = (
@@ -42,9 +44,9 @@ def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
         getattr(format, "temporal_downscale_ratio", 4),
     )
     extra = [1] if format.latent_dimensions == 3 else []
-    if not extra or family.pictures:
-        side = SIDE // (ratio or 8)
-        return f"a picture of {SIDE} x {SIDE}" if ratio else f"a latent of {side} x {side}", [
+    if not extra or family.images:
+        side = IMAGE_SIZE // (ratio or 8)
+        return f"an image of {IMAGE_SIZE} x {IMAGE_SIZE}" if ratio else f"a latent of {side} x {side}", [
             format.latent_channels,
             *extra,
             side,
@@ -57,7 +59,7 @@ def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
         if ratio
         else f"a latent of {latent[0]} x {latent[1]} x {latent[2]}"
     )
-    return what + " without their sound" * bool(family.latents), [
+    return what + " without their audio" * bool(family.latents), [
         family.latents[0] if family.latents else format.latent_channels,
         *latent,
     ]

@@ -53,7 +53,7 @@ class Reporter:
             self._report(progress.step, self.latest, self.latest)
 
     def last(self, denoised: torch.Tensor, samples: torch.Tensor):
-        """The last step, with its own prediction and the result."""
+        """Report the last step with its own prediction and the result."""
         self._report(self.total, denoised, samples)
 
     def _report(self, step: int, x0: torch.Tensor, x: torch.Tensor):
@@ -67,7 +67,7 @@ class Reporter:
 
 
 def status(step: int, total: int, seconds: float, ranks: int) -> str:
-    """One line: how far, how fast and how long still."""
+    """Return one line: how far, how fast and how long still."""
     each = seconds / step
     pace = f"{each:.2f} s/step" if each >= 1 else f"{1 / each:.1f} steps/s"
     if step == total:

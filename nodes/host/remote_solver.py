@@ -27,7 +27,7 @@ PREVIEW_SECONDS = 0.2
 
 
 class RemoteSolver:
-    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same answer, computed by the
+    """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same result, computed by the
     ranks.
 
     ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch, as
@@ -95,19 +95,19 @@ class RemoteSolver:
         )
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
-        """(Sample.prompts, their tensors)."""
+        """Return Sample.prompts and their tensors."""
         family, unet_config = family_named(self.loaded), guider.inner_model.model_config.unet_config
         batch, prompts, tensors = noise.shape[0], {}, {}
-        sides = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
-        everyone = [cond for side in sides for cond in guider.conds[side]]
-        for side in sides:
-            for index, cond in enumerate(guider.conds[side], 1):
-                name = side if index == 1 else f"{side}{index}"
+        branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
+        all_conds = [cond for branch in branches for cond in guider.conds[branch]]
+        for branch in branches:
+            for index, cond in enumerate(guider.conds[branch], 1):
+                name = branch if index == 1 else f"{branch}{index}"
                 other = (
-                    next((one for one in everyone if one is not cond), None) if len(everyone) == 2 else None
+                    next((one for one in all_conds if one is not cond), None) if len(all_conds) == 2 else None
                 )
                 arguments = model_arguments(
-                    side, cond, batch, self.loaded.info["conditioning"], family, other
+                    branch, cond, batch, self.loaded.info["conditioning"], family, other
                 )
                 for key, value in fill_zeros(arguments, batch, family, unet_config).items():
                     tensors[f"{name}.{key}"] = value

@@ -10,8 +10,8 @@ _EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
 
 
 def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
-    """RefusedError or ConfigError for what the ranks cannot sample; the negative prompt to use, which where
-    it is skipped holds nothing that matters."""
+    """Check a sampler node's inputs and return the negative prompt to use: the positive one where it is
+    skipped. RefusedError or ConfigError for what the ranks cannot sample."""
     check_guidance(cfg, sampler_name, dit.config)
     name, family = dit.loaded.family, family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
@@ -24,9 +24,9 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
 
 
 def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
-    """RefusedError for a LATENT of another model; ComfyUI gives an empty one the right channels, and latents
-    beside it, by itself.
+    """Raise RefusedError for a LATENT of another model.
 
+    ComfyUI gives an empty one the right channels, and latents next to it, by itself.
     ``nested``: channels of the latents, where the transformer takes several.
     """
     samples = latent["samples"]
@@ -52,7 +52,7 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
         raise RefusedError(
             f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
-            f"{wanted}, height, width]; encode the picture with the VAE of this model."
+            f"{wanted}, height, width]; encode the image with the VAE of this model."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", 8)
     if (
@@ -62,6 +62,6 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
         and "downscale_ratio_spacial" not in latent
     ):
         raise RefusedError(
-            f"latent_image is an empty latent at 1/8 of the picture's size, but this transformer's are at "
+            f"latent_image is an empty latent at 1/8 of the image's size, but this transformer's are at "
             f"1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."
         )

@@ -6,21 +6,22 @@ from comfy_api.latest import io
 from ...backend.protocol.solver_names import SOLVERS
 from .socket_types import ParallelDiTType
 
-SEED_TOOLTIP = "The random seed of the noise; the same seed as in KSampler gives the same picture."
+SEED_TOOLTIP = "The random seed of the noise; the same seed as in KSampler gives the same image."
 DIT = ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT.")
 STEPS = io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps.")
 SAMPLER_NAME = io.Combo.Input(
     "sampler_name", options=list(SOLVERS), default="euler", tooltip="The solver, as in KSampler."
 )
-POSITIVE = io.Conditioning.Input("positive", tooltip="What the picture should show.")
+POSITIVE = io.Conditioning.Input("positive", tooltip="What the image should show.")
 NEGATIVE = io.Conditioning.Input("negative", tooltip="What it should not show; unused where cfg is 1.0.")
 LATENT = io.Latent.Input(
-    "latent_image", tooltip="The latent to denoise: an empty one, or a picture's for image to image."
+    "latent_image", tooltip="The latent to denoise: an empty one, or an encoded one for image to image."
 )
 OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")
 
 
-def cfg_input(default: float):
+def cfg_input(default: float) -> io.Float.Input:
+    """Return the input ``cfg``."""
     return io.Float.Input(
         "cfg",
         default=default,
@@ -33,7 +34,8 @@ def cfg_input(default: float):
     )
 
 
-def scheduler_input(default: str):
+def scheduler_input(default: str) -> io.Combo.Input:
+    """Return the input ``scheduler``."""
     return io.Combo.Input(
         "scheduler",
         options=list(comfy.samplers.SCHEDULER_NAMES),
@@ -42,7 +44,8 @@ def scheduler_input(default: str):
     )
 
 
-def shift_input(note: str = ""):
+def shift_input(note: str = "") -> io.Float.Input:
+    """Return the input ``shift``, with ``note`` at the end of its tooltip."""
     return io.Float.Input(
         "shift",
         default=0.0,

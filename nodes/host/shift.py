@@ -27,8 +27,8 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
         )
     if hasattr(own, "audio_shift"):
         raise RefusedError(
-            f"shift is {shift:g}, but the sound of {family_name} has a schedule of its own beside the "
-            f"video's, which one shift does not tell; set shift to 0."
+            f"shift is {shift:g}, but the audio of {family_name} has a schedule of its own next to the "
+            f"video's, which one shift does not set; set shift to 0."
         )
     exponential = isinstance(own, kinds[0]) and not family.linear_shift
 

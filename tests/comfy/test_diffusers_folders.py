@@ -218,7 +218,7 @@ def test_returns_are_told_in_diffusers_order(name):
         ),
         (
             lambda path: change_index(path, _class_name="WanPipeline"),
-            "is of 'WanPipeline', and nothing here tells how that encodes prompts; known are SanaPipeline, "
+            "is of 'WanPipeline', and nothing here says how that encodes prompts; known are SanaPipeline, "
             ".*CLIPLoader",
         ),
         (

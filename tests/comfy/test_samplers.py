@@ -310,7 +310,7 @@ def test_shift_is_refused_where_there_are_two_schedules():
 
     model = SimpleNamespace(get_model_object=lambda name: Sampling())
     with pytest.raises(
-        RefusedError, match="shift is 3, but the sound of minimax-h3 has a schedule of its own"
+        RefusedError, match="shift is 3, but the audio of minimax-h3 has a schedule of its own"
     ):
         apply_shift(model, 3.0, "minimax-h3", None)
 
@@ -421,7 +421,7 @@ def test_ranges_follow_the_shift(pairs):
         ({"control": object()}, "a ControlNet.*ordinary MODEL"),
         ({"hooks": object()}, "hooks.*ordinary MODEL"),
         ({"gligen": object()}, "GLIGEN.*ordinary MODEL"),
-        ({"concat_mask": torch.ones(1, 1, 8, 8)}, "a mask that is given.*ordinary MODEL"),
+        ({"concat_mask": torch.ones(1, 1, 8, 8)}, "a mask as an extra channel.*ordinary MODEL"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
