@@ -14,7 +14,7 @@ from torch import Tensor
 #: it, the kernels keep the original.
 SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
-#: The memory-efficient kernel wants rows of a mask to begin at multiples of so many numbers.
+#: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
 
 _PACKAGES = {"flash-attn": "flash_attn", "sage": "sageattention"}

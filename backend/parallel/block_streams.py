@@ -191,7 +191,7 @@ class Forward:
         return self.structure.family.blocks.adapter
 
     def _cut(self, value, kind, dim: int, dummy: bool):
-        """This rank's part of a per-token argument; one entry where one stands for all tokens."""
+        """This rank's tokens of a per-token argument; one entry where one stands for all tokens."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):

@@ -4,7 +4,7 @@ Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
   are divided, one all-reduce a pair.
   A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed
-  colwise" (several runs of outputs, of which diffusers' layer tells), "rowwise", "rowwise behind attention"
+  colwise" (several runs of outputs, which diffusers' layer names), "rowwise", "rowwise behind attention"
   (inputs are attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean
   summed, where it is over all heads).
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather);

@@ -156,7 +156,7 @@ def _check_solver(sample, family):
 
 
 def _check_schedule(sample, prediction):
-    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does, and paints nothing."""
+    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does; no image comes of it."""
     sigmas, percents = sample.tensors["sigmas"].float(), sample.tensors.get("percent_sigmas", torch.zeros(0))
     still = (
         (sigmas.diff() == 0)
