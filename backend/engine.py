@@ -37,7 +37,7 @@ WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 
 
 class Engine:
-    """The models of this rank, and how they run on ``mesh``."""
+    """Loads and runs the models of this rank on ``mesh``."""
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, folders: Folders = ANYWHERE):
         """``folders``: below which a client's paths must lie."""
@@ -151,8 +151,8 @@ class Engine:
         )
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
-        """Run on other process groups of the same ranks: models of which every rank's part is the same keep
-        their weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
+        """Run on other process groups of the same ranks: models of which every rank holds the same keep their
+        weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
         same, (old, self.config, self.mesh) = self.config.same_weights(config), (self.mesh, config, mesh)
         self.argument_cache.clear()
         for key in self.models.keys() - self.stacks.keys():
@@ -183,8 +183,8 @@ class Engine:
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
-        """The named dtype; default is the file's on CUDA and float32 on the CPU, where half precision is
-        slow."""
+        """Return the named dtype; default is the file's on CUDA and float32 on the CPU, where half precision
+        is slow."""
         if weight_dtype != "default":
             return WEIGHT_DTYPES[weight_dtype]
         return checkpoint.dtype if self.mesh.device.type == "cuda" else torch.float32
@@ -198,7 +198,7 @@ class Engine:
         return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
-        """A name for the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
+        """Name the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
         and the weights are there once."""
         if not stack:
             return key
@@ -208,7 +208,7 @@ class Engine:
         return name
 
     def ready(self, name: str) -> LoadedModel:
-        """The model of that name, with its LoRAs and no others in the weights."""
+        """Return the model of that name, with its LoRAs and no others in the weights."""
         model = self.models[name]
         model.weights.fuse(self.stacks.get(name, ()))
         return model
@@ -225,7 +225,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def facts(self, key: str) -> dict:
-        """What a client needs to know of a loaded model (Loaded.info)."""
+        """Return what a client needs to know of a loaded model (Loaded.info)."""
         model = self.models[key]
         return {
             "config": model.config,
@@ -262,7 +262,7 @@ class Engine:
 
     @torch.inference_mode()
     def sample(self, sample: Sample, callbacks: Callbacks) -> tuple[Tensor, dict]:
-        """Denoise; (B, C, [T,] H, W) in float32 on the head, and statistics. Raises denoise.Cancelled.
+        """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises Cancelled.
 
         callbacks.on_step gets the number of steps done and a function that makes x0 as a latent.
         """
@@ -304,7 +304,8 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
-        """Call the model once; its output (B, C, [T,] H, W) in float32 on the head, and statistics."""
+        """Call the model once; return its output (B, C, [T,] H, W) in float32 on the first stage, and
+        statistics."""
         comm.SENT.clear()
         model, mesh, started = self.ready(call.model), self.mesh, time.perf_counter()
         batch, replicas = call.tensors["x"].shape[0], mesh.dp.size * mesh.cfg.size
@@ -318,7 +319,7 @@ class Engine:
         for axis in (
             mesh.cfg,
             mesh.dp,
-        ):  # of the ranks on dp, those whose output is not rank 0's collect what nobody reads
+        ):  # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
             output = comm.gather(output, axis, "outputs")
         return output[:batch].cpu(), {
             "seconds": time.perf_counter() - started,
@@ -337,7 +338,7 @@ class Engine:
         return self.models[name]
 
     def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
-        """The whole batch (B, N, F) on rank 0 from the heads of the data-parallel replicas."""
+        """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
         shapes = [
             (len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:])
             for i in range(self.mesh.dp.size)

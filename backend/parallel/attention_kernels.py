@@ -14,14 +14,14 @@ from torch import Tensor
 #: it, the kernels keep the original.
 SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
-#: Numbers.
+#: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
 
 _PACKAGES = {"flash-attn": "flash_attn", "sage": "sageattention"}
 
 
 def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why kernel ``name`` cannot run here, as one sentence, or None."""
+    """Say why kernel ``name`` cannot run here, as one sentence; None where it can."""
     package = _PACKAGES.get(name)
     if package is None:
         return None
@@ -46,13 +46,14 @@ def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
 def attend(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """softmax(q kᵀ · scale + mask) v. Kernels that take no mask leave masked calls to SDPA."""
+    """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D). Kernels that take no mask leave masked calls to
+    SDPA."""
     if kernel == "flash-attn" and mask is None:
-        from flash_attn import flash_attn_func
+        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
 
         return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale).transpose(1, 2)
     if kernel == "sage" and mask is None:
-        from sageattention import sageattn
+        from sageattention import sageattn  # pyright: ignore[reportMissingImports]  # optional
 
         return sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale)
     return SDPA(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -61,7 +62,8 @@ def attend(
 def attend_lse(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As attend, with the log-sum-exp. A row whose keys are all masked has output 0 and lse -inf."""
+    """Compute attend and the log-sum-exp (B, H, S). A query whose keys are all masked gets output 0 and lse
+    -inf."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -74,9 +76,8 @@ def attend_lse(
 
 def _lse_kernel(kernel, q, k, v, mask, scale):
     if not q.is_cuda:
-        mask = (
-            None if mask is None else mask.expand(q.shape[0], -1, q.shape[2], -1)
-        )  # this one broadcasts over heads alone
+        if mask is not None:  # this kernel broadcasts over heads alone
+            mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
         )
@@ -87,7 +88,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
         ]
         return out, lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
     if kernel == "flash-attn":
-        from flash_attn import flash_attn_func
+        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
 
         out, lse, _ = flash_attn_func(
             *(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, return_attn_probs=True
@@ -97,7 +98,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 
 
 def additive(mask: Tensor, like: Tensor) -> Tensor:
-    """A boolean mask as 0 / -inf in the dtype of ``like``."""
+    """Turn a boolean mask into 0 / -inf in the dtype of ``like``."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(
             ~mask, float("-inf")
@@ -106,10 +107,9 @@ def additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def aligned(bias: Tensor) -> Tensor:
-    """``bias`` (..., keys), its own or in memory as CUDA's memory-efficient kernel takes it: rows begin at
-    multiples of ALIGNMENT numbers. F.scaled_dot_product_attention sees to that (preprocess_mask in aten's
-    attention.cpp), but its kernel, called for the log-sum-exp, raises an error ("attn_bias is not correctly
-    aligned")."""
+    """Return ``bias`` (..., keys) in memory as CUDA's memory-efficient kernel takes it: its rows begin at
+    multiples of ALIGNMENT numbers. F.scaled_dot_product_attention does this (preprocess_mask in aten's
+    attention.cpp). Its kernel, called for the log-sum-exp, raises "attn_bias is not correctly aligned"."""
     if bias.stride(-1) == 1 and not any(
         step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())
     ):

@@ -1,11 +1,10 @@
-"""Work of each block, which stages are balanced by: multiplications of one model call with a typical request,
-from the shapes of the block's weights.
+"""FLOPs of each block, by which stages are balanced: multiplications of one model call with a typical
+request, from the shapes of the block's weights.
 
-A row costs a linear layer or a convolution as many multiplications as it has weights, and two matrix products
-of attention cost 2 x rows of queries x rows of keys x width.
-Shapes do not tell which rows pass a layer: Blocks.lists and text_layers, Cache.prompt_layers and modulation
-do, and Blocks.shares how much of the work of a layer a row costs.
-"""
+A token costs a linear layer or a convolution as many multiplications as it has weights. The two matrix
+products of attention cost 2 x queries x keys x width. Shapes do not tell which tokens pass a layer:
+Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modulation do. Blocks.shares is the FLOP
+share: how much of the work of a layer a token costs."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -13,30 +12,31 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..models.blocks import IMAGE_ONLY
+from .block_streams import block_list
 from .tensor_parallel import QUERIES
 
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
-IMAGE_ROWS, TEXT_ROWS = 4096, 512
+IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 #: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
 FUSED_QUERIES = "to_qkv_mlp_proj"
 
 
 def block_costs(
-    transformer: nn.Module, family, config: Mapping, image: int = IMAGE_ROWS, text: int = TEXT_ROWS
+    transformer: nn.Module, family, config: Mapping, image: int = IMAGE_TOKENS, text: int = TEXT_TOKENS
 ) -> list[int]:
-    """Multiplications of every block in pipeline order, for ``image`` and ``text`` rows; weights may be on
-    the meta device. Latents of several kinds count as rows of the first."""
+    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens; weights
+    may be on the meta device. Latents of several kinds count as tokens of the first."""
     return [
         _linear(block, blocks, family, config, image, text)
         + _attention(block, blocks, family, config, image, text)
         for blocks in family.blocks.lists
-        for block in transformer.get_submodule(blocks)
+        for block in block_list(transformer, blocks)
     ]
 
 
-def rows_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
-    """Rows of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none where it is
-    computed once a request and answers every row."""
+def tokens_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
+    """Count the tokens of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none
+    where it is computed once a request, for every token."""
     if _matches(layer, (*family.cache.prompt_layers, *family.cache.modulation)):
         return 0
     if family.blocks.is_text_layer(layer):
@@ -61,25 +61,19 @@ def _linear(block, blocks, family, config, image, text) -> int:
         if getattr(module, "weight", None) is not None and module.weight.ndim > 1
     }
 
-    def share(name):
-        return next(
-            (
-                part(config)
-                for pattern, part in family.blocks.flop_shares.items()
-                if fnmatchcase(name, pattern)
-            ),
-            1,
-        )
+    def flop_share(name):
+        shares = family.blocks.flop_shares.items()
+        return next((share(config) for pattern, share in shares if fnmatchcase(name, pattern)), 1)
 
     return sum(
-        round(weight.numel() * share(name)) * rows_through(name, block, blocks, family, image, text)
+        round(weight.numel() * flop_share(name)) * tokens_through(name, block, blocks, family, image, text)
         for name, weight in layers.items()
     )
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
-    """The kinds of a block's attention, in order, belong to its attention modules; a block may have fewer of
-    them than others."""
+    """Multiplications of a block's attention. Its kinds, in order, belong to its attention modules; a block
+    may have fewer of them than others."""
     modules = [
         module
         for module in block.modules()

@@ -89,9 +89,8 @@ class Forward:
     """One forward of the transformer under way on this rank.
 
     latent, reference: tokens of the whole latent, and after them in the image stream. per_block_text,
-    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments
-    cut already, since the same object comes to every block.
-    """
+    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments that
+    were cut already, since the same object comes to every block."""
 
     structure: BlockStructure
     context: StepContext
@@ -192,7 +191,7 @@ class Forward:
         return self.structure.family.blocks.adapter
 
     def _cut(self, value, kind, dim: int, dummy: bool):
-        """This rank's part of a per-token argument; one entry where one stands for all tokens."""
+        """This rank's tokens of a per-token argument; one entry where one stands for all tokens."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):

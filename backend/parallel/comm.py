@@ -1,7 +1,8 @@
-"""The few verbs of communication between ranks of one axis. Every byte that the engine sends on them is
+"""The collectives between ranks of one axis, under torch's names. Every byte that the engine sends by them is
 counted by mechanism."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 from .mesh import Axis
 
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
-#: outputs, modulation, sums, surroundings).
+#: outputs, modulation, linear-attention state, halo).
 SENT: Counter[str] = Counter()
 
 
@@ -21,66 +22,67 @@ def count(mechanism: str, sent: Tensor | int):
         SENT[mechanism] += size
 
 
-def all_to_all(parts: list[Tensor], shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
-    """All-to-all of differently shaped parts: ``parts[i]`` goes to rank i of ``axis``; the answer's i-th
-    tensor, of ``shapes[i]``, came from it."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
+def all_to_all(
+    chunks: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str
+) -> list[Tensor]:
+    """Send ``chunks[i]`` to rank i of ``axis``, chunks of any shapes; return what came, of ``shapes[i]`` from
+    rank i."""
+    flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=axis.group)
-    count(mechanism, (flat.numel() - parts[axis.rank].numel()) * flat.element_size())
-    return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
+    dist.all_to_all_single(received, flat, sizes, [chunk.numel() for chunk in chunks], group=axis.group)
+    count(mechanism, (flat.numel() - chunks[axis.rank].numel()) * flat.element_size())
+    return [chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes)]
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-    """``x`` of the first rank on all ranks of ``axes``, which may be overwritten."""
+    """Return ``x`` of the first rank on all ranks of ``axes``; ``x`` may be overwritten."""
     for axis in axes:
         if axis.size > 1:
             dist.broadcast(x, axis.ranks[0], group=axis.group)
     return x
 
 
-def cat(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat, which copies where there is one part too."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate as torch.cat, which copies a single tensor too."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def all_gather(x: Tensor, shapes: list[tuple], axis: Axis, mechanism: str) -> list[Tensor]:
-    """Every rank's tensor, of ``shapes[i]``, on every rank; point to point, since gloo's all_gather wants
-    equal sizes and is slower."""
+def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str) -> list[Tensor]:
+    """Return every rank's tensor, of ``shapes[i]``, on every rank. Point to point, since gloo's all_gather
+    wants equal sizes and is slower."""
     if axis.size == 1:
         return [x]
     x = x.contiguous()
-    parts = [x if i == axis.rank else x.new_empty(shape) for i, shape in enumerate(shapes)]
+    gathered = [x if i == axis.rank else x.new_empty(shape) for i, shape in enumerate(shapes)]
     operations = []
     for offset in range(1, axis.size):
         source = (axis.rank - offset) % axis.size
         if x.numel():
             operations.append(dist.P2POp(dist.isend, x, axis.neighbour(offset), axis.group))
             count(mechanism, x)
-        if parts[source].numel():
-            operations.append(dist.P2POp(dist.irecv, parts[source], axis.ranks[source], axis.group))
+        if gathered[source].numel():
+            operations.append(dist.P2POp(dist.irecv, gathered[source], axis.ranks[source], axis.group))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    return parts
+    return gathered
 
 
 def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Every rank's ``x``, all of one shape, behind each other on the first rank of ``axis``; the others keep
-    their own."""
+    """Concatenate every rank's ``x``, all of one shape, on the first rank of ``axis``; the others keep their
+    own."""
     if axis.size == 1:
         return x
     if not axis.first:
         count(mechanism, x)
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)]
-        ):
+        send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
+        for work in dist.batch_isend_irecv([send]):
             work.wait()
         return x
     whole = x.new_empty(axis.size * len(x), *x.shape[1:])
     own, *others = whole.split(len(x))
     waiting = dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv, part, source, axis.group) for part, source in zip(others, axis.ranks[1:])]
+        [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
     own.copy_(x)
     for work in waiting:
@@ -89,28 +91,27 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """The sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
+    """Return the sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
     if x.device.type == "cpu":
-        return _all_reduce_pieces(x, axis, mechanism)
+        return _all_reduce_chunks(x, axis, mechanism)
     dist.all_reduce(x, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
     return x
 
 
-def _all_reduce_pieces(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """As gloo's all_reduce, piece by piece: every rank sums one piece and hands it round. The same bytes,
+def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """As gloo's all_reduce, chunk by chunk: every rank sums one chunk and hands it on. The same bytes,
     several times as fast on gloo."""
-    pieces = list(x.contiguous().view(-1).tensor_split(axis.size))
-    own = [pieces[axis.rank].shape] * axis.size
-    total = torch.stack(all_to_all(pieces, own, axis, mechanism)).sum(dim=0)
-    return torch.cat(all_gather(total, [piece.shape for piece in pieces], axis, mechanism)).view(x.shape)
+    chunks = list(x.contiguous().view(-1).tensor_split(axis.size))
+    shapes = [tuple(chunk.shape) for chunk in chunks]
+    total = torch.stack(all_to_all(chunks, [shapes[axis.rank]] * axis.size, axis, mechanism)).sum(dim=0)
+    return torch.cat(all_gather(total, shapes, axis, mechanism)).view(x.shape)
 
 
 class Pipe:
-    """A one-way stream of tensors between two ranks of a group: receives may be posted ahead, sends are kept
-    until they are done.
+    """A one-way stream of tensors between two ranks of a group: receives may be posted ahead.
 
-    A dropped handle of an isend loses the message on gloo, so sends stay here until completed.
+    A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
     """
 
     def __init__(self, group: dist.ProcessGroup, mechanism: str):
@@ -122,16 +123,16 @@ class Pipe:
         """Send ``x`` to global rank ``to`` without waiting for it."""
         x = x.contiguous()
         self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
-        self.sending.append((dist.isend(x, to, group=self.group), x))
+        self.sending.append((_started(dist.isend(x, to, group=self.group)), x))
         count(self.mechanism, x)
 
-    def post(self, shape: tuple, dtype: torch.dtype, device: torch.device, source: int):
+    def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        self.posted.append((dist.irecv(buffer, source, group=self.group), buffer))
+        self.posted.append((_started(dist.irecv(buffer, source, group=self.group)), buffer))
 
     def take(self) -> Tensor:
-        """The oldest tensor that was posted for, once it is here."""
+        """Wait for the oldest tensor that was posted for, and return it."""
         work, buffer = self.posted.pop(0)
         work.wait()
         return buffer
@@ -143,3 +144,8 @@ class Pipe:
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "torch returns None to ranks outside of the group"
+    return work

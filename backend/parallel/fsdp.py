@@ -1,10 +1,14 @@
 """Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights (sequence and data
 parallel)."""
 
+from collections.abc import Iterable
+from typing import cast
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .block_streams import block_list
 from .mesh import Mesh
 from .sequence import Span
 
@@ -12,19 +16,20 @@ from .sequence import Span
 PREFETCH = 1
 
 
-def shard(transformer: nn.Module, block_lists: tuple[str, ...], mesh: Mesh):
+def shard(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
     """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs
     and its predecessor does."""
-    blocks = [block for name in block_lists for block in transformer.get_submodule(name)]
+    blocks = [block for name in block_lists for block in block_list(transformer, name)]
     for block in blocks:
         fully_shard(block, mesh=mesh.weights)
     fully_shard(transformer, mesh=mesh.weights)
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCH])
+    sharded = [cast(FSDPModule, block) for block in blocks]  # fully_shard has made them that
+    for i, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + PREFETCH])
 
 
 def reshard(transformer: nn.Module):
-    """Have every rank hold its rows alone, where a forward has left some weights whole; needed before
+    """Leave every rank its rows alone, where a forward has left some weights whole; needed before
     ``assign``."""
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
@@ -32,7 +37,7 @@ def reshard(transformer: nn.Module):
 
 
 def rows(parameter: nn.Parameter) -> Span | None:
-    """The rows of a sharded parameter on this rank; None where it is whole."""
+    """Return this rank's rows of a sharded parameter; None where it is whole."""
     if not isinstance(parameter, DTensor):
         return None
     height, size = parameter.shape[0], -(-parameter.shape[0] // parameter.device_mesh.size())
@@ -45,6 +50,5 @@ def assign(parameter: nn.Parameter, value: Tensor):
     if isinstance(parameter, DTensor):
         parameter.to_local().copy_(value)  # in place: the gather reads this memory
     else:
-        parameter.data = value.to(
-            parameter.device
-        )  # not in place: it may be the checkpoint's own, mapped from the file
+        # not in place: it may be the checkpoint's own, mapped from the file
+        parameter.data = value.to(parameter.device)

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
@@ -42,13 +43,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands, and the groups to talk over.
+    """Where this rank stands, and its process groups.
 
-    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first:
-    two groups, since on NCCL one communicator runs its operations in order and the two directions would wait
-    for each other. ``weights`` flattens the axes whose ranks hold the same weights, for sharding them.
+    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first.
+    They are two groups, since on NCCL one communicator runs its operations in order, and the two directions
+    would wait for each other. ``weights`` flattens the axes whose ranks hold the same weights, for FSDP.
     ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is
-    gloo over all ranks: dispatch, cancel votes, failures.
+    gloo over all ranks: broadcast of requests, cancel votes, failures.
     """
 
     device: torch.device
@@ -69,25 +70,25 @@ class Mesh:
 
 
 def single(device: str = "cpu") -> Mesh:
-    """The mesh of one process, without torch.distributed."""
+    """Make the mesh of one process, without torch.distributed."""
     alone = Axis(None, 0, 1, (0,))
     return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, pp_return=None, control=None)
 
 
 def layout(config: ParallelConfig) -> torch.Tensor:
-    """Ranks as an array of shape (dp, cfg, pp, ring, ulysses, tp)."""
+    """Arrange the ranks as an array of shape (dp, cfg, pp, ring, ulysses, tp)."""
     return torch.arange(config.world_size).reshape(tuple(config.degrees.values()))
 
 
-def file_store(path: str) -> dist.FileStore:
-    """The file ``path`` as the place where the ranks meet: no port is opened for it. Its folder must be one
-    that only this user can enter; it is new for each start."""
-    store = dist.FileStore(path, int(os.environ["WORLD_SIZE"]))
+def file_store(path: str) -> FileStore:
+    """Return a store in the file ``path``, where the ranks meet: no port is opened for it. Its folder must be
+    one that only this user can enter; it is new for each start."""
+    store = FileStore(path, int(os.environ["WORLD_SIZE"]))
     store.set_timeout(TIMEOUT)
     return store
 
 
-def build(config: ParallelConfig, device: str, store: dist.Store | None = None) -> Mesh:
+def build(config: ParallelConfig, device: str, store: Store | None = None) -> Mesh:
     """Join the default group at ``store`` (without one: at torchrun's MASTER_ADDR and MASTER_PORT) and build
     every group of ``config`` on ``device`` ("cuda" or "cpu")."""
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
@@ -104,13 +105,11 @@ def build(config: ParallelConfig, device: str, store: dist.Store | None = None) 
     mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
     axes = {name: _axis(mesh, name) for name in config.degrees}
     weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
-    control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
-    pp_return, _ = (
-        dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT)
-        if config.pipefusion_degree > 1
-        else (None, None)
-    )
+    pp_return = None
+    if config.pipefusion_degree > 1:
+        pp_return = _own_group(dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT)[0])
     return Mesh(
         local,
         dist.get_rank(),
@@ -145,6 +144,12 @@ def close(mesh: Mesh):
             dist.destroy_process_group(group)
 
 
+def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    """The group that torch made: this rank is in it, so it is neither None nor NON_GROUP_MEMBER."""
+    assert isinstance(group, dist.ProcessGroup), "every rank is in one group of an enumeration"
+    return group
+
+
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -173,6 +178,6 @@ def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
 def _enumerated(groups: torch.Tensor) -> Axis:
     """This rank's group among those in the last dimension of ``groups``."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)
+    group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
     ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
     return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks))

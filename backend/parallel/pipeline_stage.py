@@ -101,7 +101,7 @@ class Stage:
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: tokens of the whole latent, and of
-        references, which joined blocks do not tell."""
+        references, which a joined tensor does not show."""
         per_block_text = self.adapter.per_block_text(arguments)
         self.current = Forward(self.structure, context, latent, reference, per_block_text)
         try:

@@ -27,7 +27,7 @@ class Stages:
     holders: Mapping[str, int]
 
     def hosted(self, stage: int) -> list[str]:
-        """Modulation layers that ``stage`` holds for the blocks of others."""
+        """List the modulation layers that ``stage`` holds for the blocks of others."""
         return [name for name, holder in self.holders.items() if holder == stage != self.owners[name]]
 
 
@@ -38,8 +38,8 @@ def plan(
     stages: int,
     counts: Sequence[int] = (),
 ) -> Stages:
-    """The Stages of a transformer whose block i has work ``costs[i]``, ``weights[i]`` parameters and the
-    modulation layers ``modulation[i]`` (name -> its parameters) besides. ``counts`` fixes the number of
+    """Place a transformer on stages. Block i has the FLOPs ``costs[i]``, ``weights[i]`` parameters, and next
+    to them the modulation layers ``modulation[i]`` (name -> its parameters). ``counts`` fixes the number of
     blocks on every stage."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
     blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
@@ -71,8 +71,8 @@ def _placed(
 def stage_blocks(
     costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0
 ) -> list[range]:
-    """Consecutive ranges of blocks, none empty, whose dearest stage is as cheap as can be; ``costs`` is the
-    work of each block.
+    """Split blocks into consecutive ranges, none empty, whose most expensive stage is as cheap as can be;
+    ``costs``: FLOPs of each block.
 
     Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages``
     <= number of blocks. With ``weights`` only splits whose every stage weighs at most ``most``, where there
@@ -81,12 +81,14 @@ def stage_blocks(
     if not costs:
         return [range(0)] * stages
     found = _cheapest(costs, stages, weights, most) if weights else None
-    return found or _cheapest(costs, stages, [0] * len(costs), 0.0)
+    found = found or _cheapest(costs, stages, [0] * len(costs), 0.0)
+    assert found is not None, "without a limit on weights there is always a split"
+    return found
 
 
-def _cheapest(costs, stages, weights, most):
+def _cheapest(costs: list[float], stages: int, weights: list[int], most: float) -> list[range] | None:
     upto, heavy = [0, *accumulate(costs)], [0, *accumulate(weights)]
-    # best[i]: (dearest stage, sum of squares, cuts) for the first i blocks on the stages so far
+    # best[i]: (most expensive stage, sum of squares, cuts) for the first i blocks on the stages so far
     best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1) if heavy[i] <= most}
     for stage in range(2, stages + 1):
         best = {
@@ -107,11 +109,11 @@ def _cheapest(costs, stages, weights, most):
 
 
 def _extend(plan, cost, end):
-    dearest, squares, cuts = plan
-    return max(dearest, cost), squares + cost**2, [*cuts, end]
+    highest, squares, cuts = plan
+    return max(highest, cost), squares + cost**2, [*cuts, end]
 
 
 def explicit_blocks(counts: Sequence[int]) -> list[range]:
-    """The ranges of an explicit list: ``counts[i]`` blocks on stage i."""
+    """Return the ranges of an explicit list: ``counts[i]`` blocks on stage i."""
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends)]

@@ -4,7 +4,7 @@ Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
   are divided, one all-reduce a pair.
   A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed
-  colwise" (several runs of outputs, of which diffusers' layer tells), "rowwise", "rowwise behind attention"
+  colwise" (several runs of outputs, which diffusers' layer names), "rowwise", "rowwise behind attention"
   (inputs are attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean
   summed, where it is over all heads).
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather);
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from . import comm
+from .block_streams import block_list
 from .mesh import Axis, Mesh
 from .sequence import Span
 
@@ -39,12 +40,11 @@ QUERIES, HEAD_COUNTS, ALL_HEADS = (
 
 @dataclass(frozen=True)
 class Shard:
-    """The piece of one weight (out, in) on this rank and what its layer exchanges.
+    """The piece of one weight (out, in) on this rank, and the collectives of its layer.
 
-    outputs, inputs: spans of rows and columns kept; a norm has no inputs. take_input: the layer is given
-    whole activations and takes its columns of them.
-    reduce: ranks over which outputs (a norm: means) are summed. collect: ranks over which outputs are joined,
-    each with ``widths[i]`` features.
+    outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
+    whole activations and takes its columns of them. reduce: ranks over which outputs (a norm: means) are
+    summed. gather: ranks whose outputs are concatenated, each with ``widths[i]`` features.
     """
 
     outputs: tuple[Span, ...]
@@ -56,7 +56,7 @@ class Shard:
 
     @property
     def reduced_features(self) -> int:
-        """Numbers a row that are summed over ``reduce``."""
+        """Numbers of a token that are summed over ``reduce``."""
         return sum(map(len, self.outputs)) if self.inputs else 1
 
 
@@ -80,7 +80,7 @@ class ShardedLinear(nn.Module):
             out = F.linear(x, self.weight, self.bias)
         else:
             out = comm.all_reduce(F.linear(x, self.weight), shard.reduce, "tensor")
-            out = out if self.bias is None else out + self.bias  # once, behind the sum
+            out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out
         return torch.cat(
@@ -97,21 +97,23 @@ class ShardedNorm(nn.Module):
 
     def __init__(self, norm: nn.Module, shard: Shard):
         super().__init__()
-        self.shard, self.eps, self.features = shard, norm.eps, len(norm.weight)
-        self.weight = nn.Parameter(norm.weight.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
+        whole = norm.weight
+        assert isinstance(whole, Tensor), "norms without weights are not cut"
+        self.shard, self.features = shard, len(whole)
+        self.eps: float = vars(norm)["eps"]
+        self.weight = nn.Parameter(whole.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.shard.reduce is not None, "a norm is cut over the heads of several ranks"
         wide = x.float()
         squares = comm.all_reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
         return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
 
 
 def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
-    """Module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or, where it
-    has none, diffusers' _tp_plan.
-
-    UnsupportedError where the scheme does not fit the transformer.
-    """
+    """Return module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or,
+    where it has none, diffusers' _tp_plan. Raises UnsupportedError where the scheme does not fit the
+    transformer."""
     layers = {
         name: module
         for name, module in transformer.named_modules()
@@ -177,7 +179,8 @@ def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Sha
     parent, _, leaf = name.rpartition(".")
     if style == "norm":
         return _norm(layers[name], layers[parent], leaf, tp)
-    return _megatron(layers[name], style, tp) if isinstance(layers[name], nn.Linear) else None
+    layer = layers[name]
+    return _megatron(layer, style, tp) if isinstance(layer, nn.Linear) else None
 
 
 def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
@@ -185,21 +188,20 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
     if style == "colwise":
         return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
     if style == "packed colwise":
-        return Shard(_pieces(layer._tp_packed_col_blocks, tp), (whole_in,))
+        return Shard(_pieces(vars(layer)["_tp_packed_col_blocks"], tp), (whole_in,))
     if style == "gated colwise":
         return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
     packed = {
         "rowwise": [layer.in_features],
         "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features],
     }
-    widths = (
-        packed[style] if isinstance(style, str) else layer._tp_packed_row_blocks
-    )  # diffusers' packed rowwise style
+    # else diffusers' packed rowwise style
+    widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
     return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
 
 
 def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
-    """This rank's part of each of several runs of features."""
+    """This rank's shard of each of several runs of features."""
     starts = accumulate(widths, initial=0)
     return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
 
@@ -207,15 +209,16 @@ def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
 def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
     """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it
     follows."""
-    width = (attention.to_q if leaf.endswith("q") else attention.to_k).out_features
-    if getattr(norm, "weight", None) is None or len(norm.weight) != width:
+    width = getattr(attention, "to_q" if leaf.endswith("q") else "to_k").out_features
+    weight = getattr(norm, "weight", None)
+    if weight is None or len(weight) != width:
         return None
     return Shard((Span(0, width).shard(tp.rank, tp.size),), (), reduce=tp)
 
 
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
-    """Put the sharded module in the place of every layer in ``found`` and tell attention modules which heads
-    are left."""
+    """Put the sharded module in the place of every layer in ``found``, and set the number of heads that
+    attention modules have left."""
     for name, shard in found.items():
         parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         whole = getattr(parent, leaf)
@@ -232,7 +235,7 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
                 if isinstance(getattr(module, count, None), int):
                     setattr(module, count, getattr(module, count) // tp.size)
     for name in family.blocks.lists if family.blocks.per_feature else ():
-        for block in transformer.get_submodule(name):
+        for block in block_list(transformer, name):
             block.register_forward_pre_hook(
                 partial(
                     _own_features,
@@ -245,8 +248,8 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
 
 
 def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
-    """Have the sharded layers talk over the groups of ``new``, on which this rank's piece of every weight is
-    that of ``old``."""
+    """Have the sharded layers communicate over the groups of ``new``, on which this rank's piece of every
+    weight is that of ``old``."""
     axes = {id(getattr(old, name)): getattr(new, name) for name in ("tp", "tp_inputs", "tp_outputs")}
     for module in transformer.modules():
         if isinstance(module, (ShardedLinear, ShardedNorm)):
@@ -257,18 +260,18 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
 
 
 def _own_features(block, args, kwargs, signature, names, tp):
-    """The block's arguments with those cut that run over the features of all heads: a tensor, or a tuple of
-    them."""
+    """Return the block's arguments with those cut that run over the features of all heads: a tensor, or a
+    tuple of them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
         whole = bound.arguments[name]
-        cut = [_own_heads(part, tp) for part in (whole if isinstance(whole, tuple) else (whole,))]
+        cut = [_own_heads(x, tp) for x in (whole if isinstance(whole, tuple) else (whole,))]
         bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
     return bound.args, bound.kwargs
 
 
-def _own_heads(part, tp):
-    """This rank's share of (B, rows, features of all heads) or (B, heads, rows, features)."""
-    dim = 1 if part.ndim == 4 else -1
-    mine = Span(0, part.shape[dim]).shard(tp.rank, tp.size)
-    return part.narrow(dim, mine.lo, len(mine))
+def _own_heads(x: Tensor, tp: Axis) -> Tensor:
+    """This rank's shard of (B, tokens, features of all heads) or (B, heads, tokens, features)."""
+    dim = 1 if x.ndim == 4 else -1
+    mine = Span(0, x.shape[dim]).shard(tp.rank, tp.size)
+    return x.narrow(dim, mine.lo, len(mine))

@@ -1,8 +1,10 @@
 """Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
 in USP (arXiv 2405.07719).
 
-Rows and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
+Token counts and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,26 +17,27 @@ from .sequence import Span
 
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
-    """Heads that each Ulysses rank gets; sizes differ by at most one."""
+    """Count the heads that each Ulysses rank gets; sizes differ by at most one."""
     return [len(Span(0, heads).shard(i, axis.size)) for i in range(axis.size)]
 
 
-def scatter_heads(qkv: Tensor, rows: list[int], axis: Axis) -> Tensor:
-    """(3, B, H, own rows, D) -> (3, B, own heads, sum(rows), D): one packed all-to-all; ``rows`` are those of
-    each Ulysses rank."""
+def scatter_heads(qkv: Tensor, lengths: list[int], axis: Axis) -> Tensor:
+    """Exchange token shards for head shards by one packed all-to-all: (3, B, H, own tokens, D) -> (3, B, own
+    heads, all tokens, D). ``lengths``: tokens of each Ulysses rank."""
     kinds, batch, heads, _, size = qkv.shape
-    parts = qkv.split(head_shards(heads, axis), dim=2)
-    own = parts[axis.rank].shape[2]
-    received = all_to_all(list(parts), [(kinds, batch, own, n, size) for n in rows], axis, "ulysses")
+    shards = qkv.split(head_shards(heads, axis), dim=2)
+    own = shards[axis.rank].shape[2]
+    shapes = [(kinds, batch, own, length, size) for length in lengths]
+    received = all_to_all(list(shards), shapes, axis, "ulysses")
     return torch.cat(received, dim=3)
 
 
-def gather_heads(out: Tensor, heads: int, rows: list[int], axis: Axis) -> Tensor:
-    """(B, own heads, sum(rows), D) -> (B, H, own rows, D): the way back of scatter_heads."""
+def gather_heads(out: Tensor, heads: int, lengths: list[int], axis: Axis) -> Tensor:
+    """Undo scatter_heads: (B, own heads, all tokens, D) -> (B, H, own tokens, D)."""
     batch, _, _, size = out.shape
-    own = rows[axis.rank]
+    own = lengths[axis.rank]
     received = all_to_all(
-        list(out.split(rows, dim=2)),
+        list(out.split(lengths, dim=2)),
         [(batch, n, own, size) for n in head_shards(heads, axis)],
         axis,
         "ulysses",
@@ -46,30 +49,32 @@ def ring_attend(
     kernel: str,
     q: Tensor,
     kv: Tensor,
-    rows: list[int],
+    lengths: list[int],
     axis: Axis,
-    masks: list[Tensor] | None,
+    masks: Sequence[Tensor | None] | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention of own queries to the keys and values of every ring rank, which travel round in one buffer a
-    hop.
+    """Attend with own queries to the keys and values of every ring rank, which travel in one buffer a hop.
 
-    q (B, H, S, D); kv (2, B, H, own rows, D); ``rows[i]`` rows on ring rank i; ``masks[i]`` for the keys of
-    rank i, or None.
+    q (B, H, S, D); kv (2, B, H, own tokens, D); ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for the
+    keys of rank i, or None. Returns (B, H, S, D).
     """
-    ring, out, lse = RingComm(axis.group), None, None
+    assert axis.group is not None, "a ring has several ranks"
+    ring = RingComm(axis.group)
+    out = lse = incoming = None
     kv = kv.contiguous()
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size
         if hop + 1 < axis.size:
-            incoming = kv.new_empty((*kv.shape[:3], rows[source - 1], kv.shape[4]))
+            incoming = kv.new_empty((*kv.shape[:3], lengths[source - 1], kv.shape[4]))
             ring.send_recv(kv, incoming)
             ring.commit()
             count("ring", kv)
-        if rows[source] and q.shape[2]:
+        if lengths[source] and q.shape[2]:
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
             out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
             ring.wait()
+            assert incoming is not None, "made in this hop"
             kv = incoming
     return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -1,9 +1,9 @@
-"""The prompts of a request: two sides, positive and negative, each of one prompt or of several that are
-mixed.
+"""The prompts of a request. Classifier-free guidance (arXiv 2207.12598) has two sides, positive (cond) and
+negative (uncond), each of one prompt or of several that are mixed.
 
-ComfyUI's rule (comfy/samplers.py, calc_cond_batch): a side's prediction is the mean of its prompts'
+ComfyUI's rule (comfy/samplers.py, calc_cond_batch): the prediction of a side is the mean of its prompts'
 predictions, weighted by strength and mask, over those whose range holds the noise level. Prompts are
-evaluated one by one, so mixing is elementwise and exact for every part of the latent.
+evaluated one by one, so mixing is elementwise and exact for every patch.
 """
 
 import re
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..protocol import Sample
 
-#: The sides in the order of the cfg axis.
+#: The sides of guidance, in the order of the cfg axis.
 GUIDANCE = ("positive", "negative")
 _NAME = re.compile("(positive|negative)([0-9]{0,4})")
-#: ComfyUI's stand-in for no weight at all.
+#: What ComfyUI adds to the sum of weights, so that no weight at all is no division by zero.
 NO_WEIGHT = 1e-37
 
 
@@ -33,15 +33,15 @@ class Prompt:
 
     @property
     def is_plain(self) -> bool:
-        """Does it weigh 1 everywhere?"""
+        """Whether it weighs 1 everywhere."""
         return not isinstance(self.weight, Tensor) and self.weight == 1.0
 
     def counts_at(self, sigma: Tensor) -> bool:
-        """At noise level ``sigma`` (0-d, CPU)?"""
+        """Say whether it counts at noise level ``sigma`` (0-d, CPU)."""
         return not (sigma > self.highest or sigma < self.lowest)
 
     def weigh(self, denoised: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-        """(weighted prediction, weight) of some rows."""
+        """Return (weighted prediction, weight) of some tokens."""
         weight = (
             self.weight[:, tokens]
             if isinstance(self.weight, Tensor)
@@ -51,23 +51,34 @@ class Prompt:
 
 
 def names(sample: Sample) -> list[str]:
-    """The prompts of a request, the positive ones first, as ComfyUI lists them."""
+    """List the prompts of a request, the positive ones first, as ComfyUI does."""
     found = {name for name in (key.partition(".")[0] for key in sample.tensors) if _NAME.fullmatch(name)}
 
-    def place(name):
-        return (GUIDANCE.index(guidance_of(name)), int(_NAME.fullmatch(name)[2] or 1))
-
-    return sorted(found, key=place)
+    return sorted(found, key=_place)
 
 
 def guidance_of(name: str) -> str:
-    """The side of the prompt ``name`` ("negative2" -> "negative")."""
-    return _NAME.fullmatch(name)[1]
+    """Return the side of guidance of the prompt ``name`` ("negative2" -> "negative")."""
+    return _parsed(name)[1]
+
+
+def _place(name: str) -> tuple[int, int]:
+    return GUIDANCE.index(guidance_of(name)), int(_parsed(name)[2] or 1)
+
+
+def _parsed(name: str) -> re.Match[str]:
+    match = _NAME.fullmatch(name)
+    assert match is not None, "names() found it"
+    return match
 
 
 def mix(prompts: list[Prompt], predictions: list[Tensor], tokens: slice) -> Tensor:
-    """The prediction of a side from those of its prompts, each (B, rows, F)."""
+    """Mix the predictions of the prompts of one side, each (B, tokens, F), into one."""
     if len(prompts) == 1 and prompts[0].is_plain:
         return predictions[0]
     weighed = [prompt.weigh(denoised, tokens) for prompt, denoised in zip(prompts, predictions)]
-    return sum(prediction for prediction, _ in weighed) / (sum(weight for _, weight in weighed) + NO_WEIGHT)
+    prediction, weight = weighed[0]
+    for further, its_weight in weighed[1:]:
+        prediction = prediction + further
+        weight = weight + its_weight
+    return prediction / (weight + NO_WEIGHT)

@@ -2,8 +2,7 @@
 ParallelModel).
 
 It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch
-is spread over the replicas of both
-the dp and the cfg axis: its rows know of no guidance branches.
+is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
 """
 
 from dataclasses import replace
@@ -27,8 +26,8 @@ from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
 from .validation import check_kernel, check_patches
 
-#: Rows of the batch go through the model together up to this many tokens: beyond it a device is busy anyway,
-#: and memory would grow with the batch.
+#: Samples of the batch go through the model together up to this many tokens: beyond it a device is busy
+#: anyway, and memory would grow with the batch.
 TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
@@ -81,8 +80,8 @@ def check_call(
 
 
 def samples_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
-    """The rows of the batch that a replica computes, equally many on each: where the batch does not divide,
-    or is smaller, its last rows are computed again."""
+    """Return the samples of the batch that a replica computes, equally many on each: where the batch does not
+    divide, or is smaller, its last sample is computed again."""
     count = -(-batch // replicas)
     return [min(sample, batch - 1) for sample in range(replica * count, (replica + 1) * count)]
 
@@ -95,7 +94,7 @@ def build_call(
     device: torch.device,
     samples: list[int],
 ) -> Request:
-    """The request of a checked call on ``device`` for some ``rows`` of its batch."""
+    """Build the request of a checked call on ``device`` for some ``samples`` of its batch."""
     latent, arguments = _split(call, family, model_config)
     batch, grid = latent.shape[0], family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
 
@@ -112,9 +111,8 @@ def build_call(
         mine(latent).to(device, torch.float32).contiguous(),
         mine(call.tensors["time"]).to(device, torch.float32),
     )
-    carry = (
-        family.latent.nested and family.latent.nested.carry
-    )  # then the model is given another latent than came
+    # with it the model is given another latent than came
+    carry = family.latent.nested and family.latent.nested.carry
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     return Request(
         solver="",
@@ -151,8 +149,7 @@ def build_call(
 
 
 def _samples(value: Tensor, samples: list[int]) -> Tensor:
-    """Some rows of ``value``, not copied where they lie side by side: a prompt is several times the
-    latent."""
+    """Some samples of ``value``, not copied where they are adjacent: a prompt is several times the latent."""
     first, end = samples[0], samples[-1] + 1
     return value[first:end] if samples == list(range(first, end)) else value[samples]
 
@@ -208,4 +205,4 @@ class OneCall(Denoiser):
         self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.patch.span)
 
     def _vote(self, evaluation: Evaluation):
-        """Rank 0 looked before it told the others; a call that has begun is short."""
+        """Never stop: rank 0 asked before it broadcast the call, and a call that has begun is short."""

@@ -1,14 +1,15 @@
-"""A request's random numbers: ComfyUI's generators over the whole latent, so that patches and ranks get
+"""The random numbers of a request: ComfyUI's generators over the whole latent, so that patches and ranks get
 slices of the same numbers."""
 
 import warnings
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..models.latent_tokens import TokenGrid
+from ..models.latent_tokens import NestedGrid, TokenGrid
 
-#: Results that are kept: patches of one step are at most one model call apart, and a call consumes at most
+#: Draws that are cached: patches of one step are at most one model call apart, and a call consumes at most
 #: two.
 CACHED = 4
 
@@ -16,7 +17,9 @@ CACHED = 4
 class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for."""
 
-    def __init__(self, seed: int, batch: int, grid: TokenGrid, device: torch.device, sigmas: Tensor):
+    def __init__(
+        self, seed: int, batch: int, grid: TokenGrid | NestedGrid, device: torch.device, sigmas: Tensor
+    ):
         # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
         # one comes the first)
         self.generator = torch.Generator(device).manual_seed(
@@ -29,15 +32,15 @@ class FreshNoise:
         self.drawn: dict[object, Tensor] = {}
 
     def draw(self, index: int) -> Tensor:
-        """The ``index``-th draw of the seeded generator."""
+        """Return the ``index``-th draw of the seeded generator, (B, N, F)."""
         while self.count <= index:
             self._cache(self.count, torch.randn(self.shape, generator=self.generator, device=self.device))
             self.count += 1
         return self.drawn[index]
 
     def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
-        """The Brownian path's increment from noise level ``sigma`` to ``target``, over its standard
-        deviation.
+        """Return the Brownian path's increment (B, N, F) from noise level ``sigma`` to ``target``, over its
+        standard deviation.
 
         ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
         device has the same path.
@@ -47,10 +50,9 @@ class FreshNoise:
             sign = 1 if key[0] < key[1] else -1
             deviation = (target.cpu() - sigma.cpu()).abs().sqrt()
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # it rounds the schedule's ends, then finds the queries outside by as much
-                increment = self._tree()(min(key), max(key))
+                # it rounds the schedule's ends, then finds the queries outside by as much
+                warnings.simplefilter("ignore")
+                increment = cast(Tensor, self._tree()(min(key), max(key)))  # a tuple with more arguments
             self._cache(key, increment * sign / deviation)
         return self.drawn[key]
 

@@ -20,22 +20,19 @@ from .solver_registry import Problem
 
 @dataclass(frozen=True)
 class Request:
-    """noise, latent: (B, N, F) tokens in float32; mask: the same shape (1 = denoise) or None; prompts: name
-    -> how it counts; conditioning: name -> model arguments.
+    """One checked sampling request.
 
-    percent_sigmas: part of sampling -> the model's noise level, at solver_names.PERCENTS; empty where the
-    client did not tell.
-    context: name -> rows behind the latent's in the image stream.
-    patches: PipeFusion's M; warmup_steps: synchronous steps before stale keys and values are used. carry: as
-    in models.family.Nested.
-    given_rows: rows of text in one sequence with the image's, and of context, for the balance of the patches;
-    shares: ranks that share the rows of one.
-    batch, items: size of the whole batch, and the samples of it that this replica (data parallel) denoises;
-    tensors hold those alone.
-    times: (B,), what a client tells the model of the noise, and given: (B, C, [T,] H, W), the latent as it is
-    to be given to the model (ModelCall; noise and latent then have a shape and no values); None where they
-    follow from the noise level and x.
-    """
+    noise, latent: (B, N, F) tokens in float32. mask: the same shape (1 = denoise) or None. prompts: name ->
+    how it counts. conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's
+    noise level, at solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens
+    after the latent's in the image stream. patches: PipeFusion's M. warmup_steps: synchronous steps before
+    stale keys and values are used. carry: as in models.family.Nested. patch0_tokens: of joint text and of
+    references, for the balance of the patches. sp_size: ranks that shard a patch. batch, items: size of the
+    whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
+
+    times: (B,), the noise as the client gives it to the model, and given: (B, C, [T,] H, W), the latent as it
+    is given to the model (ModelCall; noise and latent then have a shape and no values); None where they
+    follow from the noise level and x."""
 
     solver: str
     prediction: Prediction
@@ -66,17 +63,17 @@ class Request:
 
     @property
     def guidance(self) -> tuple[str, ...]:
-        """Sides of guidance that are evaluated."""
+        """The sides of guidance that are evaluated."""
         found = {prompt.guidance for prompt in self.prompts.values()}
         return tuple(guidance for guidance in GUIDANCE if guidance in found)
 
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
-        """Names of the prompts that count at a noise level."""
+        """Name the prompts that count at a noise level."""
         return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
 
     @property
     def patch_spans(self) -> list[Span]:
-        """The image rows of every patch, balanced over the joint sequence."""
+        """The image tokens of every patch, balanced over the joint sequence."""
         return [
             tokens.image
             for tokens in patches(
@@ -85,7 +82,7 @@ class Request:
         ]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
-        """The model arguments of a branch for some items of this replica's batch."""
+        """Return the model arguments of a branch for some samples of this replica's batch."""
         batch = self.noise.shape[0]
         return {
             name: value[items] if value.ndim and value.shape[0] == batch else value
@@ -93,30 +90,31 @@ class Request:
         }
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
-        """The latents (b, C, [T,] H, W) that the model is given for some items of x (B, N, F) at noise level
-        ``sigma``."""
+        """Return the latents (b, C, [T,] H, W) that the model is given for some samples of x (B, N, F) at
+        noise level ``sigma``."""
         if self.given is not None:
             return self.given[items]
         x = self.prediction.model_input(x[items], sigma)
         return self.grid.to_latent(x if self.carry is None else x * self._carried(0, sigma, x))
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
-        """The prediction for x, the rows of ``span``, from the model's output for them."""
+        """Return the prediction for x (B, n, F), the tokens of ``span``, from the model's output for them."""
         if self.carry is not None:
             own, factor = (self._carried(i, sigma, x)[span.lo : span.hi] for i in (1, 2))
             output = own * x + factor * output
         return self.prediction.denoised(x, sigma, output)
 
     def _carried(self, which, sigma, like):
+        assert self.carry is not None and isinstance(self.grid, NestedGrid), "nested latents alone have it"
         return self.grid.per_token([factors[which] for factors in self.carry(sigma)]).to(like)
 
     def start(self) -> Tensor:
-        """The solver's first x, (B, N, F)."""
+        """Return the solver's first x, (B, N, F)."""
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
 
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
-    """The backend's configuration with the settings that travel with the request."""
+    """Return the backend's configuration with the settings that travel with the request."""
     return replace(
         config,
         num_pipeline_patch=sample.num_pipeline_patch,
@@ -135,8 +133,8 @@ def build(
     device: torch.device,
     replica: int = 0,
 ) -> Request:
-    """The request of a checked message on ``device``, for one data-parallel ``replica``; conditioning in the
-    model's ``dtype``."""
+    """Build the request of a checked message on ``device``, for one data-parallel ``replica``; conditioning
+    in the model's ``dtype``."""
     config = request_config(sample, config)
     shape = sample.tensors["noise"].shape
     mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
@@ -223,7 +221,7 @@ def _conditioning(sample, branch, batch, items, device, dtype, family):
 
 
 class Inpaint:
-    """Keeps the part of the latent whose mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model
+    """Holds the latent where the mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model
     call."""
 
     def __init__(self, request: Request):
@@ -236,10 +234,11 @@ class Inpaint:
             self.noise = request.grid.to_tokens(noise)[request.items].to(request.noise)
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
-        """x with the kept part at noise level ``sigma``; x is the rows of ``span``."""
-        mask = self._tokens(self.request.mask, span)
-        if mask is None:
+        """Return x with the masked latent at noise level ``sigma``; x (B, n, F) are the tokens of
+        ``span``."""
+        if self.request.mask is None:
             return x
+        mask = self._tokens(self.request.mask, span)
         if self.request.clean_inpaint:
             return x * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
         kept_part = self.request.prediction.add_noise(
@@ -248,21 +247,19 @@ class Inpaint:
         return x * mask + kept_part * (1.0 - mask)
 
     def denoised(self, denoised: Tensor, span: Span) -> Tensor:
-        """The prediction with the kept part's latent."""
+        """Return the prediction with the latent where the mask is 0."""
+        if self.request.mask is None:
+            return denoised
         mask = self._tokens(self.request.mask, span)
-        return (
-            denoised
-            if mask is None
-            else denoised * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
-        )
+        return denoised * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
 
     @staticmethod
-    def _tokens(x: Tensor | None, span: Span) -> Tensor | None:
-        return None if x is None else x[:, span.lo : span.hi]
+    def _tokens(x: Tensor, span: Span) -> Tensor:
+        return x[:, span.lo : span.hi]
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
-    """The solver's problem for the rows of ``span``."""
+    """Return the solver's problem for the tokens of ``span``."""
     tokens = slice(span.lo, span.hi)
     return Problem(
         request.sigmas.cpu(),

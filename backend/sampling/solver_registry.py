@@ -23,7 +23,7 @@ def _function(name: str):
     return next(vars(family)[name] for family in _FAMILIES if name in vars(family))
 
 
-#: What no solver makes of numbers below 1 that it does not divide by next to nothing.
+#: A dry run from |x| < 1 that exceeds this has divided by ~0.
 MOST = 1e6
 
 SOLVER_FUNCTIONS = {name: _function(name) for name in SOLVERS}
@@ -37,28 +37,28 @@ class Evaluation:
     step: int
 
 
-def answer(solver: str, denoised: Tensor, negative: Tensor):
-    """What ``solver`` is sent for a model call: the prediction, or a pair with the negative prompt's (before
-    guidance and mask)."""
+def answer(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what ``solver`` is sent for a model call: the prediction, or a pair with the uncond prediction
+    (before guidance and mask)."""
     return (denoised, negative) if solver in NEEDS_NEGATIVE else denoised
 
 
 def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
-    """Does the solver ask for noise levels that the schedule alone does not tell
-    (Problem.percent_to_sigma)?"""
+    """Say whether the solver asks for noise levels that are not in the schedule
+    (Problem.percent_to_sigma)."""
     return solver == "sa_solver" or (solver in HALF_LOG_SNR and flow and first_sigma >= 1)
 
 
 def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
-    """Every model call that ``solver`` will make, in order, known before the first: stages that hold no
+    """List every model call that ``solver`` will make, in order, known before the first: stages that hold no
     latent follow this list."""
     return [Evaluation(sigma, step) for _, sigma, step in _dry(solver, problem, (0.0,))]
 
 
 def is_finite(solver: str, problem: Problem) -> bool:
-    """Does ``solver`` get through the schedule, and a flow model's latent back to the scale of pictures,
-    without dividing by zero? What it multiplies by follows from the noise levels alone, so a run over one
-    number tells."""
+    """Say whether ``solver`` gets through the schedule, and a flow model's latent back to the scale of
+    images, without dividing by zero. Its factors follow from the noise levels alone, so a dry run over one
+    number shows it."""
     run = _dry(solver, problem, (0.3, 0.7, 0.4))
     try:
         while next(run)[0].abs() < MOST:
@@ -66,15 +66,15 @@ def is_finite(solver: str, problem: Problem) -> bool:
         return False
     except StopIteration as end:
         return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MOST)
-    except (ZeroDivisionError, torch.linalg.LinAlgError):
+    except (ZeroDivisionError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]  # documented
         return False
 
 
 def _dry(
     solver: str, problem: Problem, numbers: tuple[float, ...]
 ) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
-    """What ``solver`` asks for over one of ``numbers``, all of which the model predicts in turn (and nothing
-    from no number); returns its answer."""
+    """Yield what ``solver`` asks for over the first of ``numbers``, all of which the model predicts in turn
+    (NaN from NaN); return its final x."""
     x, *_ = values = [torch.tensor(number) for number in numbers]
 
     def brownian(a, b):
@@ -91,3 +91,4 @@ def _dry(
             request = steps.send(answer(solver, denoised, denoised))
     except StopIteration as end:
         return end.value
+    raise AssertionError("cycle() does not end")

@@ -24,7 +24,7 @@ LARGEST = 1e30
 MOST_CFG = 1e6
 #: Steps, as many as ComfyUI's own nodes allow.
 MOST_STEPS = 10_000
-#: Sides of a latent and rows of a prompt that are described: numbers without a tensor behind them.
+#: Sides of a latent and tokens of a prompt that are described: numbers without a tensor.
 MOST_SIDE = 1 << 16
 
 
@@ -156,7 +156,7 @@ def _check_solver(sample, family):
 
 
 def _check_schedule(sample, prediction):
-    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does, and paints nothing."""
+    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does; no image comes of it."""
     sigmas, percents = sample.tensors["sigmas"].float(), sample.tensors.get("percent_sigmas", torch.zeros(0))
     still = (
         (sigmas.diff() == 0)
@@ -165,7 +165,7 @@ def _check_schedule(sample, prediction):
     )
     if not still.any() or is_finite(
         sample.sampler,
-        Problem(sigmas, prediction, None, None, dict(zip(PERCENTS, percents.tolist())).__getitem__),
+        Problem(sigmas, prediction, _no_noise, _no_noise, dict(zip(PERCENTS, percents.tolist())).__getitem__),
     ):
         return
     if prediction is FLOW and sigmas[-1] >= 1:
@@ -178,6 +178,10 @@ def _check_schedule(sample, prediction):
         f"the sampler {sample.sampler} divides by zero on this schedule, whose step {at + 1} goes from "
         f"{sigmas[at]:g} to {sigmas[at + 1]:g}; leave one of them out, or choose another sampler."
     )
+
+
+def _no_noise(*_) -> torch.Tensor:
+    raise AssertionError("a dry run has noise of its own")
 
 
 def _has_negative(sample) -> bool:
@@ -273,7 +277,7 @@ def check_family(family: Family, config: ParallelConfig):
 
 
 def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
-    """Rows of the latent that a Describe tells; refuse one that is none. Raises UnsupportedError."""
+    """Count the tokens of the latent in a Describe; refuse one that is none. Raises UnsupportedError."""
     latent, channels = (
         message.latent,
         family.latent.nested.channels(model_config)[0]

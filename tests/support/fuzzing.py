@@ -123,7 +123,7 @@ class Rank0(Leader):
         if isinstance(heard, Sample):
             build(heard, self.engine.config, model.family, model.config, model.dtype, device)
         else:
-            filled = self.engine.kept.filled(heard)
+            filled = self.engine.argument_cache.filled(heard)
             build_call(filled, model.family, model.config, model.dtype, device, [0])
 
 

@@ -114,10 +114,10 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
     seen = []
     attend = Attention._within_sequence
 
-    def spy(self, q, *rest):
-        if self.call.layer == 0:
+    def spy(self, call, q, *rest):
+        if call.layer == 0:
             seen.append(q.shape[2])
-        return attend(self, q, *rest)
+        return attend(self, call, q, *rest)
 
     monkeypatch.setattr(Attention, "_within_sequence", spy)
     simulate(

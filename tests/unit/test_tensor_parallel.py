@@ -82,7 +82,7 @@ def test_norm_over_all_heads(monkeypatch):
     whole, x = nn.RMSNorm(8, eps=1e-6), torch.randn(2, 3, 8)
     whole.weight = nn.Parameter(torch.rand(8), requires_grad=False)
     squares = x.square().sum(dim=-1, keepdim=True)
-    monkeypatch.setattr(tensor_parallel.comm, "reduce", lambda mine, axis, mechanism: squares)
+    monkeypatch.setattr(tensor_parallel.comm, "all_reduce", lambda mine, axis, mechanism: squares)
     for rank in range(2):
         attention = SimpleNamespace(to_q=nn.Linear(8, 8))
         shard = tensor_parallel._norm(whole, attention, "norm_q", place(2, rank).tp)

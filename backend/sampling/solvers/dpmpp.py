@@ -12,7 +12,7 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
         t, t_next = sigma.log().neg(), sigma_next.log().neg()
         h = t_next - t
         direction = denoised
-        if old_denoised is not None and sigma_next != 0:
+        if old_denoised is not None and h_last is not None and sigma_next != 0:
             r = h_last / h
             direction = (1 + 1 / (2 * r)) * denoised - (1 / (2 * r)) * old_denoised
         x = (t_next.neg().exp() / t.neg().exp()) * x - (-h).expm1() * direction
@@ -103,7 +103,7 @@ def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
             continue
         h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
         x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
-        if old_denoised is not None:
+        if old_denoised is not None and h_last is not None:
             x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (
                 denoised - old_denoised
             )

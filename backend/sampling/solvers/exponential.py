@@ -50,17 +50,18 @@ def _er_weights(level: Tensor, level_next: Tensor, points: int = 200) -> tuple[T
 
 
 class _SeedsNoise:
-    """SEEDS' noise along one step: each stage keeps the stages before it, decayed, and adds its own."""
+    """SEEDS' noise along one step: each stage has that of the stages before it, decayed, and adds its own."""
 
     def __init__(self, h: Tensor, fresh):
         self.h, self.fresh = h, fresh
         self.sum, self.at = 0.0, 0.0
 
-    def up_to(self, part: float) -> Tensor:
-        """Noise of the step from its start to ``part`` of it, to be scaled by the sigma there."""
-        decay = (self.at - part) * self.h
+    def up_to(self, fraction: float) -> Tensor:
+        """Return the noise from the start of the step to a ``fraction`` of it, to be scaled by the sigma
+        there."""
+        decay = (self.at - fraction) * self.h
         self.sum = self.sum * decay.exp() + decay.mul(2).expm1().neg().sqrt() * self.fresh()
-        self.at = part
+        self.at = fraction
         return self.sum
 
 
@@ -69,10 +70,11 @@ def _phi_2(h: Tensor) -> Tensor:
     return (torch.expm1(h) - h) / h
 
 
-def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, parts: tuple[float, ...]) -> tuple:
-    """(h, the stages' sigmas, their alphas) at these parts of the step h in half log SNR, and at its end."""
+def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions: tuple[float, ...]) -> tuple:
+    """(h, the stages' sigmas, their alphas) at these fractions of the step h in half log SNR, and at its
+    end."""
     start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
-    lambdas = [*(torch.lerp(start, end, part) for part in parts), end]
+    lambdas = [*(torch.lerp(start, end, fraction) for fraction in fractions), end]
     sigmas = [*map(problem.sigma_at, lambdas[:-1]), sigma_next]
     return end - start, sigmas, [s * log_alpha.exp() for s, log_alpha in zip(sigmas, lambdas)]
 

@@ -71,11 +71,13 @@ def ipndm_v(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def _uneven_steps(h: Tensor, h1: Tensor = None, h2: Tensor = None, h3: Tensor = None) -> tuple:
+def _uneven_steps(
+    h: Tensor, h1: Tensor | None = None, h2: Tensor | None = None, h3: Tensor | None = None
+) -> tuple:
     """Weights of the slopes, newest first, from the lengths of this step and of those before it.
 
     ``second`` is where diff-sampler and ComfyUI divide before they subtract, which is Adams-Bashforth for
-    equal steps only: kept, since it decides the picture.
+    equal steps only. It stays, since it decides the image.
     """
     if h1 is None:
         return (1.0,)
@@ -167,7 +169,7 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         t = sigma.log().neg()
-        if sigma_next == 0 or old_denoised is None:
+        if sigma_next == 0 or old_denoised is None or t_last is None:
             x = euler_step(x, denoised, sigma, sigma_next)
         else:
             h = sigma_next.log().neg() - t

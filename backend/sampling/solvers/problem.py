@@ -24,13 +24,13 @@ def _not_given(*_):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a solver integrates, for the rows that it steps.
+    """What a solver integrates, for the tokens that it steps.
 
     sigmas: (steps + 1,), descending, on the CPU, so that no decision or coefficient waits for an accelerator.
     noise: ``noise(k)`` is the k-th fresh Gaussian draw of the request, in the shape of the solver's x.
     brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its
     standard deviation.
-    percent_to_sigma: the model's noise level after this part of sampling (0 to 1), as ComfyUI's
+    percent_to_sigma: the model's noise level after this fraction of sampling (0 to 1), as ComfyUI's
     model_sampling has it. Random numbers belong to the whole latent, so they do not depend on patches or
     ranks.
     """
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(index, sigma, next sigma) of every step."""
+        """Yield (index, sigma, next sigma) of every step."""
         return ((i, self.sigmas[i], self.sigmas[i + 1]) for i in range(len(self.sigmas) - 1))
 
     @property
@@ -52,24 +52,24 @@ class Problem:
         return self.prediction is FLOW
 
     def draws(self) -> Callable[[], Tensor]:
-        """A source of fresh noise, in the order in which it is asked for."""
+        """Return a source of fresh noise, in the order in which it is asked for."""
         index = count()
         return lambda: self.noise(next(index))
 
     def half_log_snr(self, sigma: Tensor) -> Tensor:
-        """lambda = log(alpha / sigma)."""
+        """Return lambda = log(alpha / sigma)."""
         return sigma.logit().neg() if self.flow else sigma.log().neg()
 
     def sigma_at(self, half_log_snr: Tensor) -> Tensor:
-        """The inverse of half_log_snr."""
+        """Invert half_log_snr."""
         return half_log_snr.neg().sigmoid() if self.flow else half_log_snr.neg().exp()
 
     def alpha(self, sigma: Tensor) -> Tensor:
-        """The factor of the data in x."""
+        """Return the factor of the data in x."""
         return sigma * self.half_log_snr(sigma).exp()
 
     def with_finite_snr(self) -> "Problem":
-        """The same problem with a first sigma that has a half_log_snr."""
+        """Return the same problem with a first sigma that has a half_log_snr."""
         if not self.flow or self.sigmas[0] < 1:
             return self
         sigmas = self.sigmas.clone()
@@ -78,19 +78,19 @@ class Problem:
 
 
 def euler_step(x: Tensor, denoised: Tensor, sigma: Tensor, target: Tensor) -> Tensor:
-    """Straight from ``sigma`` to the noise level ``target``."""
+    """Step straight from ``sigma`` to the noise level ``target``."""
     return x + (x - denoised) / sigma * (target - sigma)
 
 
 def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
-    """The same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's
+    """Take the same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's
     form."""
     return ratio * x + (1 - ratio) * denoised
 
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x = data +
-    sigma · noise)."""
+    """Return (down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x =
+    data + sigma · noise)."""
     up = torch.fmin(
         target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
     )  # not a number where the schedule rises: ``target`` then
@@ -98,7 +98,7 @@ def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level
+    """Return (down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level
     ``target``."""
     if target == 0:  # also from 0
         return target, torch.ones_like(target), target

@@ -97,7 +97,7 @@ def _update(
 
 
 def _conditions(ratios: Tensor, hh: Tensor, variant: str) -> tuple[Tensor, Tensor, Tensor]:
-    """B(h), and the linear system of the order conditions, one row for each order."""
+    """B(h), and the linear system of the order conditions, one equation for each order."""
     scale = hh if variant == "bh1" else torch.expm1(hh)
     phi, factorial = torch.expm1(hh) / hh - 1, 1
     rows, target = [], []

@@ -1,0 +1,118 @@
+"""The bytes that a rank sends in one step of the steady state, by mechanism; formulas: see the modules of
+parallel/ that send them."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from .parallel.block_cost import tokens_through
+from .parallel.sequence import Span, TokenShards
+from .parallel.stage_split import Stages
+from .rank_workload import Place, Workload
+
+
+def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
+    """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
+    found: Counter[str] = Counter()
+    blocks = len(stages.blocks[place["pp"]])
+    for patch in patches:
+        # in the steady state static text is cached
+        now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
+        found += _mixing(work, blocks, now) if work.is_linear else _attention(work, place, blocks, now, patch)
+        if place["pp"] < work.config.pipefusion_degree - 1:
+            found["pipeline"] += _samples(work) * len(now.local) * work.width
+        found += _outputs(work, place, len(now.local.image), len(now.image))
+    prompts = work.branches * work.dtype.itemsize
+    found["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
+    hosted = stages.hosted(place["pp"])
+    found["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
+    return found
+
+
+def _samples(work: Workload) -> int:
+    """Bytes of one number for every sample and branch."""
+    return work.batch * work.branches * work.dtype.itemsize
+
+
+def _attention(
+    work: Workload, place: Place, blocks: int, now: TokenShards, patch: TokenShards
+) -> Counter[str]:
+    """The all-to-all of Ulysses, and what travels around the ring: all keys and values of the patch, static
+    text among them."""
+    u, r, heads = work.config.ulysses_degree, work.config.ring_degree, work.heads(place)
+
+    def groups(lengths):
+        return [sum(lengths[i * u : (i + 1) * u]) for i in range(r)]
+
+    own, gathered = len(now.local), groups(now.lengths("joint"))[place["ring"]]
+    travelling = groups(patch.lengths("joint"))
+    passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
+    if work.buffered:
+        passed = gathered * (r - 1)
+    head = blocks * _samples(work) * work.head_size
+    return Counter(
+        ulysses=head * (3 * (work.all_heads - heads) * own + heads * (gathered - own)),
+        ring=head * 2 * heads * passed,
+    )
+
+
+def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
+    """What token_mixing.py sends for one patch; an image is taken to be square."""
+    ranks, calls = patch.sp_size, blocks * work.batch * work.branches
+    own, line = len(patch.local.image), math.isqrt(work.image_tokens) + 1
+    tokens = own if work.buffered else min(line, own)
+    others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
+    if tokens == own:
+        others = ranks - 1
+    return Counter(
+        {
+            "linear-attention state": calls * 2 * (ranks - 1) * work.state_bytes // ranks,
+            "halo": calls * others * tokens * work.width * work.dtype.itemsize,
+        }
+    )
+
+
+def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str]:
+    """Model outputs, float32: from the last stage to the first, gathered over SP there, then exchanged
+    between the CFG ranks."""
+    config, latent = work.config, work.family.latent
+    channels, patch = latent.channels(work.checkpoint.config), latent.patch(work.checkpoint.config)
+    features = 4 * work.batch * work.branches * channels * math.prod(patch)
+    found: Counter[str] = Counter()
+    if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
+        found["outputs"] += own * features
+    if place["pp"] == 0:
+        found["outputs"] += own * features * (config.sp_degree - 1)
+        found["cfg"] += tokens * features * (config.cfg_degree - 1)
+    return found
+
+
+def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> int:
+    """Numbers that all-reduce and all-gather of tensor parallelism send for one prompt and its samples."""
+    text = sum(len(patch.local.text) for patch in patches)
+    image = sum(patch.local.stream for patch in patches)
+    if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
+        text = work.text_tokens * len(patches)
+    names = {name: i for i, name in enumerate(work.checkpoint.block_names)}
+    own, total = place["pp"], 0
+    for module, cut in work.cuts(place).items():
+        block = next(name for name in names if module.startswith(name + "."))
+        here = names[block] in stages.blocks[own]
+        if not (stages.holders[module] == own if module in stages.holders else here):
+            continue
+        tokens = _tokens_of(work, block, module, text, image)
+        if cut.reduce:
+            total += 2 * (cut.reduce.size - 1) * tokens * cut.reduced_features // cut.reduce.size
+        if cut.gather:
+            total += (cut.gather.size - 1) * tokens * sum(map(len, cut.outputs))
+    return total
+
+
+def _tokens_of(work: Workload, block: str, module: str, text: int, image: int) -> int:
+    """Tokens of a step, of all samples, through a linear layer; modulation has one embedding."""
+    inner = module.removeprefix(block + ".")
+    if any(fnmatchcase(inner, pattern) for pattern in work.family.cache.modulation):
+        return 1
+    layers, blocks = work.checkpoint.empty.get_submodule(block), block.rpartition(".")[0]
+    return work.batch * tokens_through(inner, layers, blocks, work.family, image, text)

@@ -1,0 +1,170 @@
+"""The work of a request on a configuration's ranks, and the memory that it takes there: weights, keys and
+values, modulation. Sizes come from a checkpoint's headers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .config import ParallelConfig
+from .loading.checkpoint import Checkpoint
+from .parallel import tensor_parallel
+from .parallel.mesh import Axis, single
+from .parallel.modulation_cache import embeddings_ahead, layer_features
+from .parallel.sequence import Sequence, TokenShards, patches, whole_sequence
+from .parallel.stage_split import Stages
+from .parallel.ulysses_ring import head_shards
+
+#: A rank's index on every mesh axis.
+Place = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The request and model that the plans are for; batch and branches are those of one replica and CFG
+    rank."""
+
+    config: ParallelConfig
+    checkpoint: Checkpoint
+    image_tokens: int
+    text_tokens: int
+    batch: int
+    branches: int
+    dtype: torch.dtype
+    calls: int
+
+    @property
+    def family(self):
+        """The checkpoint's family."""
+        return self.checkpoint.family
+
+    def patches(self, place: Place) -> list[TokenShards]:
+        """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
+        position = self.family.blocks.text_position
+        sequence = Sequence(self.text_tokens if position else 0, self.image_tokens, position)
+        sp_rank = place["ring"] * self.config.ulysses_degree + place["ulysses"]
+        if not self.buffered:
+            return [whole_sequence(sequence, sp_rank, self.config.sp_degree)]
+        return patches(sequence, self.config.patches, sp_rank, self.config.sp_degree)
+
+    @property
+    def buffered(self) -> bool:
+        """Are stale keys and values read?"""
+        return self.config.pipefusion_degree > 1 and self.config.patches > 1
+
+    @property
+    def is_linear(self) -> bool:
+        """Do blocks mix tokens by linear attention?"""
+        return "sum" in self.family.blocks.attention
+
+    @property
+    def all_heads(self) -> int:
+        """Attention heads before Ulysses divides them."""
+        heads = self.family.blocks.heads(self.checkpoint.config)
+        if self.config.split_scheme == "megatron":
+            return heads // self.config.tensor_parallel_degree
+        return heads
+
+    def heads(self, place: Place) -> int:
+        """Attention heads of the rank at ``place``."""
+        axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
+        return head_shards(self.all_heads, axis)[axis.rank]
+
+    @property
+    def width(self) -> int:
+        """Features of a token between blocks."""
+        return self.family.blocks.hidden_width(self.checkpoint.config)
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.family.blocks.head_size(self.checkpoint.config)
+
+    @property
+    def state_bytes(self) -> int:
+        """The state of linear attention in float32, for one sample and block."""
+        return 4 * self.all_heads * self.head_size * (self.head_size + 1)
+
+    def cuts(self, place: Place) -> dict[str, tensor_parallel.Shard]:
+        """Return what tensor parallelism leaves of each layer on the rank at ``place``."""
+        tp = self.config.tensor_parallel_degree
+        if tp == 1:
+            return {}
+        rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+        row, column = divmod(place["tp"], tp // rows)
+        mesh = replace(
+            single(),
+            tp=Axis(None, place["tp"], tp, ()),
+            tp_inputs=Axis(None, row, rows, ()),
+            tp_outputs=Axis(None, column, tp // rows, ()),
+        )
+        return tensor_parallel.shards(self.checkpoint.empty, self.family, self.config.split_scheme, mesh)
+
+    def weight_bytes(self, place: Place, stages: Stages) -> tuple[int, int]:
+        """Count the bytes of weights on the device, and in host memory."""
+        own, names = place["pp"], self.checkpoint.block_names
+        absent = tuple(name + "." for i, name in enumerate(names) if i not in stages.blocks[own])
+        modulation: set[str] = set()
+        if self.config.offload_modulation:
+            modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
+        cuts = self.cuts(place)
+        on_device = on_host = 0
+        for name, parameter in self.checkpoint.empty.named_parameters():
+            module = name.rpartition(".")[0]
+            elsewhere = bool(absent) and name.startswith(absent)
+            if stages.holders[module] != own if module in stages.holders else elsewhere:
+                continue
+            values = _values(parameter, cuts.get(module))
+            if module in modulation:
+                on_host += values
+            else:
+                on_device += values
+        ranks = self.config.sp_degree * self.config.data_parallel_degree if self.config.shard_weights else 1
+        return -(-on_device * self.dtype.itemsize // ranks), on_host * self.dtype.itemsize
+
+    def kv_bytes(self, place: Place, blocks: int, patches: list[TokenShards]) -> int:
+        """Count the bytes of the K/V buffers; without them those of static text, of the tokens of a Ulysses
+        group."""
+        samples = self.batch * blocks * self.branches
+        token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
+        if not self.buffered:
+            u, lengths = self.config.ulysses_degree, patches[0].lengths("text")
+            cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
+            return samples * token * cached if self.family.cache.static_text else 0
+        sequence = patches[0].sequence
+        buffers = 2 if self.config.stale_kv == "extrapolate" else 1
+        if self.is_linear:
+            states = self.config.patches * self.state_bytes
+            return buffers * samples * (states + sequence.image * self.width * self.dtype.itemsize)
+        return buffers * samples * token * sequence.joint
+
+    def modulation_bytes(self, place: Place, stages: Stages) -> int:
+        """Count the bytes of modulation that this rank's blocks cache at once (modulation_cache.py); where
+        weights are sharded, of one evaluation."""
+        widths = [
+            sum(
+                self.features(layer, place)
+                for i in blocks
+                for layer in self.checkpoint.modulation(self.checkpoint.block_names[i])
+            )
+            for blocks in stages.blocks
+        ]
+        most = self.batch * self.branches
+        if not self.config.shard_weights:
+            ahead = embeddings_ahead(max(widths), self.dtype)
+            most = min(self.calls * self.branches, max(self.branches, ahead))
+        return most * widths[place["pp"]] * self.dtype.itemsize
+
+    def features(self, layer: str, place: Place) -> int:
+        """Return the width of a modulation layer's output on this rank."""
+        cut = self.cuts(place).get(layer)
+        if cut is None:
+            return layer_features(self.checkpoint.empty.get_submodule(layer))
+        return sum(cut.widths) or sum(map(len, cut.outputs))
+
+
+def _values(parameter: torch.nn.Parameter, cut: tensor_parallel.Shard | None) -> int:
+    """Numbers of a parameter that one rank holds."""
+    if cut:
+        rows, columns = sum(map(len, cut.outputs)), sum(map(len, cut.inputs))
+        return rows * (columns if parameter.ndim > 1 else 1)
+    return parameter.numel()
