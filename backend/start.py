@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from .config import ConfigError, ParallelConfig
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -35,7 +36,7 @@ class Start:
     config: ParallelConfig
     device: str
     token: str = ""
-    store: object = None
+    store: Store | None = None
     folders: Folders = ANYWHERE
 
 

@@ -112,7 +112,7 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
             f"model again."
         )
     path, folder = index.parent / name, os.path.realpath(index.parent)
-    real = PurePath(os.path.realpath(path))
+    real = Path(os.path.realpath(path))
     homes = [folder, _cached(PurePath(folder)), _cached(PurePath(os.path.abspath(index.parent)))]
     if not any(home and real.is_relative_to(home) for home in homes) and not folders.holds(real):
         raise UnsupportedError(

@@ -135,8 +135,8 @@ def _nvfp4(piece: Piece) -> Tensor:
 
 def _rotation(settings: Mapping) -> int | None:
     """Group size of the rotation under which an int8 layer was quantized; None where it was not rotated."""
-    nested = settings.get("params") if isinstance(settings.get("params"), dict) else {}
-    settings = {**nested, **settings}
+    nested = settings.get("params")
+    settings = {**(nested if isinstance(nested, dict) else {}), **settings}
     size = settings.get("convrot_groupsize", 256)
     if not settings.get("convrot"):
         return None
@@ -297,7 +297,7 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing",
     )
     form = FORMATS.get(kind) if isinstance(kind, str) else None
-    if form is None:
+    if form is None or not isinstance(kind, str):
         raise UnsupportedError(
             f"{files.name}: the layer {quoted(name)} is quantized as {quoted(kind)}, which is not supported; "
             f"supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
@@ -329,6 +329,7 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
 
 def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[str, tuple[int, ...]]):
     have = leaves.get("weight_scale", leaves.get("scale_weight"))
+    assert have is not None  # every form needs it, and lacks were refused
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
         fits = columns % layer.block == 0 and have == (

@@ -63,8 +63,8 @@ class BlockAdapter:
 
     def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, tokens):
         """Return what the block itself would return of ``streams``."""
-        out = tuple(streams[name] for name in blocks.returns)
-        return out if len(out) > 1 else out[0]
+        out = [streams[name] for name in blocks.returns]
+        return tuple(out) if len(out) > 1 else out[0]
 
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the image stream as the model gets it between lists that are joined and that are not;

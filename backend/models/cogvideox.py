@@ -1,6 +1,8 @@
 """CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
 discrete schedule; text first."""
 
+from typing import Any, cast
+
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
@@ -21,7 +23,7 @@ def rotary(config, grid, device):
     )
     sizes, scales = (head // 4, head // 8 * 3, head // 8 * 3), (1.0, stretch, stretch)
     tables = [
-        get_1d_rotary_pos_embed(size, torch.arange(count, device=device) * scale, use_real=True)
+        get_1d_rotary_pos_embed(size, cast(Any, torch.arange(count, device=device) * scale), use_real=True)
         for size, count, scale in zip(sizes, grid.counts, scales)
     ]
     index = torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij")

@@ -1,6 +1,8 @@
 """Ideogram 4: 34 blocks over one stream of text and image; the prompt is thirteen layers of the text encoder
 side by side, latents have 128 channels."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ideogram4 import (
@@ -23,10 +25,9 @@ CELLS = 4
 class Whole(Ideogram4AttnProcessor):
     """Attention without a mask where one sample is one segment."""
 
-    def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
-        return super().__call__(
-            attn, hidden_states, None if attention_mask.shape[-1] == 1 else attention_mask, image_rotary_emb
-        )
+    def __call__(self, attn, hidden_states, attention_mask: Any = None, image_rotary_emb=None):
+        mask: Any = None if attention_mask.shape[-1] == 1 else attention_mask
+        return super().__call__(attn, hidden_states, mask, image_rotary_emb)
 
 
 class Prompt:

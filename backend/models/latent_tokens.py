@@ -38,12 +38,14 @@ class TokenGrid:
     @property
     def extent(self) -> tuple[int, int, int]:
         """(T, H, W) in latent pixels."""
-        return (1, *self.shape[1:])[-3:]
+        t, h, w = (1, *self.shape[1:])[-3:]
+        return t, h, w
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Tokens along (T, H, W)."""
-        return tuple(-(-size // step) for size, step in zip(self.extent, self.patch))
+        t, h, w = (-(-size // step) for size, step in zip(self.extent, self.patch))
+        return t, h, w
 
     @property
     def tokens(self) -> int:

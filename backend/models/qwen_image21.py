@@ -2,10 +2,12 @@
 image, of which the image alone attends to what follows."""
 
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_qwenimage21 as theirs
+from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
@@ -51,14 +53,15 @@ class BlockCausal:
     attends to what is before it and to its own picture, the image to everything. So rows are cut over ranks
     and patches as those of other models."""
 
-    def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
+    def __call__(
+        self, attn, hidden_states, rotary_emb: Any = None, segments: Any = None, key_valid=None, **unused
+    ):
         def heads(layer):
             return layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
 
         def rotated(norm, layer):
-            return theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(
-                1, 2
-            )
+            x = theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False)
+            return cast(Tensor, x).transpose(1, 2)
 
         query, key, value = (
             rotated(attn.norm_q, attn.to_q),

@@ -6,6 +6,8 @@ convolution reads a line above and below. ComfyUI does not have this model, so i
 folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
@@ -21,7 +23,7 @@ from .key_layout import Layout, blocks_of
 class LinearAttention(SanaLinearAttnProcessor2_0):
     """relu(q) (sum over rows of relu(k) [v, 1]), whose last column divides the others."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+    def __call__(self, attn: Any, hidden_states, encoder_hidden_states=None, attention_mask=None):
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k = q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (
@@ -39,6 +41,8 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
 class MixedMLP(GLUMBConv):
     """The MLP over some rows, (B, D, n, 1), on as many whole lines of the picture (``width`` tokens each) as
     they need."""
+
+    width: int
 
     def forward(self, hidden_states):
         n = hidden_states.shape[2]
@@ -64,7 +68,7 @@ class Block(SanaTransformerBlock):
         height=None,
         width=None,
     ):
-        self.ff.width = width
+        cast(MixedMLP, self.ff).width = width
         return super().forward(
             hidden_states,
             attention_mask,

@@ -22,7 +22,7 @@ class Dispatcher:
     """Broadcast of messages from rank 0, their bodies in shared memory where all ranks are on one machine,
     and answers back. Every rank makes one at the same time."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.buffer = self._shared(dist.get_rank(group)) if self.ranks > 1 else None
@@ -70,6 +70,7 @@ class Dispatcher:
 
     def _body(self, number: int, size: int) -> Tensor:
         if number:
+            assert self.buffer is not None  # rank 0 numbers bodies only where every rank has the memory
             return self.buffer.read(number, size)
         data = torch.empty(size, dtype=torch.uint8)
         return self._broadcast_bytes(data) if size else data

@@ -89,7 +89,7 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
                 raise Whole(
                     f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
                 )
-            return kinds
+            return tuple(kind for kind in kinds if kind)  # none is None: they are the streams' kinds
     return ("image",)
 
 
@@ -152,11 +152,12 @@ def _per_token(calls, streams, sizes, texts) -> dict:
             ):
                 continue
             places = [_place(tensor.shape, other.shape, sizes) for tensor, other in zip(tensors, others)]
-            if any(places):
-                if None in places or len({dim for _, dim in places}) > 1:
+            counted = [place for place in places if place]
+            if counted:
+                if len(counted) < len(places) or len({dim for _, dim in counted}) > 1:
                     raise Whole(f"its blocks take {name!r}, of which only a part has a row for every token")
-                kinds = tuple(kind for kind, _ in places)
-                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], places[0][1])
+                kinds = tuple(kind for kind, _ in counted)
+                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
     if not texts and any(kind == "text" for kind, _ in found.values()):
         found = {
             name: place for name, place in found.items() if place[0] != "text"

@@ -3,6 +3,7 @@ modulated by a timestep of their own. The weights are text to video's, and only 
 and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
@@ -15,13 +16,16 @@ def _two_ways(norm, linear):
     """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
     the same for the given frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
-    return SimpleNamespace(
-        silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
+    return cast(
+        Any,
+        SimpleNamespace(
+            silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
+        ),
     )
 
 
 class Norm(AdaLayerNormZero):
-    def forward(self, x, emb=None, replaced=None, count=0):
+    def forward(self, x, emb: Any = None, replaced=None, count=0):
         if replaced is None:
             return super().forward(x, emb=emb)
         return hunyuan.HunyuanVideoTokenReplaceAdaLayerNormZero.forward(
@@ -42,7 +46,7 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
     ):
         if token_replace_emb is None:
             return hunyuan.HunyuanVideoTransformerBlock.forward(
-                self, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
+                cast(Any, self), hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
             )
         count = num_tokens[0] if isinstance(num_tokens, tuple) else num_tokens
         return super().forward(
@@ -63,7 +67,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         attention_mask=None,
         image_rotary_emb=None,
         token_replace_emb=None,
-        num_rows=None,
+        num_rows: Any = None,
     ):
         if token_replace_emb is None:
             return super().forward(
@@ -112,7 +116,7 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
         embedding, replaced = (
             super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
         )
-        embedding.second = replaced  # for the memos and the last norm
+        embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]  # for the memos and the last norm
         return embedding, replaced
 
 

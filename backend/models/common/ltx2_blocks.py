@@ -2,6 +2,7 @@
 empty rows and noise levels of single rows change in diffusers' modules."""
 
 from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,8 @@ class Levels(LTX2AdaLayerNormSingle):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
         levels, level_of_token = timestep.unique(return_inverse=True)
-        self.modulation, embedding = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        found: Any = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        self.modulation, embedding = found
         return level_of_token[:, None], embedding[level_of_token]
 
     def of(self, tokens):
@@ -112,6 +114,11 @@ class Levels(LTX2AdaLayerNormSingle):
 class Block(LTX2VideoTransformerBlock):
     """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both
     hear what was before."""
+
+    levels: Any
+    times: Any
+    video: Any
+    heard: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(
