@@ -15,7 +15,6 @@ import threading
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from .config import ConfigError, ParallelConfig
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -36,7 +35,7 @@ class Start:
     config: ParallelConfig
     device: str
     token: str = ""
-    store: Store | None = None
+    store: mesh.dist.FileStore | None = None
     folders: Folders = ANYWHERE
 
 
@@ -57,7 +56,7 @@ def begin() -> Start:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What a rank is told on its command line."""
+    """Return the parser of a rank's command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
     parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON, for a start by hand")

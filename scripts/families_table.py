@@ -76,7 +76,7 @@ def name_and_notes(title: str) -> tuple[str, str]:
 def full_row(module, family: Family, golden: dict[str, list[str]]) -> tuple[str, ...]:
     """A family's cells in docs/models.md."""
     plan = ""
-    if family.tp_plan:
+    if family.tensor_plan:
         plan = "own plan"
     elif getattr(diffusers, family.transformer)._tp_plan:
         plan = "diffusers' plan"

@@ -1,4 +1,4 @@
-"""What the backend needs and ComfyUI's environment may lack, told in one sentence before anything is
+"""What the backend needs and ComfyUI's environment may lack, reported in one sentence before anything is
 launched."""
 
 import importlib.metadata

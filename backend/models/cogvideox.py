@@ -16,7 +16,7 @@ from .key_layout import Layout, blocks_of
 
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
-    picture's axes."""
+    image's axes."""
     head, stretch = (
         config["attention_head_dim"],
         1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875),
@@ -52,7 +52,7 @@ def refusal(config, grid, cond):
     length, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
     if not config["use_rotary_positional_embeddings"] and length != most:
         return (
-            f"the prompt has {length} rows, but this model's position table is for {most}; pad the "
+            f"the prompt has {length} tokens, but this model's position table is for {most}; pad the "
             f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
         )
     size = config["sample_height"], config["sample_width"]

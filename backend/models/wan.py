@@ -18,8 +18,8 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows.
-    ``rows``: of image features."""
+    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 tokens.
+    ``image_tokens``: how many are image features."""
 
     image_tokens = 0
 
@@ -49,8 +49,8 @@ class ImageFirst(WanAttnProcessor):
 
 
 def embed_image(embedder, processor, features):
-    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned
-    positions, of which ComfyUI uses as many as there are rows."""
+    """(B, tokens, D) CLIP features -> as the blocks read them. First and last frame models have learned
+    positions, of which ComfyUI uses as many as there are tokens."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.image_tokens = features.shape[1]

@@ -25,7 +25,7 @@ MAX_HELLO = 4096
 #: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has
 #: arrived.
 MAX_UNSEEN = 1 << 28
-#: Parts of a frame below this size are joined: a system call each would cost more.
+#: Chunks of a frame below this size are joined: a system call each would cost more.
 SMALL_CHUNK = 1 << 15
 #: Attribute of a received message: the buffers of its frame.
 CAME = "_came"
@@ -120,8 +120,8 @@ def send(sock, message):
 
 
 def _joined(chunks: list):
-    """``parts`` with small neighbours in one; none is empty, since a write of nothing still fails once the
-    peer has hung up."""
+    """Yield ``chunks`` with small neighbours in one; none is empty, since a write of nothing still fails once
+    the peer has hung up."""
     small = b""
     for chunk in chunks:
         if len(chunk) < SMALL_CHUNK:

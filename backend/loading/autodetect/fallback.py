@@ -1,10 +1,10 @@
 """Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
 
 The family is made from the class's signature and from what a shallow copy with random weights does
-(probe.py). CFG and data parallelism are always there; the methods that cut rows (Ulysses, ring, PipeFusion)
-where a self-check passes: every patch run alone against full key/value buffers equals the full forward. What
-a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity
-where there is none.
+(probe.py). CFG and data parallelism are always there; the methods that cut the sequence (Ulysses, ring,
+PipeFusion) where a self-check passes: every patch run alone against full key/value buffers equals the full
+forward. What a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and
+as velocity where there is none.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from .inputs import CONDITIONING, WIDTHS, Inputs, inputs_of
 from .probe import Trace, shallow, trace
 from .structure import Whole, check_patches, structure
 
-#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells
-#: what it counts.
+#: (height, width) in tokens, and tokens of the prompt, in the two probes. No two sizes are equal, so that a
+#: size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
 
 
@@ -47,7 +47,7 @@ def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
     """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's
     scheduler_config.json, where there is one.
 
-    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut,
+    Raises UnsupportedError for a class that cannot be filled or run. Where the sequence cannot be cut,
     Blocks.whole_only says why.
     """
     return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
@@ -101,7 +101,7 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
 
 
 def _checked(family: Family, probe: "_Probe") -> Family:
-    """The family, once its patches have been checked; blocks that fail on a text stream without rows are
+    """The family, once its patches have been checked; blocks that fail on a text stream without tokens are
     given one."""
     request = probe.request(*PROBES[0])
     try:

@@ -32,15 +32,15 @@ CONDITIONING = {
     "guidance": "guidance",
     "encoder_attention_mask": "attention_mask",
 }
-#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand
-#: behind it), which its forward does not tell.
+#: Class whose pipeline computes positions -> (does the text count, on both axes; does the image stand
+#: after it), which its forward does not tell.
 POSITIONS = {
     "FluxTransformer2DModel": (False, False),
     "ChromaTransformer2DModel": (False, False),
     "OvisImageTransformer2DModel": (True, False),
     "LongCatImageTransformer2DModel": (True, True),
 }
-#: Pixels of a latent cell's side, for classes that want the picture's size.
+#: Pixels of a latent cell's side, for classes that want the image's size.
 PIXELS = 8
 
 
@@ -48,8 +48,8 @@ PIXELS = 8
 class Inputs:
     """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
     latent has a time axis; scale: of sigma to its timestep;
-    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler);
-    counts, behind: as in POSITIONS."""
+    inverted: time counts from noise (0) to image (1), and the output leads there (Mochi's scheduler);
+    counts, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -108,7 +108,7 @@ FILLABLE = (
 
 
 def _positions(grid, device, start):
-    """(tokens, 3) of (kind, y, x); ``start``: rows of text in front."""
+    """(tokens, 3) of (kind, y, x); ``start``: tokens of text in front."""
     y, x = torch.meshgrid(
         *(
             torch.arange(start, start + count, device=device, dtype=torch.float32)

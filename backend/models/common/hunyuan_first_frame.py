@@ -1,5 +1,5 @@
-"""HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are
-modulated by a timestep of their own. The weights are text to video's, and only the request tells, so blocks
+"""HunyuanVideo with a given first frame (image to video, v2 "replace"): that frame's tokens are modulated by
+a timestep of their own. The weights are text to video's, and only the request shows which it is, so blocks
 and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from ..blocks import BlockAdapter
 
 def _two_ways(norm, linear):
     """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
-    the same for the given frame's."""
+    the same for the first frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
     return cast(
         Any,
@@ -55,9 +55,9 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
 
 
 class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a
-    frame's tokens from the text's first row on, which Tencent's code does from the image's; the latent is to
-    be ComfyUI's."""
+    """``num_rows``: how many tokens of text and of image are replaced, or one number for both. ComfyUI counts
+    a frame's tokens from the text's first token on, which Tencent's code does from the image's; the latent is
+    to be ComfyUI's."""
 
     def forward(
         self,
@@ -107,7 +107,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
 
 
 class Condition(hunyuan.HunyuanVideoConditionEmbedding):
-    """``guidance`` (B, 2): the guidance and the given frame's timestep."""
+    """``guidance`` (B, 2): the guidance and the first frame's timestep."""
 
     def forward(self, timestep, pooled_projection, guidance=None):
         if guidance is None or guidance.ndim == 1:
@@ -147,12 +147,12 @@ def patch_module(transformer, config):
 
 
 def prepare(transformer, grid):
-    """Tell the last norm how many rows a frame has."""
+    """Set how many tokens a frame has, which the last norm needs."""
     transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
 
 
 class FirstFrame(BlockAdapter):
-    """num_tokens and num_rows count the given frame's tokens, which come first."""
+    """num_tokens and num_rows count the first frame's tokens, which come first."""
 
     def cut(self, call, tokens):
         counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
