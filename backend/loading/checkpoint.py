@@ -40,7 +40,7 @@ class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ.
 
-    pipeline: configurations of the parts beside a diffusers folder's transformer: "scheduler", "vae", where
+    pipeline: configurations next to a diffusers folder's transformer: "scheduler", "vae", where
     they are there.
     """
 
@@ -186,7 +186,7 @@ class Checkpoint:
         other blocks stay without weights.
 
         ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is
-        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is told
+        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is given
         how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
@@ -276,7 +276,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
 
 def _fallback(name: str, cls: type, config: dict, files: Weights, pipeline: dict) -> Family:
     """The family of a class without a family file, which is found out by running blocks of the sizes that the
-    configuration tells: those of ``files``, or it is refused."""
+    configuration says: those of ``files``, or it is refused."""
     trial = Checkpoint(name, fallback.unknown(cls), config, files)
     _ = trial.sources
     return fallback.family(cls, config, pipeline.get("scheduler"))

@@ -1,4 +1,4 @@
-"""Whether a configuration can be that of the tensors beside it, asked before a transformer is built from it:
+"""Whether a configuration can be that of the tensors next to it, asked before a transformer is built from it:
 building costs time for every layer that the configuration counts, and memory for the tables that a class
 computes."""
 

@@ -1,8 +1,8 @@
-"""ComfyUI's quantized layers, values of few bits beside their scales, read as the weights that they stand
+"""ComfyUI's quantized layers, values of few bits with their scales, read as the weights that they stand
 for.
 
 A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
-files ("scaled fp8") just have X.scale_weight beside float8 values. Values are multiplied by their scales in
+files ("scaled fp8") just have X.scale_weight next to float8 values. Values are multiplied by their scales in
 the order and precision in which ComfyUI dequantizes them. It computes on quantized activations where the GPU
 can, which needs input_scale; here activations stay as they are.
 """
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
 from .safetensors_files import ALL, CPU, TensorFiles
 
-#: Leaves of a layer beside its weight and bias: scales of the weight, and what only quantized activations
+#: Leaves of a layer besides its weight and bias: scales of the weight, and what only quantized activations
 #: need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")

@@ -75,7 +75,7 @@ def shallow(cls: type, config: dict) -> nn.Module:
 
 
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
-    """Run a forward and write down what its blocks were given and gave."""
+    """Run a forward and record the arguments and results of its blocks."""
     calls: list[BlockCall] = []
     found = Trace(calls, None, 0, 0, None, torch.empty(0))
     hooks = [hook for name, block in _blocks(transformer) for hook in _watch(name, block, calls)]

@@ -1,4 +1,4 @@
-"""How a transformer's blocks are taken apart, read from what they were given and gave (probe.py), and the
+"""How a transformer's blocks are taken apart, read from their arguments and results (probe.py), and the
 check that it is so."""
 
 from collections.abc import Callable
