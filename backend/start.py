@@ -35,7 +35,7 @@ class Start:
     config: ParallelConfig
     device: str
     token: str = ""
-    store: mesh.dist.FileStore | None = None
+    store: mesh.dist.FileStore | None = None  # pyright: ignore[reportPrivateImportUsage]  # the public name
     folders: Folders = ANYWHERE
 
 
