@@ -57,7 +57,7 @@ from backend.sampling.validation import check_sample
         ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 tokens of the prompt"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
-        ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding behind"),
+        ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
         ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
         ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
