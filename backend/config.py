@@ -41,14 +41,15 @@ class ConfigError(ValueError):
 class ParallelConfig:
     """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
 
-    ``stale_kv`` says how PipeFusion reads rows that a step has not refreshed yet (parallel/attention.py);
+    ``stale_kv`` says how PipeFusion reads tokens not refreshed in this step (parallel/attention_hook.py);
     ``attn_layer_num_for_pp`` lists the blocks of each stage ("12,15,15,15"; empty: balanced);
     ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights`` shards
     the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN
-    weights in host memory, since modulation is computed for many steps at once (memo.py). ``world_size`` is
-    the product of the six degrees. ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion (arXiv
-    2405.14430) alone and are no factor of it. ``gpus`` lists device indices ("0,2,3"); empty means the first
-    ones. ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    weights in host memory, since modulation is computed for many steps at once
+    (parallel/modulation_cache.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch``
+    and ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists
+    device indices ("0,2,3"); empty means the first ones. ``address`` names a backend that already runs
+    (unix:PATH or tcp:HOST:PORT); empty launches one here.
     """
 
     cfg_degree: int = 1
@@ -166,7 +167,7 @@ class ParallelConfig:
         )
 
     def _weights(self) -> list[tuple]:
-        """What decides which weights each rank holds: its stage and its part of every matrix."""
+        """Return what decides which weights each rank holds: its stage and its shard of every matrix."""
         stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
         kind = (stages, self.stage_counts, tp, self.split_scheme if tp > 1 else "", self.offload_modulation)
         return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]

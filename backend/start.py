@@ -35,7 +35,7 @@ class Start:
     config: ParallelConfig
     device: str
     token: str = ""
-    store: object = None
+    store: mesh.dist.FileStore | None = None  # pyright: ignore[reportPrivateImportUsage]  # the public name
     folders: Folders = ANYWHERE
 
 
@@ -56,7 +56,7 @@ def begin() -> Start:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What a rank is told on its command line."""
+    """Return the parser of a rank's command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT on which rank 0 listens")
     parser.add_argument("--config", default="{}", help="the ParallelConfig as JSON, for a start by hand")

@@ -1,9 +1,9 @@
 """Entry point of every rank: python -m torch.distributed.run ... -m backend.worker --address unix:PATH ...
 (docs/security.md has the whole command for a start by hand; start.py reads the rest of it).
 
-Rank 0 serves the socket and tells the others what to do; a failure inside a collective ends the rank,
+Rank 0 serves the socket and broadcasts what the others do. A failure inside a collective ends the rank,
 torchrun ends its peers, and the client starts a fresh backend (crash-only). What can be refused is refused on
-rank 0 before the others hear of it.
+rank 0 before the broadcast.
 """
 
 import gc
@@ -82,7 +82,7 @@ class Worker:
                 try:
                     self.engine.sample(message, Callbacks())
                 except Stopped:
-                    pass  # rank 0 tells the client
+                    pass  # rank 0 answers the client
             elif isinstance(message, ModelCall):
                 self.engine.forward(message)
 
@@ -96,7 +96,7 @@ class Worker:
         try:
             self.engine.load(key, message.path, message.weight_dtype, on_progress)
             print(self.engine.models[key].report)
-        except Exception as error:  # out of memory, a disk that fails: this rank's peers must hear of it
+        except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
             reason = f"rank {self.mesh.rank}: {error}"
         all_gather_object = self.dispatcher.all_gather_object(
@@ -296,7 +296,7 @@ HANDLERS = {
 
 
 def _reporter(job: Job):
-    """Tells the client how much of rank 0's part is loaded."""
+    """Return a callback that reports to the client how many values rank 0 has loaded."""
     rate = Previews(LOAD_SECONDS, time.monotonic)
     return lambda done, total: job.reply(Progress(done, total)) if rate.due() or done == total else None
 

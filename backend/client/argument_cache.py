@@ -1,4 +1,5 @@
-"""What the ranks keep of a sampling's conditioning, so that it is sent once and not at every step.
+"""The client's record of what the ranks have cached of a sampling's conditioning, which is then sent once
+and not at every step.
 
 Imports neither ComfyUI nor torch.distributed.
 """
@@ -13,35 +14,38 @@ from ..protocol import ModelCall
 
 #: Smaller tensors are sent each time: that costs less than looking.
 LEAST_BYTES = 1 << 16
-#: Places, of eight bytes each, at which a value is told from others.
+#: Places, of eight bytes each, that make up a value's sparse fingerprint.
 PROBES = 1 << 8
-#: Values of one argument that are kept: a step may call the model several times, with other prompts.
+#: Values of one argument that are cached: a step may call the model several times, with other prompts.
 MOST_VALUES = 8
 
 
 class ArgumentCache:
-    """This client's view of it. Values are compared, not identities: a node may change a prompt in place, or
-    between two steps. Which of the kept values one is shows at a few places; that it is the same in all of
-    them is found while the ranks work (``holds``), since reading a prompt of 1024 px takes longer than
-    sending the latent."""
+    """Replace arguments that the ranks have cached by their keys.
+
+    Values are compared, not identities: a node may change a prompt in place, or between two steps. A value is
+    matched by a sparse fingerprint; ``holds`` verifies it fully while the ranks compute, since reading a
+    prompt of 1024 px takes longer than sending the latent.
+    """
 
     def __init__(self):
         self.reset()
 
     def reset(self):
-        """Refer to nothing that was sent before."""
+        """Forget everything that was sent before."""
         self.client, self.count = secrets.token_hex(8), 0
         self.known: dict[str, dict[str, tuple[torch.Tensor, numpy.ndarray]]] = {}
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def holds(self) -> bool:
-        """Are the values that the last call left out the kept ones in every byte? If not, its answer is none:
-        ``reset`` and call again."""
+        """Verify every byte of the values that the last call left out against the cached ones.
+
+        False: discard the call's result, ``reset`` and call again.
+        """
         return all(_same(copy, value) for copy, value in self.taken)
 
     def shortened(self, call: ModelCall) -> ModelCall:
-        """``call`` without the arguments that the ranks keep, if it reaches them: where it does not,
-        ``reset``."""
+        """Return ``call`` without the arguments that the ranks have cached; ``reset`` if it is not sent."""
         keep, cached, forget, self.taken = {}, {}, [], []
         for name, value in call.tensors.items():
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:

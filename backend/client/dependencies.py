@@ -1,4 +1,4 @@
-"""What the backend needs and ComfyUI's environment may lack, told in one sentence before anything is
+"""What the backend needs and ComfyUI's environment may lack, reported in one sentence before anything is
 launched."""
 
 import importlib.metadata
@@ -36,7 +36,9 @@ def _is_met(requirement: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.match(r"[\d.]+", version)[0].strip(".").split(".")]
+    digits = re.match(r"[\d.]+", version)
+    assert digits, f"the version {version!r} does not begin with a number"
+    return [int(number) for number in digits[0].strip(".").split(".")]
 
 
 def pip(unmet: list[str]) -> str:

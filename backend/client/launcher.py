@@ -183,8 +183,10 @@ class BackendProcess:
             )
         # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py)
         line = json.dumps({"token": self._token, "config": asdict(seen)})
-        self._agent.stdin.write(line.encode() + b"\n")
-        self._agent.stdin.flush()
+        assert self._agent.stdin is not None  # it was opened as a pipe
+        self._pipe = self._agent.stdin
+        self._pipe.write(line.encode() + b"\n")
+        self._pipe.flush()
         atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
@@ -248,7 +250,7 @@ class BackendProcess:
             except BackendError:
                 pass  # it hung up first, which is what was asked for
             self._client.close()
-        self._agent.stdin.close()
+        self._pipe.close()
         if not self._wait(3):
             self._agent.terminate()
             if not self._wait(8):

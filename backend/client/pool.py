@@ -70,8 +70,9 @@ class Backend:
             loaded = self._request(
                 Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress
             )
-            replaced, self.models[key] = self.models.get(key, loaded.base), loaded.base
-            if replaced != loaded.base:  # the file has changed since
+            replaced = self.models.get(key)
+            self.models[key] = loaded.base
+            if replaced is not None and replaced != loaded.base:  # the file has changed since
                 self._request(Unload(replaced), check)
             return loaded
 

@@ -1,6 +1,5 @@
 """A transformer on disk: which family, which configuration, and how a rank reads its part."""
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import diffusers
 import torch
@@ -24,9 +24,11 @@ from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
 from .allowed_folders import ANYWHERE, Folders
-from .autodetect import fallback
+from .autodetect import fallback, inputs
 from .config_limits import build, check_config
+from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
+from .parameter_reading import read_shard, read_whole
 from .parameter_sources import Source, from_diffusers, numbered, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
@@ -38,7 +40,7 @@ class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ.
 
-    pipeline: configurations of the parts beside a diffusers folder's transformer: "scheduler", "vae", where
+    pipeline: configurations next to a diffusers folder's transformer: "scheduler", "vae", where
     they are there.
     """
 
@@ -56,7 +58,7 @@ class Checkpoint:
         """What a client needs to know of a transformer that no family file describes; None where one does."""
         if self.family.name in FAMILIES:
             return None
-        video = fallback.is_video(getattr(diffusers, self.family.transformer))
+        video = inputs.is_video(getattr(diffusers, self.family.transformer))
         return {
             "prediction": self.family.noise.prediction,
             "latent_channels": self.family.latent.channels(self.config),
@@ -85,7 +87,7 @@ class Checkpoint:
         return [
             f"{name}.{i}"
             for name in self.family.blocks.lists
-            for i in range(len(self.empty.get_submodule(name)))
+            for i in range(len(cast(nn.ModuleList, self.empty.get_submodule(name))))
         ]
 
     @property
@@ -93,9 +95,9 @@ class Checkpoint:
         return len(self.block_names)
 
     @property
-    def block_costs(self) -> list[int]:
-        """Work of every block (parallel/cost.py)."""
-        return block_cost.block_costs(self.empty, self.family, self.config)
+    def block_costs(self) -> list[float]:
+        """Work of every block (parallel/block_cost.py)."""
+        return [*block_cost.block_costs(self.empty, self.family, self.config)]
 
     def modulation(self, block: str) -> list[str]:
         """The modulation layers (family.cache.modulation) of a block."""
@@ -165,10 +167,10 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the file's values; fp8 counts as bf16, in which it is computed."""
-        values = Counter()
+        values: Counter[torch.dtype] = Counter()
         for key in {self._key(source) for source in self.sources.values()}:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
-        common = max(values, key=values.get)
+        common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
 
     def load(
@@ -184,7 +186,7 @@ class Checkpoint:
         other blocks stay without weights.
 
         ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is
-        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is told
+        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is given
         how many values of how many are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
@@ -217,27 +219,8 @@ class Checkpoint:
         source = self.sources[name]
         key = self._key(source)
         if shard is None:
-            tensor = self.files.read(
-                key,
-                slice(source.lo, source.hi) if source.hi is not None else slice(None),
-                dtype=dtype,
-                device=device,
-            )
-            tensor = torch.cat(tensor.chunk(2)[::-1]) if source.swap else tensor
-            return tensor if source.shape is None else tensor.reshape(source.shape)
-        rows = [slice(span.lo, span.hi) for span in source.rows(shard.outputs, self.shapes[name][0])]
-        columns = (
-            [slice(span.lo, span.hi) for span in shard.inputs]
-            if len(self.files.shapes[key]) > 1
-            else [slice(None)]
-        )
-        return _join(
-            [_join([self.files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0
-        )
-
-
-def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # one alone stays where it is mapped
+            return read_whole(self.files, key, source, dtype, device)
+        return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
@@ -267,21 +250,10 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
             f"folder."
         )
     config = read_json(inner / "config.json")
-    cls = _transformer_class(inner, config)
+    cls = transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    defaults = {
-        p.name: p.default for p in parameters if p.default is not p.empty
-    }  # older folders do not name what came later
-    config = defaults | {key: value for key, value in config.items() if not key.startswith("_")}
-    pipeline = {
-        part: read_json(path)
-        for part, path in (
-            ("scheduler", folder / "scheduler/scheduler_config.json"),
-            ("vae", folder / "vae/config.json"),
-        )
-        if path.is_file()
-    }
+    config = with_defaults(cls, config)
+    pipeline = pipeline_configs(folder)
     family = family_of_class(cls.__name__)
     companion = family.layout.companion if family else None
     parts = [inner]
@@ -304,23 +276,10 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
 
 def _fallback(name: str, cls: type, config: dict, files: Weights, pipeline: dict) -> Family:
     """The family of a class without a family file, which is found out by running blocks of the sizes that the
-    configuration tells: those of ``files``, or it is refused."""
+    configuration says: those of ``files``, or it is refused."""
     trial = Checkpoint(name, fallback.unknown(cls), config, files)
     _ = trial.sources
     return fallback.family(cls, config, pipeline.get("scheduler"))
-
-
-def _transformer_class(folder: Path, config: dict) -> type:
-    name = config.get("_class_name")
-    name = name if isinstance(name, str) and name.isidentifier() else ""
-    cls = getattr(diffusers, name, None)
-    if cls is None or ("Transformer" not in name and family_of_class(name) is None):
-        raise UnsupportedError(
-            f"the folder {folder} holds a {name[:80] or 'model without a class name'}, which is no "
-            f"transformer "
-            f"of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
-        )
-    return cls
 
 
 def _open_single_file(path: Path) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Whether a configuration can be that of the tensors beside it, asked before a transformer is built from it:
+"""Whether a configuration can be that of the tensors next to it, asked before a transformer is built from it:
 building costs time for every layer that the configuration counts, and memory for the tables that a class
 computes."""
 
@@ -85,9 +85,11 @@ def _check_width(name: str, config: Mapping, most: int):
         for heads in config
         if heads.endswith("num_attention_heads")
     ):
-        counts = config[heads], config.get(size)
-        if all(isinstance(count, int) for count in counts) and math.prod(counts) > most:
-            _refuse(name, heads, counts[0], f"of {counts[1]} each, but no tensor of its file is as wide")
+        width = _product(config, heads, size)
+        if width is not None and width > most:
+            _refuse(
+                name, heads, config[heads], f"of {config[size]} each, but no tensor of its file is as wide"
+            )
 
 
 def _check_tables(name: str, transformer: str, config: Mapping, most: int):
@@ -110,8 +112,8 @@ def _check_tables(name: str, transformer: str, config: Mapping, most: int):
 
 
 def _product(config: Mapping, *entries: str) -> int | None:
-    values = [config.get(entry) for entry in entries]
-    return math.prod(values) if all(isinstance(value, int) for value in values) else None
+    values = [value for entry in entries if isinstance(value := config.get(entry), int)]
+    return math.prod(values) if len(values) == len(entries) else None
 
 
 def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
@@ -148,7 +150,7 @@ def _few_parameters(name: str, tensors: int) -> Iterator[None]:
             )
         register(module, key, parameter)
 
-    nn.Module.register_parameter = counted
+    nn.Module.register_parameter = counted  # pyright: ignore[reportAttributeAccessIssue]  # ours for a while
     try:
         yield
     finally:

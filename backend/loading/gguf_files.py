@@ -21,7 +21,7 @@ from .safetensors_files import ALL, CPU
 
 #: Where a tensor was stored in another shape, for blocks to fit, its own is in the metadata under this name.
 SHAPE = "comfy.gguf.orig_shape."
-#: Values that are dequantized at once: bounds what dequantization needs beside its result.
+#: Values that are dequantized at once: bounds what dequantization needs besides its result.
 CHUNK = 1 << 22
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

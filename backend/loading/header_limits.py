@@ -104,7 +104,7 @@ def _all_strings(weights: dict) -> bool:
 def _next_to(index: Path, name: str, folders: Folders) -> Path:
     """The file ``name`` of an index. A name may not leave the folder, and a link there only to where this
     model's files are: its own folder, its folder in Hugging Face's cache (whose snapshots are links to blobs
-    beside them), or a folder that was allowed."""
+    next to them), or a folder that was allowed."""
     parts = PurePath(name).parts
     if not parts or "\0" in name or ".." in parts or PurePath(name).is_absolute():
         raise UnsupportedError(
@@ -112,7 +112,7 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
             f"model again."
         )
     path, folder = index.parent / name, os.path.realpath(index.parent)
-    real = PurePath(os.path.realpath(path))
+    real = Path(os.path.realpath(path))
     homes = [folder, _cached(PurePath(folder)), _cached(PurePath(os.path.abspath(index.parent)))]
     if not any(home and real.is_relative_to(home) for home in homes) and not folders.holds(real):
         raise UnsupportedError(

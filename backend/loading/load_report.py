@@ -17,7 +17,7 @@ class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
     checkpoint; weight_bytes: what the rank now holds;
     peak_bytes: most memory that the device gave it meanwhile (of the process in all, where the device is the
-    CPU; 0 where the system does not tell)."""
+    CPU; 0 where the system does not say)."""
 
     rank: int
     stage: int

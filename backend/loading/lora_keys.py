@@ -140,6 +140,7 @@ class Targets:
         """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its
         weight."""
         prefix = PREFIX.match(stem)
+        assert prefix  # it matches the empty string too
         stem = stem[prefix.end() :] + leaf
         names = [
             stem.replace(".", "_"),
@@ -232,9 +233,9 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
 
 def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
     if "refused" in keys:
-        kind = next(
-            kind for word, kind in REFUSED.items() if word in KEY.fullmatch(keys["refused"])["refused"]
-        )
+        match = KEY.fullmatch(keys["refused"])
+        assert match  # the key was sorted by this pattern
+        kind = next(kind for word, kind in REFUSED.items() if word in match["refused"])
         raise UnsupportedError(
             f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported; use KSampler "
             f"for it, or a LoRA of another kind."

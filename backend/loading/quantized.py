@@ -1,8 +1,8 @@
-"""ComfyUI's quantized layers, values of few bits beside their scales, read as the weights that they stand
+"""ComfyUI's quantized layers, values of few bits with their scales, read as the weights that they stand
 for.
 
 A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
-files ("scaled fp8") just have X.scale_weight beside float8 values. Values are multiplied by their scales in
+files ("scaled fp8") just have X.scale_weight next to float8 values. Values are multiplied by their scales in
 the order and precision in which ComfyUI dequantizes them. It computes on quantized activations where the GPU
 can, which needs input_scale; here activations stay as they are.
 """
@@ -19,7 +19,7 @@ from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
 from .safetensors_files import ALL, CPU, TensorFiles
 
-#: Leaves of a layer beside its weight and bias: scales of the weight, and what only quantized activations
+#: Leaves of a layer besides its weight and bias: scales of the weight, and what only quantized activations
 #: need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")
@@ -135,8 +135,8 @@ def _nvfp4(piece: Piece) -> Tensor:
 
 def _rotation(settings: Mapping) -> int | None:
     """Group size of the rotation under which an int8 layer was quantized; None where it was not rotated."""
-    nested = settings.get("params") if isinstance(settings.get("params"), dict) else {}
-    settings = {**nested, **settings}
+    nested = settings.get("params")
+    settings = {**(nested if isinstance(nested, dict) else {}), **settings}
     size = settings.get("convrot_groupsize", 256)
     if not settings.get("convrot"):
         return None
@@ -297,7 +297,7 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing",
     )
     form = FORMATS.get(kind) if isinstance(kind, str) else None
-    if form is None:
+    if form is None or not isinstance(kind, str):
         raise UnsupportedError(
             f"{files.name}: the layer {quoted(name)} is quantized as {quoted(kind)}, which is not supported; "
             f"supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
@@ -329,6 +329,7 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
 
 def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[str, tuple[int, ...]]):
     have = leaves.get("weight_scale", leaves.get("scale_weight"))
+    assert have is not None  # every form needs it, and lacks were refused
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
         fits = columns % layer.block == 0 and have == (

@@ -27,14 +27,24 @@ class Weights(Protocol):
     """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the
     files; bytes_read: what was read of them so far."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    metadata: Mapping[str, str]
     size: int
-    bytes_read: int
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @bytes_read.setter
+    def bytes_read(self, count: int): ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
 
     def dtype(self, key: str) -> torch.dtype:
         """The floating dtype of a tensor, that of the values which it stands for where it is quantized.
         UnsupportedError where it is none."""
+        ...
 
     def read(
         self,
@@ -46,6 +56,7 @@ class Weights(Protocol):
     ) -> torch.Tensor:
         """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on
         ``device``; nothing else of it is read."""
+        ...
 
 
 class TensorFiles:

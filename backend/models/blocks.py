@@ -25,7 +25,8 @@ class BlockAdapter:
     """How the engine takes a block's arguments and results apart and puts them together again, where that is
     more than names: a family whose blocks want something else overrides methods, in its own file.
 
-    ``call``: a block's arguments by name; ``rows``: which tokens a forward computes here (parallel/rows.py);
+    ``call``: a block's arguments by name; ``tokens``: which tokens a forward computes here
+    (parallel/sequence.py);
     streams: {"image": (B, tokens, D), "text": (B, tokens, D) or None}. Blocks of lists that
     are JOINED or IMAGE_ONLY have one stream: the engine knows what they take and return.
     """
@@ -63,8 +64,8 @@ class BlockAdapter:
 
     def result(self, blocks: "Blocks", call: Mapping[str, Any], streams, tokens):
         """Return what the block itself would return of ``streams``."""
-        out = tuple(streams[name] for name in blocks.returns)
-        return out if len(out) > 1 else out[0]
+        out = [streams[name] for name in blocks.returns]
+        return tuple(out) if len(out) > 1 else out[0]
 
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the image stream as the model gets it between lists that are joined and that are not;
@@ -79,7 +80,7 @@ class BlockAdapter:
 
     def cut(self, call: Mapping[str, Any], tokens) -> dict[str, Any]:
         """Return arguments, besides those that per_token names, that differ for a block which is given
-        ``rows`` alone."""
+        ``tokens`` alone."""
         return {}
 
     def take_text_mask(self, call: dict[str, Any]) -> Tensor | None:
@@ -106,11 +107,12 @@ class Blocks:
     per_feature: arguments whose last dimension runs over the features of all heads (rotation before the
     heads are told apart), or, of four, whose second runs over heads.
     attention: kind of each attention call of a block, in order ("joint" | "image" | "text" | "cross", or two:
-    whose queries, whose keys), and of each call of mixing.py ("sum" | "surroundings").
+    whose queries, whose keys), and of each call of token_mixing.py ("sum" | "surroundings").
     heads: config -> number of attention heads; head_size: config -> features of a head; width: config ->
     features of a token between blocks, where they are not those of all heads.
     text_layers: layers of a block (patterns) that text tokens alone pass through.
-    shares: layers of a block (patterns) -> transformer config -> part of their work that a token costs, where
+    flop_shares: layers of a block (patterns) -> transformer config -> share of their FLOPs that a token
+    costs, where
     it is not all: a token passes some experts, one row stands for all.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None where it can.
     adapter: what no data here says: see BlockAdapter.

@@ -87,8 +87,8 @@ LAYOUT = Layout(
         "Chroma Radiance, which works on pixels",
     ),
     config=config_from_shapes,
-    names=flux.LAYOUT.names
-    | {
+    names={
+        **flux.LAYOUT.names,
         f"{GUIDANCE}.layers.{{}}.in_layer": f"{GUIDANCE}.layers.{{}}.linear_1",
         f"{GUIDANCE}.layers.{{}}.out_layer": f"{GUIDANCE}.layers.{{}}.linear_2",
         f"{GUIDANCE}.norms.{{}}.scale": f"{GUIDANCE}.norms.{{}}.weight",

@@ -1,6 +1,8 @@
 """CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
 discrete schedule; text first."""
 
+from typing import Any, cast
+
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
@@ -14,14 +16,14 @@ from .key_layout import Layout, blocks_of
 
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
-    picture's axes."""
+    image's axes."""
     head, stretch = (
         config["attention_head_dim"],
         1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875),
     )
     sizes, scales = (head // 4, head // 8 * 3, head // 8 * 3), (1.0, stretch, stretch)
     tables = [
-        get_1d_rotary_pos_embed(size, torch.arange(count, device=device) * scale, use_real=True)
+        get_1d_rotary_pos_embed(size, cast(Any, torch.arange(count, device=device) * scale), use_real=True)
         for size, count, scale in zip(sizes, grid.counts, scales)
     ]
     index = torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij")
@@ -50,7 +52,7 @@ def refusal(config, grid, cond):
     length, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
     if not config["use_rotary_positional_embeddings"] and length != most:
         return (
-            f"the prompt has {length} rows, but this model's position table is for {most}; pad the "
+            f"the prompt has {length} tokens, but this model's position table is for {most}; pad the "
             f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
         )
     size = config["sample_height"], config["sample_width"]

@@ -169,8 +169,8 @@ class Cache:
 class Build:
     """How the diffusers class becomes the family's transformer.
 
-    adjust: (transformer without weights, config), called as it is built: widths that the diffusers class
-    fixes and files of other sizes vary, and modules that compute otherwise in ComfyUI.
+    patch_module: (transformer without weights, config), called as it is built: widths that the diffusers
+    class fixes and files of other sizes vary, and modules that compute otherwise in ComfyUI.
     float32: parameters (patterns) that stay in float32 whatever the precision of the others.
     only: entries of the transformer's config -> (the value that is supported, what models with another one
     are).
@@ -194,8 +194,8 @@ class Family:
     """Everything family specific, in groups.
 
     transformer: the diffusers class. layout: the key layout of single files.
-    tensor_plan: module pattern -> style (see parallel/tensor.py) for tensor parallelism, where the diffusers
-    class has no _tp_plan.
+    tensor_plan: module pattern -> style (see parallel/tensor_parallel.py) for tensor parallelism, where the
+    diffusers class has no _tp_plan.
     variant: transformer config -> entries that differ for it, "group.field" -> value.
     """
 

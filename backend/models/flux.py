@@ -18,7 +18,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references behind; text ids are zeros, image ids (number, y, x). diffusers
+    """Latents travel packed 2x2, references after; text ids are zeros, image ids (number, y, x). diffusers
     multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, "offset")
@@ -38,7 +38,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Fill, Canny and Depth take a picture as channels; diffusers' blocks give one timestep to all rows."""
+    """Fill, Canny and Depth take an image as channels; diffusers' blocks give one timestep to all tokens."""
     if config["guidance_embeds"] and "guidance" not in cond:
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
     if references.references(cond) and config["in_channels"] != (

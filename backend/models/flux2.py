@@ -1,4 +1,4 @@
-"""Flux.2 of Black Forest Labs (dev, klein), with reference pictures: double- and single-stream blocks that
+"""Flux.2 of Black Forest Labs (dev, klein), with reference images: double- and single-stream blocks that
 share their modulation; no pooled prompt, latents of 128 channels."""
 
 import torch
@@ -48,7 +48,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """diffusers' blocks give one timestep to all rows."""
+    """diffusers' blocks give one timestep to all tokens."""
     return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method")
 
 

@@ -1,5 +1,5 @@
-"""Flux.3 of Black Forest Labs, with reference pictures: blocks for image, references and text, each alone,
-then 28 over all; what is given is the same at every step."""
+"""Flux.3 of Black Forest Labs, with reference images: blocks for image, references and text, each alone,
+then 28 over all; references and text are the same at every step."""
 
 import torch
 
@@ -9,12 +9,12 @@ from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
-#: Positions count half a token along the picture's sides.
+#: Positions count half a token along the image's sides.
 POSITION_SCALE = 0.5
 
 
 def patch_module(transformer, config):
-    """Modulation, which diffusers computes for every row, once for all rows of a kind."""
+    """Compute modulation once per stream instead of once per token, as diffusers does."""
     for layer in (
         *transformer.early_stream_modulations.values(),
         transformer.single_stream_modulations.txt,
@@ -24,12 +24,12 @@ def patch_module(transformer, config):
     for layer in (
         transformer.single_stream_modulations.image,
         transformer.single_stream_modulations.image_cond,
-    ):  # their rows are put one behind the other
+    ):  # their tokens are put one after the other
         layer.forward = lambda temb, own=layer.forward: own(temb[:, :1]).expand(-1, temb.shape[1], -1)
 
 
 def positions(grid, number, device):
-    """(tokens, 4) of (0, y, x, number); number: 0 for the picture that is made, -1, -2, ... for
+    """(tokens, 4) of (0, y, x, number); number: 0 for the image that is made, -1, -2, ... for
     references."""
     return torch.nn.functional.pad(
         references.positions(grid, device=device) * POSITION_SCALE, (0, 1), value=number

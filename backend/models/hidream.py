@@ -11,8 +11,8 @@ from .key_layout import Layout, blocks_of
 
 
 def patchify(patch, latent):
-    """As the model's own for squares: (B, C, H, W) -> rows (p1 p2 C), no mask, sizes, positions; its own pads
-    other pictures to the largest size."""
+    """As the model's own for squares: (B, C, H, W) -> tokens (p1 p2 C), no mask, sizes, positions; its own
+    pads other images to the largest size."""
     batch, (rows, columns) = latent.shape[0], (side // patch for side in latent.shape[2:])
     tokens = (
         latent.unflatten(3, (columns, patch))
@@ -27,12 +27,12 @@ def patchify(patch, latent):
 
 
 def patch_module(transformer, config):
-    """Pictures of any shape."""
+    """Images of any shape."""
     transformer.patchify = partial(patchify, config["patch_size"])
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Llama's layers (B, layers, rows, width) in the order of the blocks; blocks behind the last layer read
+    """Llama's layers (B, layers, tokens, width) in the order of the blocks; blocks after the last layer read
     that one."""
     llama = cond["encoder_hidden_states_llama3"].unbind(1)
     return dict(

@@ -16,12 +16,12 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
 TEXT, TEXT_T5 = 77, 256
-#: Tokens along a side of the picture to which rotary positions are scaled.
+#: Tokens along a side of the image to which rotary positions are scaled.
 BASE = 32
 
 
 def schedule(config):
-    """1.0 and 1.1 (told the picture's size) go on to stronger noise."""
+    """1.0 and 1.1 (told the image's size) go on to stronger noise."""
     return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
 
 
@@ -38,7 +38,7 @@ def patch_module(transformer, config):
 
 
 def rotary(config, grid, device):
-    """(cos, sin), each (tokens, head size), of positions over the picture, fitted into the base square."""
+    """(cos, sin), each (tokens, head size), of positions over the image, fitted into the base square."""
     rows, columns = grid.counts[1:]
     height, width = (
         (BASE, round(BASE / rows * columns)) if rows > columns else (round(BASE / columns * rows), BASE)

@@ -16,8 +16,8 @@ from .key_layout import Layout, blocks_of
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
-    """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of rows
-    x rows, gigabytes for a video."""
+    """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of
+    tokens x tokens, gigabytes for a video."""
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None

@@ -1,6 +1,8 @@
 """Ideogram 4: 34 blocks over one stream of text and image; the prompt is thirteen layers of the text encoder
 side by side, latents have 128 channels."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ideogram4 import (
@@ -23,15 +25,14 @@ CELLS = 4
 class Whole(Ideogram4AttnProcessor):
     """Attention without a mask where one sample is one segment."""
 
-    def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
-        return super().__call__(
-            attn, hidden_states, None if attention_mask.shape[-1] == 1 else attention_mask, image_rotary_emb
-        )
+    def __call__(self, attn, hidden_states, attention_mask: Any = None, image_rotary_emb=None):
+        mask: Any = None if attention_mask.shape[-1] == 1 else attention_mask
+        return super().__call__(attn, hidden_states, mask, image_rotary_emb)
 
 
 class Prompt:
-    """The prompt's rows alone through its wide layers: diffusers sends the image's rows, zeros there, through
-    them too."""
+    """The prompt's tokens alone through its wide layers: diffusers sends the image's tokens, zeros there,
+    through them too."""
 
     def __init__(self, transformer):
         self.norm, self.text = transformer.llm_cond_norm.forward, None
@@ -56,8 +57,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text at (i, i, i), image at (0, y, x) far behind it. Rows that the prompt's mask hides are a segment of
-    their own. The timestep counts from noise (0) to picture (1)."""
+    """Text at (i, i, i), image at (0, y, x) far from it. Tokens that the prompt's mask hides are a segment
+    of their own. The timestep counts from noise (0) to image (1)."""
     text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
     text_tokens = text.shape[1]
     image = (
@@ -90,7 +91,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def output(output, grid):
-    """The image's rows, back in ComfyUI's order of cells."""
+    """The image's tokens, back in ComfyUI's order of cells."""
     return -output[:, -grid.tokens :].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
 
 

@@ -1,8 +1,8 @@
-"""Kandinsky 5 of Kandinsky Lab, image and video (lite, pro): 32 to 60 blocks behind two that refine the
+"""Kandinsky 5 of Kandinsky Lab, image and video (lite, pro): 32 to 60 blocks after two that refine the
 prompt at every step; it is read through cross-attention.
 
-Attention is over every row, as in ComfyUI, also where a folder's configuration asks for the sparse one
-(NABLA), which has the same weights: files do not tell of it.
+Attention is over every token, as in ComfyUI, also where a folder's configuration asks for the sparse one
+(NABLA), which has the same weights: no file says so.
 """
 
 import torch
@@ -55,7 +55,7 @@ def patch_module(transformer, config):
 
 
 def stretch(config, grid):
-    """By what positions (t, y, x) are divided: 1 for pictures."""
+    """By what positions (t, y, x) are divided: 1 for images."""
     if not config["visual_cond"]:
         return (1.0, 1.0, 1.0)
     side = 3.16 if config["model_dim"] == PRO and grid.extent[1] * grid.extent[2] >= LARGE else 2.0
@@ -90,7 +90,7 @@ def refusal(config, grid, cond):
         )
     if cond["c_crossattn"].shape[1] > MOST_TEXT:
         return (
-            f"the prompt has {cond['c_crossattn'].shape[1]} rows, but Kandinsky 5 knows {MOST_TEXT}; "
+            f"the prompt has {cond['c_crossattn'].shape[1]} tokens, but Kandinsky 5 knows {MOST_TEXT}; "
             f"shorten it."
         )
     known = cond.get("time_dim_replace")

@@ -1,4 +1,4 @@
-"""Krea 2, with reference pictures: 28 blocks over one stream of text and image with grouped queries; the
+"""Krea 2, with reference images: 28 blocks over one stream of text and image with grouped queries; the
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
@@ -16,7 +16,7 @@ def encoded_references(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references behind; positions are (number, y, x) and zeros for text. The
+    """Latents travel packed 2x2, references after; positions are (number, y, x) and zeros for text. The
     prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     image = references.all_positions(grid, encoded_references(cond), "index", latent.device)
@@ -32,7 +32,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one
-    timestep to all rows."""
+    timestep to all tokens."""
     wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
     if wrong:
         return wrong

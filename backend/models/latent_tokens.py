@@ -1,9 +1,9 @@
-"""Latents as rows of tokens: the layout in which solvers step, patches are cut and outputs travel.
+"""Latents as sequences of tokens: the layout in which solvers step, patches are cut and outputs travel.
 
 (B, C, [T,] H, W) <-> (B, N, F) with N = t·h·w tokens in raster order and F = C·pt·ph·pw features (channel
 slowest), the packing of Flux and of every raster-order DiT. A latent that the patch size does not divide is
 padded circularly, as ComfyUI pads it, and cropped on the way back. Several latents of one request (nested, as
-ComfyUI says: video and audio) travel packed, (B, 1, L), and are rows of one sequence.
+ComfyUI says: video and audio) travel packed, (B, 1, L), and share one sequence.
 """
 
 import math
@@ -38,12 +38,14 @@ class TokenGrid:
     @property
     def extent(self) -> tuple[int, int, int]:
         """(T, H, W) in latent pixels."""
-        return (1, *self.shape[1:])[-3:]
+        t, h, w = (1, *self.shape[1:])[-3:]
+        return t, h, w
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Tokens along (T, H, W)."""
-        return tuple(-(-size // step) for size, step in zip(self.extent, self.patch))
+        t, h, w = (-(-size // step) for size, step in zip(self.extent, self.patch))
+        return t, h, w
 
     @property
     def tokens(self) -> int:
@@ -98,11 +100,13 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class NestedGrid:
-    """Several latents as rows of one sequence: parts[i] is the grid of the i-th, ``order`` the parts as their
-    rows follow each other.
+    """Several latents in one sequence of tokens.
 
-    A latent is what ComfyUI packs, (B, 1, L): the latents flattened behind each other. Tokens are (B, N, F),
-    F the features of the widest part; narrower rows end in zeros, which stay zeros in every solver.
+    grids: one for each latent, in ComfyUI's order; order: indices of grids, as their tokens follow each
+    other.
+
+    A latent is what ComfyUI packs, (B, 1, L): the latents flattened one after the other. Tokens are (B, N,
+    F), F the features of the widest latent; narrower tokens end in zeros, which stay zeros in every solver.
     """
 
     grids: tuple[TokenGrid, ...]
@@ -127,13 +131,13 @@ class NestedGrid:
         return [piece.reshape(latent.shape[0], *grid.shape) for piece, grid in zip(pieces, self.grids)]
 
     def join(self, tokens: list[Tensor]) -> Tensor:
-        """Tokens of each part -> (B, N, F)."""
+        """Join the tokens of each latent into (B, N, F)."""
         return torch.cat(
             [F.pad(tokens[i], (0, self.features - tokens[i].shape[2])) for i in self.order], dim=1
         )
 
     def divide(self, tokens: Tensor) -> list[Tensor]:
-        """(B, N, F) -> the tokens of each part."""
+        """Divide (B, N, F) into the tokens of each latent."""
         pieces = dict(zip(self.order, tokens.split([self.grids[i].tokens for i in self.order], dim=1)))
         return [pieces[i][..., : grid.features] for i, grid in enumerate(self.grids)]
 
@@ -148,5 +152,5 @@ class NestedGrid:
         )
 
     def per_token(self, factors: list[Tensor]) -> Tensor:
-        """A number (0-d) for each part -> (N, 1), the number of every row."""
+        """Repeat a number (0-d) of each latent for its tokens: (N, 1)."""
         return torch.cat([factors[i].expand(self.grids[i].tokens, 1) for i in self.order])

@@ -1,7 +1,7 @@
-"""LTX-2, 2.3 and 2.5 of Lightricks: 48 blocks over video and sound, two streams of different width that
+"""LTX-2, 2.3 and 2.5 of Lightricks: 48 blocks over video and audio, two streams of different width that
 attend to themselves, to the prompt and to each other.
 
-The prompt is Gemma's, behind a projection in the text encoder's file; the connectors that finish it are in
+The prompt is Gemma's, after a projection in the text encoder's file; the connectors that finish it are in
 this one, as in ComfyUI.
 """
 
@@ -27,12 +27,12 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 from .ltxv import corners, guides, times
 
-#: What ComfyUI calls the masks of the video's latent and of the sound's.
+#: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
 
 
 def patch_module(transformer, config):
-    """ComfyUI's order of hearing and its gates, attention for any number of rows, modulation of each noise
+    """ComfyUI's order of hearing and its gates, attention for any number of tokens, modulation of each noise
     level once, and the connectors."""
     gate_by_highest_level(transformer, config)
     levels = (
@@ -69,7 +69,7 @@ def variant(config):
 
 
 def widths(config):
-    """(features of a prompt that the connectors have yet to finish, of the video's and the sound's part of a
+    """(features of a prompt that the connectors have yet to finish, of the video's and the audio's part of a
     finished one)."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], (config["caption_channels"],) * 2
@@ -78,7 +78,7 @@ def widths(config):
 
 
 def is_finished(config, cond):
-    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and behind
+    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and after
     them."""
     return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(
         widths(config)[1]
@@ -99,7 +99,7 @@ def single_frames(grid, cond, device):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """A finished prompt is the video's and the sound's; LTX-2's that is not is both."""
+    """A finished prompt is the video's and the audio's; LTX-2's that is not is both."""
     (video, audio), text, mask, batch = (
         grid.unpack(latent),
         cond["c_crossattn"],
@@ -154,7 +154,7 @@ def refusal(config, grid, cond):
     if not finished and "attention_mask" in cond:
         return (
             "attention_mask is set for a prompt that the connectors have yet to finish, which lets "
-            "them have all rows; encode it with LTX-2's text encoder, which sends none."
+            "them have all tokens; encode it with LTX-2's text encoder, which sends none."
         )
     return ltxv.refusal(config, grid.grids[0], cond)
 
@@ -269,7 +269,7 @@ LAYOUT = Layout(
         **CONNECTOR_NAMES,
     },
 )
-#: Block arguments that have a row for every token of video or of sound.
+#: Block arguments that have a row for every token of video or of audio.
 PER_TOKEN = {
     "video_rotary_emb": ("video", -2),
     "audio_rotary_emb": ("audio", -2),

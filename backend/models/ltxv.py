@@ -47,7 +47,7 @@ def times(grid, mask, sigma, batch):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Prompts whose rows are all seen need no mask."""
+    """Prompts whose tokens are all seen need no mask."""
     batch, mask = latent.shape[0], cond.get("attention_mask")
     return dict(
         hidden_states=grid.to_tokens(latent),

@@ -8,7 +8,7 @@ from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
-#: Most rows of a prompt, and most tokens along a side of the picture, in the position tables; diffusers' own
+#: Most tokens of a prompt, and most tokens along a side of the image, in the position tables; diffusers' own
 #: end at 300 and 512.
 LENGTHS = (4096, 1024, 1024)
 
@@ -20,7 +20,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """The timestep counts from noise (0) to picture (1). ComfyUI's model reads every row of the prompt,
+    """The timestep counts from noise (0) to image (1). ComfyUI's model reads every token of the prompt,
     padding too."""
     text = cond["c_crossattn"]
     mask = torch.ones(text.shape[:2], dtype=torch.int32, device=text.device)

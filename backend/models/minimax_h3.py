@@ -16,7 +16,7 @@ SHIFT, AUDIO_SHIFT = 12.0, 3.0
 FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
 KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
-#: Times of given pictures and given sound, which are almost, and quite, without noise.
+#: Times of reference images and reference audio, which are almost, and quite, without noise.
 REFERENCE_TIMES = (0.999, 1.0)
 
 
@@ -37,14 +37,15 @@ def carry(sigma):
 
 
 def axis(length, other):
-    """Positions along a side of the picture, in thirty-seconds of the square of its area."""
+    """Positions along a side of the image, in thirty-seconds of the square of its area."""
     ratio = length / (length * other) ** 0.5
     return (torch.arange(length, dtype=torch.float64) * (ratio / length) + (1.0 - ratio) / 2.0) * 32.0
 
 
 def positions(grid, text, references, origin):
-    """(text + given + audio + video, 3): rows of text by their number; at ``origin`` on the same clock the
-    audio, its channels at the picture's sides, and the video. ``given``: those of the given rows."""
+    """(text + references + audio + video, 3): tokens of text by their number; at ``origin`` on the same clock
+    the audio, its channels at the image's sides, and the video. ``references``: those of the reference
+    tokens."""
     (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
@@ -128,31 +129,31 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def text_tokens(cond):
-    """Rows before the audio: of text, and given ones."""
+    """Tokens before the audio: of text, and references."""
     return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
 
 
 def output(outputs, grid):
-    """Without the given rows, which come first."""
+    """Without the reference tokens, which come first."""
     return -grid.join([tokens[:, -one.tokens :] for tokens, one in zip(outputs, grid.grids)])
 
 
 def refusal(config, grid, cond):
-    """The audio's two channels stand at the sides of the picture; given rows are told of in full."""
+    """The audio's two channels stand at the sides of the image; reference tokens are described in full."""
     channels = grid.grids[1].counts[1]
     if channels != 2:
         return (
-            f"the audio latent has {channels} channels of sound, but MiniMax-H3 makes stereo: shape "
+            f"the audio latent has {channels} channels of audio, but MiniMax-H3 makes stereo: shape "
             f"(batch, {config['audio_in_channels']}, 2, time)."
         )
     if "text_tags" in cond and not set(cond["text_tags"].flatten().tolist()) <= {VIDEO, TEXT, AUDIO}:
         return (
-            f"text_tags are of {VIDEO} (a picture's row), {TEXT} (text) and {AUDIO} (sound), but these "
+            f"text_tags are of {VIDEO} (an image's token), {TEXT} (text) and {AUDIO} (audio), but these "
             f"hold others; encode the prompt again."
         )
     if ("given_tags" in cond) != ("given_positions" in cond):
         return (
-            "given_tags (what each given row is) and given_positions (where it stands) come together; "
+            "given_tags (what each reference token is) and given_positions (where it stands) come together; "
             "send both."
         )
     tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
@@ -162,7 +163,7 @@ def refusal(config, grid, cond):
     ):
         if name in cond and cond[name].shape[2] != width:
             return (
-                f"{name} has width {cond[name].shape[2]}, but a row of this model has {width} numbers; "
+                f"{name} has width {cond[name].shape[2]}, but a token of this model has {width} numbers; "
                 f"encode it with the VAE of this model."
             )
     tagged = {
@@ -173,7 +174,7 @@ def refusal(config, grid, cond):
         tagged.values()
     ):
         return (
-            f"given_video and given_audio have {count('given_video')} and {count('given_audio')} rows, "
+            f"given_video and given_audio have {count('given_video')} and {count('given_audio')} tokens, "
             f"but given_tags tells of {tagged['given_video']} of video (0) and {tagged['given_audio']} of "
             f"audio (2)."
         )

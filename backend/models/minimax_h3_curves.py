@@ -2,6 +2,7 @@
 whose few coordinates small modulation layers work."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import (
@@ -28,7 +29,12 @@ class Curve(nn.Module):
 
 
 class Modulation(MiniMaxH3AdaLayerNormModulation):
-    """Without the activation, and in float32 up to its result."""
+    """Compute modulation without the activation, and in float32 up to its result.
+
+    ``weight_source``: the norm whose weights have the result's dtype, in a tuple: no submodule.
+    """
+
+    weight_source: tuple[Any]
 
     def forward(self, temb):
         return (
@@ -75,7 +81,7 @@ LAYOUT = replace(
     minimax_h3.LAYOUT,
     signature=("adaln_t_table", *(key for key in minimax_h3.LAYOUT.signature if "time_embedder" not in key)),
     config=config_from_shapes,
-    names=minimax_h3.LAYOUT.names | {"adaln_t_table": "time_embedder.table"},
+    names={**minimax_h3.LAYOUT.names, "adaln_t_table": "time_embedder.table"},
 )
 FAMILY = replace(
     minimax_h3.FAMILY,

@@ -28,13 +28,13 @@ def prepare(transformer, grid):
 
 
 def is_alpha(config):
-    """Is the model told the picture's size? Older folders do not say, and mean the large model."""
+    """Is the model told the image's size? Older folders do not say, and mean the large model."""
     uses_size = config["use_additional_conditions"]
     return config["sample_size"] == 128 if uses_size is None else uses_size
 
 
 def forward_args(config, grid, latent, timestep, cond):
-    """alpha is also told the picture's size and aspect ratio."""
+    """alpha is also told the image's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
     size = cond.get("c_size", torch.tensor([[height * 8.0, width * 8.0]], device=latent.device)).expand(
         batch, 2

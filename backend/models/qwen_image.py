@@ -21,7 +21,7 @@ class Places(list):
 
 
 class Rotary(torch.nn.Module):
-    """Rotary tables, complex (rows, head size / 2), for any positions; diffusers' own has those of pictures
+    """Rotary tables, complex (tokens, head size / 2), for any positions; diffusers' own has those of images
     of even sides alone."""
 
     def __init__(self, theta, axes):
@@ -52,10 +52,10 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references behind; diffusers multiplies the timestep by 1000 itself."""
+    """Latents travel packed 2x2, references after; diffusers multiplies the timestep by 1000 itself."""
     batch, how = latent.shape[0], references.method(cond, default_method(config))
     shapes = [(1, 1, grid.tokens), (1, 1, references.token_count(config, grid, cond))]
-    marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is behind the first shape
+    marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is after the first shape
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
@@ -85,7 +85,7 @@ def refusal(config, grid, cond):
     )
 
 
-#: Of a file whose model knows reference pictures by timestep zero (Edit 2511).
+#: Of a file whose model knows reference images by timestep zero (Edit 2511).
 ZERO_TIMESTEP = "__index_timestep_zero__"
 
 

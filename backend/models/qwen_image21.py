@@ -1,11 +1,13 @@
-"""Qwen-Image 2.1 of Alibaba, with reference pictures: 32 blocks over one sequence of text, references and
+"""Qwen-Image 2.1 of Alibaba, with reference images: 32 blocks over one sequence of text, references and
 image, of which the image alone attends to what follows."""
 
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_qwenimage21 as theirs
+from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
@@ -13,13 +15,13 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 from .qwen_image import Rotary
 
-#: diffusers' model is told of pictures in slots of so many tokens, 2 x 2 of them.
+#: diffusers' model is told of images in slots of so many tokens, 2 x 2 of them.
 SLOT = 4
 
 
 class Places(list):
-    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (rows, 3) of
-    the whole sequence, tokens of a ``slot``."""
+    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (tokens, 3)
+    of the whole sequence, tokens of a ``slot``."""
 
     def __init__(self, shapes, positions, slot):
         super().__init__(shapes)
@@ -27,7 +29,7 @@ class Places(list):
 
 
 class Slotted(theirs.QwenImage21Transformer2DModel):
-    """diffusers' model with slots of as many tokens as its arguments say: pictures whose tokens four does not
+    """diffusers' model with slots of as many tokens as its arguments say: images whose tokens four does not
     divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
 
     def forward(self, *args, img_shapes, **kwargs):
@@ -39,7 +41,7 @@ class Slotted(theirs.QwenImage21Transformer2DModel):
 
 
 class JointRotary(Rotary):
-    """Rotary tables of text and pictures in one sequence; diffusers' own are made number by number at every
+    """Rotary tables of text and images in one sequence; diffusers' own are made number by number at every
     step, and end at 8192."""
 
     def forward(self, places, image_pad_mask, device):
@@ -48,17 +50,18 @@ class JointRotary(Rotary):
 
 class BlockCausal:
     """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given
-    attends to what is before it and to its own picture, the image to everything. So rows are cut over ranks
+    attends to what is before it and to its own image, the image to everything. So tokens are cut over ranks
     and patches as those of other models."""
 
-    def __call__(self, attn, hidden_states, rotary_emb=None, segments=None, key_valid=None, **unused):
+    def __call__(
+        self, attn, hidden_states, rotary_emb: Any = None, segments: Any = None, key_valid=None, **unused
+    ):
         def heads(layer):
             return layer(hidden_states).unflatten(-1, (-1, attn.inner_dim // attn.heads))
 
         def rotated(norm, layer):
-            return theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False).transpose(
-                1, 2
-            )
+            x = theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False)
+            return cast(Tensor, x).transpose(1, 2)
 
         query, key, value = (
             rotated(attn.norm_q, attn.to_q),
@@ -86,8 +89,8 @@ class BlockCausal:
 
 @lru_cache(maxsize=4)
 def before(segments, device):
-    """(1, 1, rows, rows), true where what is given may look; ``segments``: (first row, end, is it text) of
-    its pieces in order."""
+    """(1, 1, tokens, tokens), true where what is given may look; ``segments``: (first token, end, is it text)
+    of its pieces in order."""
     ends = torch.cat(
         [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
     )
@@ -95,7 +98,7 @@ def before(segments, device):
 
 
 def patch_module(transformer, config):
-    """Attention in two calls, positions as in ComfyUI, and pictures of any size."""
+    """Attention in two calls, positions as in ComfyUI, and images of any size."""
     transformer.__class__ = Slotted
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
@@ -103,8 +106,8 @@ def patch_module(transformer, config):
 
 
 def pieces(grid, cond):
-    """The sequence: (first row of text, end, the picture behind them), the last picture being the one that is
-    made. References are behind the text where no slot is told."""
+    """The sequence: (first token of text, end, the image after them), the last image being the one that is
+    made. References are after the text where no slot is told."""
     found, length = references.grids(grid, cond), cond["c_crossattn"].shape[1]
     slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[length] * len(found)][
         : len(found)
@@ -113,8 +116,8 @@ def pieces(grid, cond):
 
 
 def positions(grid, cond, device):
-    """(rows, 3): text counts on all three axes, a picture stands still on the first and counts from the
-    middle on the others, where pictures of odd sides and of even ones agree."""
+    """(tokens, 3): text counts on all three axes, an image stands still on the first and counts from the
+    middle on the others, where images of odd sides and of even ones agree."""
     found, start = [], 0
     for lo, hi, one in pieces(grid, cond):
         found.append(
@@ -134,12 +137,12 @@ def positions(grid, cond, device):
 
 
 def text_tokens(cond):
-    """Rows of text, and of the references among it."""
+    """Tokens of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text has rows that stand for the references, one for each slot; diffusers multiplies the timestep by
+    """Text has tokens that stand for the references, one for each slot; diffusers multiplies the timestep by
     1000 itself, and ComfyUI rounds it here as its pipeline does."""
     batch, device, text, mask = (
         latent.shape[0],
@@ -193,13 +196,13 @@ def refusal(config, grid, cond):
     if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= length for slot in slots):
         return (
             f"image_slots is {slots}, but it is where each of the {len(found)} references stands among "
-            f"the {length} rows of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
+            f"the {length} tokens of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
         )
     mask = cond.get("attention_mask")
     if not length or mask is not None and (tuple(mask.shape[1:]) != (length,) or not mask[:, 0].all()):
         return (
             f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {length} "
-            f"rows of prompt; give it one for each row, with padding behind the prompt."
+            f"tokens of prompt; give it one entry for each token, with padding after the prompt."
         )
     return None
 

@@ -1,10 +1,12 @@
 """SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the
 prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
 
-Linear attention is a sum over rows (softmax-free, so what ranks exchange does not grow with the picture); the
+Linear attention is a sum over tokens (softmax-free, so what ranks exchange does not grow with the image); the
 convolution reads a line above and below. ComfyUI does not have this model, so its files are diffusers
 folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
 """
+
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,9 @@ from .key_layout import Layout, blocks_of
 
 
 class LinearAttention(SanaLinearAttnProcessor2_0):
-    """relu(q) (sum over rows of relu(k) [v, 1]), whose last column divides the others."""
+    """relu(q) (sum over tokens of relu(k) [v, 1]), whose last column divides the others."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+    def __call__(self, attn: Any, hidden_states, encoder_hidden_states=None, attention_mask=None):
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k = q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (
@@ -37,8 +39,10 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
 
 
 class MixedMLP(GLUMBConv):
-    """The MLP over some rows, (B, D, n, 1), on as many whole lines of the picture (``width`` tokens each) as
+    """The MLP over some tokens, (B, D, n, 1), on as many whole lines of the image (``width`` tokens each) as
     they need."""
+
+    width: int
 
     def forward(self, hidden_states):
         n = hidden_states.shape[2]
@@ -52,7 +56,7 @@ class MixedMLP(GLUMBConv):
 
 
 class Block(SanaTransformerBlock):
-    """SANA's block for any number of rows."""
+    """SANA's block for any number of tokens."""
 
     def forward(
         self,
@@ -64,7 +68,7 @@ class Block(SanaTransformerBlock):
         height=None,
         width=None,
     ):
-        self.ff.width = width
+        cast(MixedMLP, self.ff).width = width
         return super().forward(
             hidden_states,
             attention_mask,

@@ -2,6 +2,7 @@
 40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
 
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -17,12 +18,19 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 rows.
-    ``rows``: of image features."""
+    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 tokens.
+    ``image_tokens``: how many are image features."""
 
     image_tokens = 0
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states,
+        encoder_hidden_states: Any = None,
+        attention_mask=None,
+        rotary_emb=None,
+    ):
         image, text = (
             encoder_hidden_states[:, : self.image_tokens],
             encoder_hidden_states[:, self.image_tokens :],
@@ -37,12 +45,12 @@ class ImageFirst(WanAttnProcessor):
             (attn.norm_k(attn.to_k(text)), attn.to_v(text)),
         ]
         read = [F.scaled_dot_product_attention(query, apart(key), apart(value)) for key, value in pairs]
-        return attn.to_out[1](attn.to_out[0](sum(read).transpose(1, 2).flatten(2)))
+        return attn.to_out[1](attn.to_out[0]((read[0] + read[1]).transpose(1, 2).flatten(2)))
 
 
 def embed_image(embedder, processor, features):
-    """(B, rows, D) CLIP features -> as the blocks read them. First and last frame models have learned
-    positions, of which ComfyUI uses as many as there are rows."""
+    """(B, tokens, D) CLIP features -> as the blocks read them. First and last frame models have learned
+    positions, of which ComfyUI uses as many as there are tokens."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.image_tokens = features.shape[1]

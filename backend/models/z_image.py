@@ -1,5 +1,5 @@
 """Z-Image (turbo) of Alibaba: 30 blocks over one stream of image and text, both padded to multiples of 32
-rows, behind two refiner blocks for each."""
+tokens, after two refiner blocks for each."""
 
 import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
@@ -9,7 +9,7 @@ from .common.tensor_plans import COMMON
 from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
-#: Text and image are padded to a multiple of this many rows.
+#: Text and image are padded to a multiple of this many tokens.
 TEXT_MULTIPLE = 32
 
 
@@ -28,7 +28,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Lists of samples, each with a time axis; the timestep counts from noise (0) to picture (1)."""
+    """Lists of samples, each with a time axis; the timestep counts from noise (0) to image (1)."""
     return dict(
         x=list(grid.pad(latent).unsqueeze(2)),
         t=(1.0 - sigma).expand(latent.shape[0]),
@@ -37,7 +37,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Position tables have an end; the text, padded, comes first, and the image stands behind it."""
+    """Position tables have an end; the text, padded, comes first, and the image stands after it."""
     most, needed = (
         tuple(config["axes_lens"]),
         (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:]),
@@ -45,7 +45,7 @@ def refusal(config, grid, cond):
     return (
         None
         if all(a <= b for a, b in zip(needed, most))
-        else f"{needed[0] - 2} rows of text and {needed[1]} x {needed[2]} tokens are more than this "
+        else f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
         f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
     )
 
@@ -124,7 +124,7 @@ FAMILY = Family(
     blocks=Blocks(
         lists={"layers": JOINED},
         image="x",
-        text_position="last",  # rows that pad the image to a multiple of 32 count as text
+        text_position="last",  # tokens that pad the image to a multiple of 32 count as text
         flop_shares={"adaLN_modulation.*": lambda config: 0},
         per_token={"freqs_cis": ("joint", 1)},
         heads=lambda config: config["n_heads"],

@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ MAX_HELLO = 4096
 #: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has
 #: arrived.
 MAX_UNSEEN = 1 << 28
-#: Parts of a frame below this size are joined: a system call each would cost more.
+#: Chunks of a frame below this size are joined: a system call each would cost more.
 SMALL_CHUNK = 1 << 15
 #: Attribute of a received message: the buffers of its frame.
 CAME = "_came"
@@ -92,12 +93,13 @@ def _message(cls: type, values: dict):
     except TypeError as error:
         raise ProtocolError(f"not a message of this protocol: {error}") from None
     for f in fields(cls):
-        if not isinstance(getattr(message, f.name), _wire_types(f.type)):
-            raise ProtocolError(f"{cls.__name__}.{f.name} is not of type {f.type.__name__}")
+        kind: Any = f.type  # a class: the messages' annotations are not strings
+        if not isinstance(getattr(message, f.name), _wire_types(kind)):
+            raise ProtocolError(f"{cls.__name__}.{f.name} is not of type {kind.__name__}")
     return message
 
 
-def _wire_types(kind):
+def _wire_types(kind: Any) -> Any:
     return (int, float) if kind is float else kind
 
 
@@ -118,8 +120,8 @@ def send(sock, message):
 
 
 def _joined(chunks: list):
-    """``parts`` with small neighbours in one; none is empty, since a write of nothing still fails once the
-    peer has hung up."""
+    """Yield ``chunks`` with small neighbours in one; none is empty, since a write of nothing still fails once
+    the peer has hung up."""
     small = b""
     for chunk in chunks:
         if len(chunk) < SMALL_CHUNK:
@@ -163,7 +165,7 @@ def _read_tensors(sock, cls: type, size: int) -> tuple[dict, bytes, list[memoryv
     table = length + _read(sock, bodies.LENGTH.unpack(length)[0])
     found = _places(cls, table, size - len(table))
     data = _read_data(sock, size - len(table))
-    return bodies.unpack(found, data), table, [memoryview(data.numpy())] if len(data) else []
+    return bodies.unpack(found, data), table, [data.numpy().data] if len(data) else []
 
 
 def _read(sock, size: int) -> bytes:
@@ -176,7 +178,7 @@ def _read_data(sock, size: int) -> Tensor:
     """``size`` bytes as a tensor, in memory of their own."""
     data, done = _allocate(min(size, MAX_UNSEEN)), 0
     while True:
-        _fill(sock, memoryview(data.numpy())[done:])
+        _fill(sock, data.numpy().data[done:])
         done = len(data)
         if done == size:
             return data

@@ -32,7 +32,7 @@ def new_nonce() -> str:
 
 
 def is_nonce(text: str) -> bool:
-    """Tell whether ``text`` has the form of ``new_nonce``: the length is fixed, so that two nonces can be
+    """Return whether ``text`` has the form of ``new_nonce``: the length is fixed, so that two nonces can be
     joined in one way only."""
     return len(text) == 2 * _NONCE_BYTES and all(digit in "0123456789abcdef" for digit in text)
 
@@ -45,6 +45,6 @@ def proof(token: str, role: str, client_nonce: str, backend_nonce: str) -> str:
 
 
 def is_proof(received: str, token: str, role: str, client_nonce: str, backend_nonce: str) -> bool:
-    """Tell whether ``given`` is that proof, in a time that does not depend on where the two differ."""
+    """Return whether ``received`` is that proof, in a time that does not depend on where the two differ."""
     expected = proof(token, role, client_nonce, backend_nonce)
     return hmac.compare_digest(received.encode(errors="replace"), expected.encode())

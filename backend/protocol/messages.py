@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 #: Clients and backends of one version understand each other.
 VERSION = 2
-#: Stands in the names of models with LoRAs, behind the name of the model without.
+#: Separates the name of a model from its LoRAs, in the names of models with LoRAs.
 LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
 #: as an index into them.
@@ -61,7 +61,7 @@ class Welcome:
 class Arrange:
     """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer
     is a Welcome. Models of which every rank holds the same part then as now stay loaded, the others are freed
-    (Ping tells which are left)."""
+    (Pong lists what is left)."""
 
     config: dict
 
@@ -112,7 +112,7 @@ class Describe:
 
 @dataclass(frozen=True)
 class Described:
-    """``image_rows``: rows of the latent; ``ranks``: a line for each (describe.RankPlan)."""
+    """``image_rows``: tokens of the latent; ``ranks``: a line for each (rank_plan.RankPlan)."""
 
     image_rows: int
     ranks: list
@@ -131,8 +131,8 @@ class Sample:
 
     tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, or (B, 1, L) where a
     model denoises several latents (video and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each,
-    and they lie flattened behind each other; ``sigmas`` (steps + 1,), ``denoise_mask`` (broadcast to the
-    latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after the parts of
+    and they lie flattened one after the other; ``sigmas`` (steps + 1,), ``denoise_mask`` (broadcast to the
+    latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after those fractions of
     sampling solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as
     ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of model arguments (``c_crossattn``, ``y``,
     ``guidance``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts of a side are
@@ -164,12 +164,13 @@ class ModelCall:
     float32.
 
     tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input
-    channels (c_concat) with those behind its own, or several packed (B, 1, L) with their ``latent_shapes``,
-    as in Sample, and ``output`` likewise; ``time`` (B,), what the model is told of the noise: the noise level
-    of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with ComfyUI's names, a row
-    for each sample, or one for all. The backend keeps the tensors that ``keep`` names (name -> key), for this
-    ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key) stands for a tensor. Where
-    one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them again.
+    channels (c_concat) with those after its own, or several packed (B, 1, L) with their ``latent_shapes``,
+    as in Sample, and ``output`` likewise; ``time`` (B,), the model's time input: the noise level
+    of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with ComfyUI's names, one
+    for each sample, or one for all. The backend caches the tensors that ``keep`` names (name -> key), for
+    this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key) stands for a tensor.
+    Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them
+    again.
     """
 
     model: str

@@ -50,8 +50,8 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
     place in it.
 
     The bytes are those of the tensors themselves, which must not change before they are sent. What lies side
-    by side in memory is one part, so a body that was received is one part again. A tensor under two names is
-    sent twice.
+    by side in memory is one chunk, so a body that was received is one chunk again. A tensor under two names
+    is sent twice.
     """
     table, runs, at = {}, [], 0
     # large elements first, so that all lie at multiples of their size

@@ -1,1 +1,1 @@
-"""Rank 0's socket, and how the other ranks hear of what it receives."""
+"""Rank 0's socket, and the broadcast of what it receives to the other ranks."""

@@ -1,8 +1,8 @@
-"""Model arguments that clients refer to in later calls instead of sending them again: a sampling's prompts
-are the same at every step.
+"""Cache of model arguments that clients refer to in later calls instead of sending them again: a sampling's
+prompts are the same at every step.
 
-A client says what to keep, under which key, and what to forget; nothing is kept that no key was given for.
-Every rank gets the same calls in the same order, so all keep the same.
+A client says what to cache, under which key, and what to forget; nothing is cached without a key. Every rank
+gets the same calls in the same order, so all cache the same.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..protocol import ModelCall
 
-#: Clients whose arguments are kept, those that called last; another one's are asked for again.
+#: Clients whose arguments are cached, those that called last; another one's are asked for again.
 MOST_CLIENTS = 4
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 tells the other ranks what to do, over the gloo control group: the client's own messages, in the
+"""Broadcast of a client's messages from rank 0 to the other ranks, over the gloo control group, in the
 protocol's own frames."""
 
 import json
@@ -19,16 +19,18 @@ FIRST = 4096
 
 
 class Dispatcher:
-    """Broadcast of messages from rank 0, their bodies in shared memory where all ranks are on one machine,
-    and answers back. Every rank makes one at the same time."""
+    """Broadcast messages from rank 0, and gather small values from every rank.
 
-    def __init__(self, group: dist.ProcessGroup):
+    Bodies go through shared memory where all ranks are on one machine. Every rank makes one at the same time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.buffer = self._shared(dist.get_rank(group)) if self.ranks > 1 else None
 
     def _shared(self, rank: int) -> SharedBuffer | None:
-        """Memory that every rank has, or None."""
+        """Return memory that every rank has, or None."""
         buffer = address = None
         try:
             buffer, address = SharedBuffer.make(self.ranks) if rank == 0 else (None, None)
@@ -42,7 +44,7 @@ class Dispatcher:
         return buffer if all(self.all_gather_object(buffer is not None)) else None
 
     def broadcast(self, message):
-        """Rank 0: send ``message`` to every other rank, where there are some."""
+        """On rank 0: send ``message`` to every other rank, if there are any."""
         if self.ranks == 1:
             return
         _, header, table, *data = encode(message)
@@ -55,10 +57,10 @@ class Dispatcher:
         if chunks and not number:
             self._broadcast_bytes(
                 chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-            )  # what came over the socket is one part
+            )  # what came over the socket is one chunk
 
     def receive(self):
-        """Other ranks: the next message of rank 0."""
+        """On other ranks: wait for the next message of rank 0 and return it."""
         head = self._broadcast_bytes(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
         header, table, body, number = SIZES.unpack_from(head)
         size = SIZES.size + header + table
@@ -70,6 +72,7 @@ class Dispatcher:
 
     def _body(self, number: int, size: int) -> Tensor:
         if number:
+            assert self.buffer is not None  # rank 0 numbers bodies only where every rank has the memory
             return self.buffer.read(number, size)
         data = torch.empty(size, dtype=torch.uint8)
         return self._broadcast_bytes(data) if size else data
@@ -79,7 +82,7 @@ class Dispatcher:
         return x
 
     def all_gather_object(self, value) -> list:
-        """Every rank's JSON-able ``answer``, on every rank, in order of ranks."""
+        """Gather every rank's ``value`` (anything that JSON holds) on every rank, in order of ranks."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: rank 0 puts a message's body there once, and every other rank
+"""A shared-memory buffer of the ranks of one machine: rank 0 writes a message's body, and every other rank
 copies it out.
 
 Through gloo's sockets a body takes several times as long. The memory has no name in a file system: it is a
@@ -29,8 +29,11 @@ class SharedBuffer:
 
     @classmethod
     def make(cls, ranks: int) -> tuple["SharedBuffer", list]:
-        """A new one, and what the other ranks must be told of it. OSError, AttributeError where this system
-        has none."""
+        """Make the buffer, and return it with the address that the other ranks ``join``: [pid, file,
+        signature].
+
+        Raises OSError or AttributeError where this system has no memfd.
+        """
         file, sign = os.memfd_create("parallel-dit"), secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
         buffer = cls(file, ranks, 0)
@@ -39,7 +42,7 @@ class SharedBuffer:
 
     @classmethod
     def join(cls, address: list, ranks: int, rank: int) -> "SharedBuffer":
-        """Rank 0's. OSError, ValueError where it is on another machine."""
+        """Open rank 0's buffer. Raises OSError or ValueError where it is on another machine."""
         pid, file, sign = address
         buffer = cls(os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR), ranks, rank)
         if buffer.data[:16].numpy().tobytes().hex() != sign:
@@ -47,8 +50,10 @@ class SharedBuffer:
         return buffer
 
     def write(self, chunks: list[Tensor]) -> int:
-        """Rank 0: place ``parts`` (uint8) behind each other; the body's number, or 0 where it does not fit or
-        some rank has not read the one before."""
+        """On rank 0: write ``chunks`` (uint8) one after the other and return the body's number.
+
+        Returns 0 where it does not fit, or where some rank has not read the body before.
+        """
         if sum(map(len, chunks)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
             return 0
         at = 0
@@ -59,17 +64,17 @@ class SharedBuffer:
         return self.sent
 
     def read(self, number: int, size: int) -> Tensor:
-        """Another rank: the body of that number, in memory of its own."""
+        """On another rank: copy out the body of that number, of ``size`` bytes."""
         body = self.data[:size].clone()
         self.confirm(number)
         return body
 
     def confirm(self, number: int):
-        """This rank is done with that body. A call to the kernel: it is seen after what was read before."""
+        """Mark the body as read by this rank. A system call, so no earlier read is reordered after it."""
         os.pwrite(self.file.fileno(), COUNT.pack(number), COUNT.size * self.rank)
 
     def _counts(self) -> list[int]:
-        """Of the other ranks."""
+        """Return the number of the last body that each other rank has read."""
         return [
             count for (count,) in COUNT.iter_unpack(os.pread(self.file.fileno(), COUNT.size * self.ranks, 0))
         ][1:]

@@ -207,7 +207,7 @@ def test_discrete_schedule(kind, zsnr, highest):
         ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
         ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
         ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
-        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 rows"),
+        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 tokens"),
         ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
         ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
         (
@@ -227,7 +227,7 @@ def test_discrete_schedule(kind, zsnr, highest):
         ),
         ("wan21-t2v", {"noise": torch.zeros(1, 16, 1, 2, 2052)}, "1 x 1 x 1026 tokens"),
         ("z-image-turbo", {"noise": torch.zeros(1, 16, 2, 2052)}, "1 x 1026 tokens"),
-        ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 rows of text"),
+        ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 tokens of text"),
     ],
 )
 def test_refusals_name_the_remedy(family, change, words, tmp_path):

@@ -55,9 +55,9 @@ from backend.sampling.validation import check_sample
         ("qwen-image-edit", METHOD["index_timestep_zero"], "Qwen-Image-Edit 2511"),
         ("qwen-image21-edit", METHOD["offset"], "index_timestep_zero"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
-        ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 rows of the prompt"),
+        ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 tokens of the prompt"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
-        ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding behind"),
+        ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
         ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
         ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
@@ -73,7 +73,7 @@ from backend.sampling.validation import check_sample
         (
             "minimax-h3-guides",
             {"given_audio": None},
-            "40 and 0 rows, but given_tags tells of 40 of video .0. and 6 of audio",
+            "40 and 0 tokens, but given_tags tells of 40 of video .0. and 6 of audio",
         ),
         ("minimax-h3-guides", {"given_positions": None}, "come together; send both"),
         (
@@ -81,11 +81,11 @@ from backend.sampling.validation import check_sample
             {"text_tags": torch.ones(1, 5)},
             "text_tags has 5 tokens but c_crossattn has 12",
         ),
-        ("minimax-h3-guides", {"text_tags": torch.full((1, 12), 7)}, "text_tags are of 0 .a picture's row"),
+        ("minimax-h3-guides", {"text_tags": torch.full((1, 12), 7)}, "text_tags are of 0 .an image's token"),
         (
             "minimax-h3-guides",
             {"given_video": torch.zeros(1, 40, 24)},
-            "given_video has width 24, but a row of this model has 96",
+            "given_video has width 24, but a token of this model has 96",
         ),
         ("ltx2-i2v", {"denoise_mask": torch.full((1, 1, 3, 6, 5), -1.0)}, "IC-LoRA"),
         ("ltx2-i2v", {"audio_denoise_mask": torch.ones(1, 1, 8, 16)}, "audio_denoise_mask has the size"),
@@ -204,7 +204,7 @@ def test_sparse_attention_is_dense_from_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     "shape, says",
     [
-        ((1, 12, 64), "has 12 rows, .* position table is for 226; pad the prompt to 226 tokens"),
+        ((1, 12, 64), "has 12 tokens, .* position table is for 226; pad the prompt to 226 tokens"),
         ((1, 226, 32), "c_crossattn has width 32 but this model wants 64"),
         ((1, 226, 64), None),
     ],

@@ -1,20 +1,19 @@
 """Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
 
 The family is made from the class's signature and from what a shallow copy with random weights does
-(probe.py). CFG and data parallelism are always there; the methods that cut rows (Ulysses, ring, PipeFusion)
-where a self-check passes: every patch run alone against full key/value buffers equals the full forward. What
-a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and as velocity
-where there is none.
+(probe.py). CFG and data parallelism are always there; the methods that cut the sequence (Ulysses, ring,
+PipeFusion) where a self-check passes: every patch run alone against full key/value buffers equals the full
+forward. What a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and
+as velocity where there is none.
 """
 
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ...errors import UnsupportedError, quoted, reason
 from ...models.blocks import Blocks
@@ -22,127 +21,13 @@ from ...models.discrete_schedule import DiscreteSchedule
 from ...models.family import Conditioning, Family, Latent, ModelIO, Noise
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
+from .inputs import CONDITIONING, WIDTHS, Inputs, inputs_of
 from .probe import Trace, shallow, trace
 from .structure import Whole, check_patches, structure
 
-#: Parameter of a forward -> names that configurations have for its width.
-WIDTHS = {
-    "encoder_hidden_states": (
-        "joint_attention_dim",
-        "text_embed_dim",
-        "caption_channels",
-        "caption_projection_dim",
-        "cross_attention_dim",
-        "text_dim",
-        "cap_feat_dim",
-        "context_in_dim",
-    ),
-    "pooled_projections": ("pooled_projection_dim",),
-}
-#: Parameter of a forward -> ComfyUI's name of what fills it.
-CONDITIONING = {
-    "encoder_hidden_states": "c_crossattn",
-    "pooled_projections": "y",
-    "guidance": "guidance",
-    "encoder_attention_mask": "attention_mask",
-}
-#: Class whose pipeline computes positions -> (does the text count, on both axes; does the picture stand
-#: behind it), which its forward does not tell.
-POSITIONS = {
-    "FluxTransformer2DModel": (False, False),
-    "ChromaTransformer2DModel": (False, False),
-    "OvisImageTransformer2DModel": (True, False),
-    "LongCatImageTransformer2DModel": (True, True),
-}
-#: Pixels of a latent cell's side, for classes that want the picture's size.
-PIXELS = 8
-#: (rows, columns) of tokens and rows of prompt in the two probes; no size is another's, so that a size tells
-#: what it counts.
+#: (height, width) in tokens, and tokens of the prompt, in the two probes. No two sizes are equal, so that a
+#: size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
-    latent has a time axis; scale: of sigma to its timestep;
-    inverted: time counts from noise (0) to picture (1), and the output leads there (Mochi's scheduler);
-    counts, behind: as in POSITIONS."""
-
-    names: tuple[str, ...]
-    packed: bool
-    video: bool
-    scale: float = 1.0
-    guided: bool = False
-    inverted: bool = False
-    counts: bool = False
-    image_last: bool = False
-
-    def __call__(
-        self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
-    ) -> dict:
-        """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
-        batch = latent.shape[0]
-        values = {
-            "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
-            "encoder_hidden_states": lambda: cond["c_crossattn"],
-            "timestep": lambda: (
-                ((1.0 - sigma if self.inverted else sigma) * self.scale).expand(batch).to(latent.device)
-            ),
-            "pooled_projections": lambda: cond["y"],
-            "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
-            "encoder_attention_mask": lambda: cond.get(
-                "attention_mask",
-                torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device),
-            ),
-            "img_ids": lambda: _positions(
-                grid, latent.device, cond["c_crossattn"].shape[1] if self.image_last else 0
-            ),
-            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
-            "original_size": lambda: _pixels(grid, latent),
-            "target_size": lambda: _pixels(grid, latent),
-            "crop_coords": lambda: latent.new_zeros(batch, 2),
-            "num_frames": lambda: grid.counts[0],
-            "height": lambda: grid.counts[1],
-            "width": lambda: grid.counts[2],
-        }
-        return {name: values[name]() for name in self.names}
-
-
-#: What Inputs can fill.
-FILLABLE = (
-    "hidden_states",
-    "timestep",
-    "img_ids",
-    "txt_ids",
-    "original_size",
-    "target_size",
-    "crop_coords",
-    "num_frames",
-    "height",
-    "width",
-    *CONDITIONING,
-)
-
-
-def _positions(grid, device, start):
-    """(tokens, 3) of (kind, y, x); ``start``: rows of text in front."""
-    y, x = torch.meshgrid(
-        *(
-            torch.arange(start, start + count, device=device, dtype=torch.float32)
-            for count in grid.counts[1:]
-        ),
-        indexing="ij",
-    )
-    return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
-
-
-def _text_positions(text, counts):
-    numbers = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
-    return torch.cat([torch.zeros_like(numbers), numbers, numbers], dim=1)
-
-
-def _pixels(grid, latent):
-    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
 
 
 def unknown(cls: type) -> Family:
@@ -162,19 +47,21 @@ def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
     """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's
     scheduler_config.json, where there is one.
 
-    Raises UnsupportedError for a class that cannot be filled or run. Where rows cannot be cut,
+    Raises UnsupportedError for a class that cannot be filled or run. Where the sequence cannot be cut,
     Blocks.whole_only says why.
     """
     return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
 
 
 @lru_cache(maxsize=4)
-def _family(cls: type, config: str, scheduler: str) -> Family:
-    config, scheduler = json.loads(config), json.loads(scheduler)
-    inputs = _inputs(cls, config)
+def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
+    config: dict = json.loads(config_json)
+    scheduler: dict | None = json.loads(scheduler_json)
+    inputs = inputs_of(cls, config)
     probe = _Probe(cls, config, inputs)
     first, schedule = probe.run(*PROBES[0]), _schedule(scheduler)
     _check_inputs(cls, first)
+    assert first.timestep is not None  # _check_inputs has refused a class without one
     channels, patch, heads, head_size = (
         probe.channels,
         probe.patch,
@@ -214,7 +101,7 @@ def _family(cls: type, config: str, scheduler: str) -> Family:
 
 
 def _checked(family: Family, probe: "_Probe") -> Family:
-    """The family, once its patches have been checked; blocks that fail on a text stream without rows are
+    """The family, once its patches have been checked; blocks that fail on a text stream without tokens are
     given one."""
     request = probe.request(*PROBES[0])
     try:
@@ -245,45 +132,6 @@ def _check_inputs(cls: type, first: Trace):
                 )
 
 
-def _inputs(cls, config) -> Inputs:
-    parameters = [
-        p for p in inspect.signature(cls.forward).parameters.values() if p.name not in ("self", "return_dict")
-    ]
-    for p in parameters:
-        if p.default is p.empty and p.name not in FILLABLE:
-            raise UnsupportedError(
-                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
-                f"forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to "
-                f"add a family."
-            )
-    names = tuple(p.name for p in parameters if p.name in FILLABLE)
-    if "hidden_states" not in names or "timestep" not in names:
-        raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and its forward takes no "
-            f"hidden_states and timestep; it is no denoiser of latents."
-        )
-    if "img_ids" in names and cls.__name__ not in POSITIONS:
-        raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
-            f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
-            f"add a family."
-        )
-    counts, image_last = POSITIONS.get(cls.__name__, (False, False))
-    return Inputs(
-        names,
-        packed="img_ids" in names,
-        video=is_video(cls),
-        guided=bool(config.get("guidance_embeds")),
-        counts=counts,
-        image_last=image_last,
-    )
-
-
-def is_video(cls: type) -> bool:
-    """Has the latent of this class a time axis?"""
-    return "3D" in cls.__name__
-
-
 class _Probe:
     """The shallow copy and its requests."""
 
@@ -292,7 +140,7 @@ class _Probe:
         side = config.get("patch_size") or 1
         sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
         time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
-        self.patch = (1, 2, 2) if inputs.packed else (time, *sides)
+        self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else (time, sides[0], sides[1])
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
         self.transformer = self._try(
             lambda: shallow(
@@ -364,7 +212,7 @@ def _prediction(scheduler: Mapping | None) -> str:
 
 
 def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
-    if _prediction(scheduler) == "flow":
+    if scheduler is None or _prediction(scheduler) == "flow":
         return None
     kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
     if scheduler.get("beta_schedule", "linear") not in kinds:

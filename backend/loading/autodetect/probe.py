@@ -2,7 +2,8 @@
 weights.
 
 Streams are found by identity: what one block returns is the very tensor that the next one takes, as in
-diffusers' TransformerBlockRegistry. Which rows they have is found by running two sizes of latent and prompt.
+diffusers' TransformerBlockRegistry. Which tokens they have is found by running two sizes of latent and
+prompt.
 """
 
 import inspect
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 
 #: Blocks of each list that a shallow copy keeps: one hands its output to the other.
 DEPTH = 2
-#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike): drawing
-#: each anew takes a minute for a large model.
+#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike):
+#: drawing each anew takes a minute for a large model.
 POOL = 1_000_003
 
 
 @dataclass
 class BlockCall:
-    """One block's arguments by name, its outputs, the rows of queries and keys of each attention call in it,
-    and those that its layers were given in turn (one: no rows, a vector a sample)."""
+    """One block's arguments by name, its outputs, the tokens of queries and keys of each attention call in
+    it, and those that its layers were given in turn (one: no tokens, a vector a sample)."""
 
     list_name: str
     arguments: dict
@@ -37,7 +38,7 @@ class BlockCall:
 
 @dataclass
 class Trace:
-    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, rows, D), and
+    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, tokens, D), and
     what the timestep embedding was given."""
 
     blocks: list[BlockCall]
@@ -74,7 +75,7 @@ def shallow(cls: type, config: dict) -> nn.Module:
 
 
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
-    """Run a forward and write down what its blocks were given and gave."""
+    """Run a forward and record the arguments and results of its blocks."""
     calls: list[BlockCall] = []
     found = Trace(calls, None, 0, 0, None, torch.empty(0))
     hooks = [hook for name, block in _blocks(transformer) for hook in _watch(name, block, calls)]

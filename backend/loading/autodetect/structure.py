@@ -1,4 +1,4 @@
-"""How a transformer's blocks are taken apart, read from what they were given and gave (probe.py), and the
+"""How a transformer's blocks are taken apart, read from their arguments and results (probe.py), and the
 check that it is so."""
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from .probe import BlockCall, Trace
 
 
 class Whole(Exception):
-    """Why a transformer runs with all of its rows only."""
+    """Why a transformer runs with all of its tokens only."""
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
     """Fields of Blocks, from forwards of two sizes; Whole where they are of no known
     form.
 
-    sizes: (image rows, text rows) of the two; another: runs the small one with another latent and the same
-    prompt.
+    sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent and the
+    same prompt.
     """
     calls = list(zip(small.blocks, large.blocks))
     kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
@@ -29,7 +29,7 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
         name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)
     ] or [name for name, streams in kinds.items() if "image" in streams]
     if not lists:
-        raise Whole("no list of blocks passes rows of the latent from one to the next")
+        raise Whole("no list of blocks passes tokens of the latent from one to the next")
     calls = [pair for pair in calls if pair[0].list_name in lists]
     joined = tuple(name for name in lists if "joint" in kinds[name])
     apart = [name for name in lists if name not in joined]
@@ -65,8 +65,8 @@ def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
 
 
 def _kind(tokens: tuple[int, int], sizes) -> str | None:
-    """What a pair of sizes counts in the two probes; a prompt may have got further rows inside the model, the
-    same in both."""
+    """What a pair of sizes counts in the two probes; a prompt may have got further tokens inside the model,
+    the same in both."""
     (image, text), (image2, text2) = sizes
     if tokens == (image, image2):
         return "image"
@@ -89,7 +89,7 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
                 raise Whole(
                     f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
                 )
-            return kinds
+            return tuple(kind for kind in kinds if kind)  # none is None: they are the streams' kinds
     return ("image",)
 
 
@@ -115,14 +115,14 @@ def _attention_kind(tokens, again, sizes):
     if query == "image" and key == "text":
         return "cross"
     raise Whole(
-        f"a block attends from {tokens[0]} rows to {tokens[1]}, which is neither the latent, nor latent and "
-        f"prompt, nor the prompt"
+        f"a block attends from {tokens[0]} tokens to {tokens[1]}, which is neither the latent, nor latent "
+        f"and prompt, nor the prompt"
     )
 
 
 def _layers(calls, sizes) -> dict:
-    """Layers of a block that rows of text alone pass, and those that no rows do, wherever there are blocks
-    that have them; the others are counted as the latent's or as all rows'."""
+    """Layers of a block that tokens of text alone pass, and those that no tokens do, wherever there are
+    blocks that have them; the others are counted as the latent's or as all tokens'."""
     kinds: dict[str, set] = {}
     for call, again in calls:
         for name, tokens in call.layers.items():
@@ -152,11 +152,14 @@ def _per_token(calls, streams, sizes, texts) -> dict:
             ):
                 continue
             places = [_place(tensor.shape, other.shape, sizes) for tensor, other in zip(tensors, others)]
-            if any(places):
-                if None in places or len({dim for _, dim in places}) > 1:
-                    raise Whole(f"its blocks take {name!r}, of which only a part has a row for every token")
-                kinds = tuple(kind for kind, _ in places)
-                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], places[0][1])
+            counted = [place for place in places if place]
+            if counted:
+                if len(counted) < len(places) or len({dim for _, dim in counted}) > 1:
+                    raise Whole(
+                        f"its blocks take {name!r}, of which only some tensors have a row for every token"
+                    )
+                kinds = tuple(kind for kind, _ in counted)
+                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
     if not texts and any(kind == "text" for kind, _ in found.values()):
         found = {
             name: place for name, place in found.items() if place[0] != "text"
@@ -171,7 +174,7 @@ def _place(shape, other, sizes):
 
 
 def _text_position(small: Trace, other: Trace, size) -> str:
-    """Where text sits among the keys of the first attention: the rows that another latent leaves as they
+    """Where text sits among the keys of the first attention: the tokens that another latent leaves as they
     are."""
     changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
     image, tokens = size[0], len(changed)
@@ -181,13 +184,13 @@ def _text_position(small: Trace, other: Trace, size) -> str:
     ):
         if changed.tolist() == expected:
             return position
-    raise Whole("rows of the prompt and of the latent are mixed in its attention")
+    raise Whole("tokens of the prompt and of the latent are mixed in its attention")
 
 
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
-    """Patch consistency: with every key and value in the buffers, each patch by itself gives its rows of the
-    full forward. Raises Whole."""
+    """Patch consistency: with every key and value in the buffers, each patch by itself gives its tokens of
+    the full forward. Raises Whole."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
@@ -218,7 +221,7 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
                     raise Whole(
-                        f"a self-check failed: rows {tokens.start or 0} to {tokens.stop or grid.tokens} "
+                        f"a self-check failed: tokens {tokens.start or 0} to {tokens.stop or grid.tokens} "
                         f"computed alone are {error:.1e} from the full forward"
                     )
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:

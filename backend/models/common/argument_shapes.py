@@ -2,7 +2,7 @@
 are."""
 
 #: Argument -> its dimensions. "batch" is the latent's or 1, "width" the family's (Conditioning.widths), "..."
-#: the sides of the (first) latent and "... of sound" of the last one; any other name is one size in all
+#: the sides of the (first) latent and "... of audio" of the last one; any other name is one size in all
 #: arguments of a prompt, a number that size.
 DIMENSIONS = {
     "c_crossattn": ("batch", "tokens", "width"),

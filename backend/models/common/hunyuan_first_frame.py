@@ -1,8 +1,9 @@
-"""HunyuanVideo whose first frame is given (image to video, v2 "replace"): the rows of that frame are
-modulated by a timestep of their own. The weights are text to video's, and only the request tells, so blocks
+"""HunyuanVideo with a given first frame (image to video, v2 "replace"): that frame's tokens are modulated by
+a timestep of their own. The weights are text to video's, and only the request shows which it is, so blocks
 and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
@@ -13,15 +14,18 @@ from ..blocks import BlockAdapter
 
 def _two_ways(norm, linear):
     """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
-    the same for the given frame's."""
+    the same for the first frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
-    return SimpleNamespace(
-        silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
+    return cast(
+        Any,
+        SimpleNamespace(
+            silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
+        ),
     )
 
 
 class Norm(AdaLayerNormZero):
-    def forward(self, x, emb=None, replaced=None, count=0):
+    def forward(self, x, emb: Any = None, replaced=None, count=0):
         if replaced is None:
             return super().forward(x, emb=emb)
         return hunyuan.HunyuanVideoTokenReplaceAdaLayerNormZero.forward(
@@ -42,7 +46,7 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
     ):
         if token_replace_emb is None:
             return hunyuan.HunyuanVideoTransformerBlock.forward(
-                self, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
+                cast(Any, self), hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis
             )
         count = num_tokens[0] if isinstance(num_tokens, tuple) else num_tokens
         return super().forward(
@@ -51,9 +55,9 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
 
 
 class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many rows of text and of image are replaced, or one number for both. ComfyUI counts a
-    frame's tokens from the text's first row on, which Tencent's code does from the image's; the latent is to
-    be ComfyUI's."""
+    """``num_rows``: how many tokens of text and of image are replaced, or one number for both. ComfyUI counts
+    a frame's tokens from the text's first token on, which Tencent's code does from the image's; the latent is
+    to be ComfyUI's."""
 
     def forward(
         self,
@@ -63,7 +67,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         attention_mask=None,
         image_rotary_emb=None,
         token_replace_emb=None,
-        num_rows=None,
+        num_rows: Any = None,
     ):
         if token_replace_emb is None:
             return super().forward(
@@ -103,7 +107,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
 
 
 class Condition(hunyuan.HunyuanVideoConditionEmbedding):
-    """``guidance`` (B, 2): the guidance and the given frame's timestep."""
+    """``guidance`` (B, 2): the guidance and the first frame's timestep."""
 
     def forward(self, timestep, pooled_projection, guidance=None):
         if guidance is None or guidance.ndim == 1:
@@ -112,7 +116,7 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
         embedding, replaced = (
             super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
         )
-        embedding.second = replaced  # for the memos and the last norm
+        embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]  # for the memos and the last norm
         return embedding, replaced
 
 
@@ -143,12 +147,12 @@ def patch_module(transformer, config):
 
 
 def prepare(transformer, grid):
-    """Tell the last norm how many rows a frame has."""
+    """Set how many tokens a frame has, which the last norm needs."""
     transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
 
 
 class FirstFrame(BlockAdapter):
-    """num_tokens and num_rows count the given frame's tokens, which come first."""
+    """num_tokens and num_rows count the first frame's tokens, which come first."""
 
     def cut(self, call, tokens):
         counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}

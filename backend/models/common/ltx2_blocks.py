@@ -1,7 +1,8 @@
-"""Blocks of LTX-2: how the engine joins and divides their two streams, and what ComfyUI's order of hearing,
-empty rows and noise levels of single rows change in diffusers' modules."""
+"""Blocks of LTX-2: how the engine joins and divides their two streams, and what differs from diffusers'
+modules: ComfyUI's order of cross-attention, streams without tokens, and noise levels of single tokens."""
 
 from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from ..blocks import BlockAdapter
 from ..family import Nested
 
-#: Sound: channels and frequencies of a latent, one moment of which is a token.
+#: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
 LATENTS = Nested(
     ("video", "audio"),
@@ -29,7 +30,7 @@ STREAMS = ("hidden_states", "audio_hidden_states")
 
 
 class VideoAndAudio(BlockAdapter):
-    """Video and sound, each as wide as its part of the model, as one image stream: sound first, the narrower
+    """Join video and audio, which have different widths, into one image stream: audio first, the narrower
     of them ending in zeros."""
 
     def latents(self, call):
@@ -52,7 +53,7 @@ class VideoAndAudio(BlockAdapter):
         return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
 
     def divided(self, call, image, tokens):
-        """The way back of joined, for all tokens or this rank's."""
+        """Undo ``joined``, for all tokens or for this rank's."""
         whole = image.shape[1] == tokens.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
         sizes = [
@@ -63,8 +64,8 @@ class VideoAndAudio(BlockAdapter):
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, with 2.3's gate of every head, for any number of rows, none included: a patch may
-    hold no sound."""
+    """LTX-2's attention, with 2.3's gate of every head, for any number of tokens, none included: a patch may
+    hold no audio."""
 
     def __call__(
         self,
@@ -93,25 +94,35 @@ class Attention(LTX2AudioVideoAttnProcessor):
 
 
 class Levels(LTX2AdaLayerNormSingle):
-    """The modulation of each noise level once, where rows have levels of their own: a mask has a few, and
-    video of 1280 x 704 pixels and 121 frames 14080 rows, of 9 x 4096 numbers each. Blocks are given which
-    level a row has."""
+    """Compute modulation once per noise level, where tokens have levels of their own.
+
+    A mask has a few levels. Video of 1280 x 704 pixels and 121 frames has 14080 tokens, and modulation of one
+    is 9 x 4096 numbers. Blocks are given the index of each token's level.
+    """
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
         levels, level_of_token = timestep.unique(return_inverse=True)
-        self.modulation, embedding = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        found: Any = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
+        self.modulation, embedding = found
         return level_of_token[:, None], embedding[level_of_token]
 
     def of(self, tokens):
-        """What get_mod_params takes for a block's ``rows`` of what forward gave, (B, rows, features)."""
+        """Return what get_mod_params takes for ``tokens``, a block's slice of what ``forward`` returned."""
         return tokens if tokens.is_floating_point() else (self.modulation, tokens[..., 0])
 
 
 class Block(LTX2VideoTransformerBlock):
-    """Sound hears the video after the video has heard the sound, as in ComfyUI; diffusers' block lets both
-    hear what was before."""
+    """Let audio attend to video that has already attended to audio, as in ComfyUI.
+
+    In diffusers' block both attend to what came before either attention.
+    """
+
+    levels: Any
+    times: Any
+    video: Any
+    heard: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(
@@ -151,7 +162,7 @@ class Block(LTX2VideoTransformerBlock):
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
-        """As diffusers', for any number of rows, and for a few levels of many."""
+        """As diffusers', for any number of tokens, and for a few levels of many."""
         if isinstance(temb, tuple):
             levels, tokens = temb
             return tuple(
@@ -194,8 +205,10 @@ def highest(times, batch):
 
 
 def gate_by_highest_level(transformer, config):
-    """A stream's gate to the other goes by the highest noise level among the other's rows, as in ComfyUI
-    (there among those of the whole batch); diffusers' by its own rows'."""
+    """Compute a stream's gate from the highest noise level among the other stream's tokens, as ComfyUI does.
+
+    ComfyUI takes it over the whole batch, this over each sample; diffusers uses the stream's own tokens.
+    """
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
     for heard, gate in (
         (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..key_layout import CompanionFolder, blocks_of
 
-#: Rows of a connected prompt, at least.
+#: Tokens of a connected prompt, at least.
 LEAST_TOKENS = 1024
 #: Heads of the released connectors, by their width, and of smaller ones.
 CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}
@@ -17,8 +17,8 @@ SMALL_CONNECTOR_HEADS = 4
 
 
 def finish(connector, prompt):
-    """What the connector makes of a prompt (B, rows, width) that it has yet to finish, which comes with a
-    feature more, of zeros; of others nothing."""
+    """Return what the connector makes of a prompt (B, tokens, width) that it has yet to finish, which comes
+    with a feature more, of zeros; of others nothing."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
     length, registers = prompt.shape[1], connector.num_learnable_registers
@@ -31,7 +31,7 @@ def finish(connector, prompt):
 
 
 class Prompt(PixArtAlphaTextProjection):
-    """LTX-2's projection of a prompt, behind its connector."""
+    """LTX-2's projection of a prompt, after its connector."""
 
     def forward(self, prompt):
         return super().forward(finish(self.connector, prompt))

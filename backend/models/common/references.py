@@ -1,4 +1,4 @@
-"""Pictures that are given to a model beside the one it makes: reference latents, whose tokens follow the
+"""Reference images of a model that makes another one: reference latents, whose tokens follow the
 latent's in the image stream and have positions of their own, and latents that come as further channels.
 Positions are ComfyUI's (its ref_latents_method)."""
 
@@ -35,8 +35,8 @@ def method(cond: Mapping[str, Tensor], default: str) -> str:
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
-    """Why references cannot be put beside this latent, or None. ``timestep_zero``: what to use for the method
-    index_timestep_zero, "" where the model has it."""
+    """Why references cannot be put next to this latent, or None. ``timestep_zero``: what to use for the
+    method index_timestep_zero, "" where the model has it."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
         return (
@@ -83,7 +83,7 @@ def token_count(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
 
 
 def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
-    """The references (B, tokens, F), to be put behind the latent's own."""
+    """The references (B, tokens, F), to be put after the latent's own."""
     return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
 
 
@@ -115,7 +115,7 @@ def positions(
     grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False
 ) -> Tensor:
     """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the
-    picture. A picture's t is its number."""
+    image. An image's t is its number."""
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in grid.counts]
     middle = [count // 2 if centred else 0 for count in grid.counts]
     shifted = [
@@ -140,12 +140,12 @@ def all_positions(
 
 
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
-    """The latent with the picture that comes as further channels (c_concat), where there is one."""
+    """The latent with the image that comes as further channels (c_concat), where there is one."""
     return torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
 
 
 def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
-    """Why a model of ``channels`` input channels cannot take this latent and picture, or None."""
+    """Why a model of ``channels`` input channels cannot take this latent and image, or None."""
     channels_of_image = cond["c_concat"].shape[1] if "c_concat" in cond else 0
     if grid.shape[0] + channels_of_image == channels:
         return None

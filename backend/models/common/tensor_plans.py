@@ -1,5 +1,5 @@
 """What the names that diffusers' attention and feed-forward modules share tell: tensor-parallel plans
-(styles: see parallel/tensor.py), layers of text."""
+(styles: see parallel/tensor_parallel.py), layers of text."""
 
 #: Attention and MLP of classes without a _tp_plan of their own; a family takes it as it is, or adds to it.
 COMMON = {
@@ -19,7 +19,7 @@ COMMON = {
         f"*.ff.{name}": style for name, style in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
     },
 }
-#: Blocks with attention and MLP side by side and one output layer behind both, as Flux's single ones.
+#: Blocks with attention and MLP side by side and one output layer after both, as Flux's single ones.
 PARALLEL_MLP = {
     "single_transformer_blocks.*.proj_mlp": "colwise",
     "single_transformer_blocks.*.proj_out": "rowwise behind attention",

@@ -1,4 +1,4 @@
-"""Timesteps as they are given: some of diffusers' transformers round them to the precision of their rows
+"""Timesteps in full precision: some of diffusers' transformers round them to the precision of their tokens
 before they make sines of them (of 1000 steps bf16 tells one in four from the next), ComfyUI's afterwards."""
 
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 def keep_timestep(transformer: nn.Module, embed: nn.Module, reader: nn.Linear, factor: float = 1.0):
     """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``;
-    ``reader``: the first layer behind the sines. Timesteps that the transformer adds, of given rows, are
+    ``reader``: the first layer after the sines. Timesteps that the transformer adds, of reference tokens, are
     zero."""
     seen = {}
 

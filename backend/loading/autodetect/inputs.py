@@ -1,0 +1,167 @@
+"""How the forward of a diffusers class that no family file describes is filled: which of its arguments are
+known, and what they are made of."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...models.latent_tokens import TokenGrid
+
+#: Parameter of a forward -> names that configurations have for its width.
+WIDTHS = {
+    "encoder_hidden_states": (
+        "joint_attention_dim",
+        "text_embed_dim",
+        "caption_channels",
+        "caption_projection_dim",
+        "cross_attention_dim",
+        "text_dim",
+        "cap_feat_dim",
+        "context_in_dim",
+    ),
+    "pooled_projections": ("pooled_projection_dim",),
+}
+#: Parameter of a forward -> ComfyUI's name of what fills it.
+CONDITIONING = {
+    "encoder_hidden_states": "c_crossattn",
+    "pooled_projections": "y",
+    "guidance": "guidance",
+    "encoder_attention_mask": "attention_mask",
+}
+#: Class whose pipeline computes positions -> (does the text count, on both axes; does the image stand
+#: after it), which its forward does not tell.
+POSITIONS = {
+    "FluxTransformer2DModel": (False, False),
+    "ChromaTransformer2DModel": (False, False),
+    "OvisImageTransformer2DModel": (True, False),
+    "LongCatImageTransformer2DModel": (True, True),
+}
+#: Pixels of a latent cell's side, for classes that want the image's size.
+PIXELS = 8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
+    latent has a time axis; scale: of sigma to its timestep;
+    inverted: time counts from noise (0) to image (1), and the output leads there (Mochi's scheduler);
+    counts, image_last: as in POSITIONS."""
+
+    names: tuple[str, ...]
+    packed: bool
+    video: bool
+    scale: float = 1.0
+    guided: bool = False
+    inverted: bool = False
+    counts: bool = False
+    image_last: bool = False
+
+    def __call__(
+        self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
+    ) -> dict:
+        """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
+        batch = latent.shape[0]
+        values = {
+            "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
+            "encoder_hidden_states": lambda: cond["c_crossattn"],
+            "timestep": lambda: (
+                ((1.0 - sigma if self.inverted else sigma) * self.scale).expand(batch).to(latent.device)
+            ),
+            "pooled_projections": lambda: cond["y"],
+            "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
+            "encoder_attention_mask": lambda: cond.get(
+                "attention_mask",
+                torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device),
+            ),
+            "img_ids": lambda: _positions(
+                grid, latent.device, cond["c_crossattn"].shape[1] if self.image_last else 0
+            ),
+            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
+            "original_size": lambda: _pixels(grid, latent),
+            "target_size": lambda: _pixels(grid, latent),
+            "crop_coords": lambda: latent.new_zeros(batch, 2),
+            "num_frames": lambda: grid.counts[0],
+            "height": lambda: grid.counts[1],
+            "width": lambda: grid.counts[2],
+        }
+        return {name: values[name]() for name in self.names}
+
+
+#: What Inputs can fill.
+FILLABLE = (
+    "hidden_states",
+    "timestep",
+    "img_ids",
+    "txt_ids",
+    "original_size",
+    "target_size",
+    "crop_coords",
+    "num_frames",
+    "height",
+    "width",
+    *CONDITIONING,
+)
+
+
+def _positions(grid, device, start):
+    """(tokens, 3) of (kind, y, x); ``start``: tokens of text in front."""
+    y, x = torch.meshgrid(
+        *(
+            torch.arange(start, start + count, device=device, dtype=torch.float32)
+            for count in grid.counts[1:]
+        ),
+        indexing="ij",
+    )
+    return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
+
+
+def _text_positions(text, counts):
+    numbers = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
+    return torch.cat([torch.zeros_like(numbers), numbers, numbers], dim=1)
+
+
+def _pixels(grid, latent):
+    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
+
+
+def inputs_of(cls, config) -> Inputs:
+    parameters = [
+        p for p in inspect.signature(cls.forward).parameters.values() if p.name not in ("self", "return_dict")
+    ]
+    for p in parameters:
+        if p.default is p.empty and p.name not in FILLABLE:
+            raise UnsupportedError(
+                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+                f"forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to "
+                f"add a family."
+            )
+    names = tuple(p.name for p in parameters if p.name in FILLABLE)
+    if "hidden_states" not in names or "timestep" not in names:
+        raise UnsupportedError(
+            f"the transformer class {cls.__name__} has no family file, and its forward takes no "
+            f"hidden_states and timestep; it is no denoiser of latents."
+        )
+    if "img_ids" in names and cls.__name__ not in POSITIONS:
+        raise UnsupportedError(
+            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
+            f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
+            f"add a family."
+        )
+    counts, image_last = POSITIONS.get(cls.__name__, (False, False))
+    return Inputs(
+        names,
+        packed="img_ids" in names,
+        video=is_video(cls),
+        guided=bool(config.get("guidance_embeds")),
+        counts=counts,
+        image_last=image_last,
+    )
+
+
+def is_video(cls: type) -> bool:
+    """Has the latent of this class a time axis?"""
+    return "3D" in cls.__name__

@@ -1,0 +1,46 @@
+"""The configurations of a diffusers folder: its transformer's class and arguments, its scheduler and VAE."""
+
+import inspect
+from pathlib import Path
+
+import diffusers
+
+from ..errors import UnsupportedError
+from ..models import family_of_class
+from .regular_files import read_json
+
+
+def transformer_class(folder: Path, config: dict) -> type:
+    """Return the diffusers class that ``config`` (config.json of ``folder``) names.
+
+    Raises UnsupportedError where it is no transformer of the installed diffusers.
+    """
+    name = config.get("_class_name")
+    name = name if isinstance(name, str) and name.isidentifier() else ""
+    cls = getattr(diffusers, name, None)
+    if cls is None or ("Transformer" not in name and family_of_class(name) is None):
+        raise UnsupportedError(
+            f"the folder {folder} holds a {name[:80] or 'model without a class name'}, which is no "
+            f"transformer "
+            f"of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
+        )
+    return cls
+
+
+def with_defaults(cls: type, config: dict) -> dict:
+    """Return ``config`` without its private entries, and with the class's defaults for what it does not name.
+
+    Older folders do not name arguments that came later.
+    """
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return defaults | {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def pipeline_configs(folder: Path) -> dict[str, dict]:
+    """Read the configurations next to the transformer's, "scheduler" and "vae", where they are there."""
+    paths = {
+        "scheduler": folder / "scheduler/scheduler_config.json",
+        "vae": folder / "vae/config.json",
+    }
+    return {name: read_json(path) for name, path in paths.items() if path.is_file()}
