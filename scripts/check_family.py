@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.autodetect.fallback import is_video
+from backend.loading.autodetect.inputs import is_video
 from backend.loading.checkpoint import Checkpoint, open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import Sample
@@ -178,8 +178,6 @@ def check(chosen) -> list[dict]:
 def start_ranks() -> int:
     """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
     do; the exit status."""
-    import pack  # noqa: F401
-
     from backend.client.launcher import closed_doors, rendezvous_flags
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
