@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .config import ParallelConfig
-from .loading.checkpoint import Checkpoint
-from .parallel import tensor_parallel
-from .parallel.mesh import Axis, single
-from .parallel.modulation_cache import embeddings_ahead, layer_features
-from .parallel.sequence import Sequence, TokenShards, patches, whole_sequence
-from .parallel.stage_split import Stages
-from .parallel.ulysses_ring import head_shards
+from ..config import ParallelConfig
+from ..loading.checkpoint import Checkpoint
+from ..parallel import tensor_parallel
+from ..parallel.mesh import Axis, single
+from ..parallel.modulation_cache import embeddings_ahead, layer_features
+from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
+from ..parallel.stage_split import Stages
+from ..parallel.ulysses_ring import head_shards
 
 #: A rank's index on every mesh axis.
 Place = dict[str, int]

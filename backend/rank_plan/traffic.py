@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from .parallel.block_cost import tokens_through
-from .parallel.sequence import Span, TokenShards
-from .parallel.stage_split import Stages
-from .rank_workload import Place, Workload
+from ..parallel.block_cost import tokens_through
+from ..parallel.sequence import Span, TokenShards
+from ..parallel.stage_split import Stages
+from .workload import Place, Workload
 
 
 def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:

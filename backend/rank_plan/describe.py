@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .config import ParallelConfig
-from .loading.checkpoint import Checkpoint, open_checkpoint
-from .loading.load_report import blocks_text
-from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
-from .parallel.mesh import layout
-from .rank_traffic import sent
-from .rank_workload import Workload
+from ..config import ParallelConfig
+from ..loading.checkpoint import Checkpoint, open_checkpoint
+from ..loading.load_report import blocks_text
+from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from ..parallel.mesh import layout
+from .traffic import sent
+from .workload import Workload
 
 #: Calls of the model in a request that gives no number of them.
 CALLS = 28
