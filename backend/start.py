@@ -48,7 +48,8 @@ def begin() -> Start:
         _end_with_parent()
         text, token = _from_parent(store, leads)
     else:
-        text, token = options.config, own_token(options.token_file) if leads else ""
+        text = options.config
+        token = own_token(options.token_file) if leads else ""
     os.environ.pop(TOKEN_VARIABLE, None)
     # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
@@ -127,7 +128,8 @@ def _end_with_parent():
 def _device(config: ParallelConfig) -> str:
     """ "cuda" or "cpu"; ConfigError where torchrun started another number of ranks, or more of them on this
     machine than it has GPUs."""
-    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
     if config.world_size != ranks:
         raise ConfigError(f"{config.product}, but torchrun started {ranks}; give it --nproc-per-node to fit.")
     mine = config if here == ranks else ParallelConfig(device=config.device, data_parallel_degree=here)

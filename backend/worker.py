@@ -89,7 +89,8 @@ class Worker:
     def load(self, message: Load, on_progress=lambda done, total: None) -> list[str]:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
         no rank keeps it), else what it cost each is in ``reports``."""
-        key, reason = model_key(message), ""
+        key = model_key(message)
+        reason = ""
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
             return []
@@ -112,7 +113,8 @@ class Worker:
 
     def arrange(self, config: ParallelConfig):
         """Change the process groups and what is loaded on them."""
-        old, self.mesh = self.mesh, meshes.build(config, self.device)
+        old = self.mesh
+        self.mesh = meshes.build(config, self.device)
         self.engine.rearrange(config, self.mesh)
         meshes.close(old)
         self.dispatcher = Dispatcher(self.mesh.control)
@@ -255,7 +257,8 @@ class Leader(Worker):
         """Denoise on all ranks."""
         self.dispatcher.broadcast(message)
         previews = Previews(message.preview_seconds, time.monotonic)
-        total, tensors = len(message.tensors["sigmas"]) - 1, {}
+        total = len(message.tensors["sigmas"]) - 1
+        tensors = {}
         callbacks = Callbacks(
             lambda step, make_x0: progress(job, step, total, previews, make_x0),
             job.cancelled.is_set,

@@ -66,7 +66,8 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
                 f"there and refresh the page."
             )
         require_dependencies()
-        folder, management = Path(path), comfy.model_management
+        folder = Path(path)
+        management = comfy.model_management
         text = open_text(folder)
         vae = open_vae(folder, management.vae_dtype(management.vae_device(), [torch.bfloat16, torch.float32]))
         clip, negative = diffusers_clips(text, device)

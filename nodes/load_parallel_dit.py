@@ -85,7 +85,8 @@ def _guidance_of_samplers(prompt: dict, loader_id: str) -> Iterator[tuple[float,
         if node["class_type"] == "ParallelLoRA":
             yield from _guidance_of_samplers(prompt, key)
         if node["class_type"].startswith("ParallelSampler"):
-            cfg, sampler_name = inputs.get("cfg"), inputs.get("sampler_name")
+            cfg = inputs.get("cfg")
+            sampler_name = inputs.get("sampler_name")
             if isinstance(cfg, (int, float)) and isinstance(
                 sampler_name, str
             ):  # a linked one is not known yet

@@ -103,7 +103,8 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     patcher.model.process_timestep = lambda timestep, **arguments: (
         timestep
     )  # the ranks make those of frames and tokens from the mask, which comes with the arguments
-    transformer, sampling = patcher.model.diffusion_model, patcher.model.model_sampling
+    transformer = patcher.model.diffusion_model
+    sampling = patcher.model.model_sampling
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
     patcher.add_wrapper(WrappersMP.OUTER_SAMPLE, transformer.hold_backend)
@@ -138,7 +139,8 @@ class RemoteTransformer(ElsewhereModule):
     def hold_backend(self, executor, *args, **kwargs):
         """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the
         sampling; the next one starts another."""
-        before, self.held = self.held, ensure_loaded(self.dit)
+        before = self.held
+        self.held = ensure_loaded(self.dit)
         try:
             return executor(*args, **kwargs)
         finally:

@@ -33,7 +33,8 @@ class ArgumentCache:
 
     def reset(self):
         """Forget everything that was sent before."""
-        self.client, self.count = secrets.token_hex(8), 0
+        self.client = secrets.token_hex(8)
+        self.count = 0
         self.known: dict[str, dict[str, tuple[torch.Tensor, numpy.ndarray]]] = {}
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -46,11 +47,15 @@ class ArgumentCache:
 
     def shortened(self, call: ModelCall) -> ModelCall:
         """Return ``call`` without the arguments that the ranks have cached; ``reset`` if it is not sent."""
-        keep, cached, forget, self.taken = {}, {}, [], []
+        keep = {}
+        cached = {}
+        forget = []
+        self.taken = []
         for name, value in call.tensors.items():
             if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
                 continue
-            known, probes = self.known.setdefault(name, {}), _probes(value)
+            known = self.known.setdefault(name, {})
+            probes = _probes(value)
             key = next(
                 (
                     key
@@ -90,7 +95,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     memory, torch.equal at a third of it."""
     if a.device.type != "cpu" or b.device.type != "cpu":
         return torch.equal(a, b)
-    x, y = _bytes(a), _bytes(b)
+    x = _bytes(a)
+    y = _bytes(b)
     whole = len(x) // 8 * 8
     return numpy.array_equal(x[:whole].view(numpy.int64), y[:whole].view(numpy.int64)) and numpy.array_equal(
         x[whole:], y[whole:]

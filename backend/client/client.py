@@ -34,7 +34,8 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
     if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
         family, target = socket.AF_UNIX, place
     elif scheme == "tcp" and host and port.isdigit():
-        family, target = socket.AF_INET, (host, int(port))
+        family = socket.AF_INET
+        target = (host, int(port))
     else:
         raise ConfigError(
             f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or "

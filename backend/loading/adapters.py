@@ -176,7 +176,8 @@ class LoKr(Adapter):
 
     @property
     def size(self):
-        one, two = self._factor_shape("lokr_w1"), self._factor_shape("lokr_w2")
+        one = self._factor_shape("lokr_w1")
+        two = self._factor_shape("lokr_w2")
         return one[0] * two[0], one[1] * two[1]
 
     @property
@@ -186,14 +187,16 @@ class LoKr(Adapter):
         )
 
     def difference(self, rows, columns, device):
-        one, two = self._factor("lokr_w1", device), self._factor("lokr_w2", device)
+        one = self._factor("lokr_w1", device)
+        two = self._factor("lokr_w2", device)
         return torch.cat([torch.cat([self._block(one, two, r, c) for c in columns], dim=1) for r in rows])
 
     @staticmethod
     def _block(one, two, rows, columns):
         """Of the product: the blocks that meet ``rows`` and ``columns``, cut to them."""
         tall, broad = two.shape
-        top, left = rows.lo // tall, columns.lo // broad
+        top = rows.lo // tall
+        left = columns.lo // broad
         blocks = torch.kron(one[top : -(-rows.hi // tall), left : -(-columns.hi // broad)].contiguous(), two)
         return blocks[
             rows.lo - top * tall : rows.hi - top * tall, columns.lo - left * broad : columns.hi - left * broad

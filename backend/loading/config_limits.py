@@ -29,7 +29,8 @@ LENGTH, NESTED = 4_096, 4
 #: Sides of the grid for which some classes compute a table of positions with a row for each of its cells.
 SIDES = (("sample_height", "sample_width"), ("sample_size",) * 2, ("pos_embed_max_size",) * 2)
 #: Longest of these sides, and values of such a table (Stable Diffusion 3.5's has 226 million).
-SIDE, TABLE = 1_024, 1 << 28
+SIDE = 1_024
+TABLE = 1 << 28
 #: Classes that mean rows of a table by pos_embed_max_size.
 SIZED_BY_TOKENS = ("AuraFlowTransformer2DModel",)
 #: Parameters that a transformer may have without tensors in the file (some families replace layers).
@@ -46,9 +47,11 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
         if any(fnmatchcase(entry, pattern) for pattern in NUMBERS):
             limit, what = NUMBER, "more than any model has"
         elif any(fnmatchcase(entry, pattern) for pattern in BLOCKS) and isinstance(value, int):
-            limit, what = len(numbers) + SPARE_BLOCKS, f"but its file has tensors of {len(numbers)} blocks"
+            limit = len(numbers) + SPARE_BLOCKS
+            what = f"but its file has tensors of {len(numbers)} blocks"
         else:
-            limit, what = most, f"but no tensor of its file has more than {widest:,} rows or columns"
+            limit = most
+            what = f"but no tensor of its file has more than {widest:,} rows or columns"
         largest = _largest(name, entry, value)
         if not largest <= limit:
             _refuse(name, entry, value, what)
@@ -136,7 +139,8 @@ def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
 def _few_parameters(name: str, tensors: int) -> Iterator[None]:
     """While a transformer is built: refuse it once it has more parameters than ``tensors`` can fill, however
     its configuration says so. Raises UnsupportedError."""
-    left, register = tensors + SPARE_PARAMETERS, nn.Module.register_parameter
+    left = tensors + SPARE_PARAMETERS
+    register = nn.Module.register_parameter
 
     def counted(module, key, parameter):
         nonlocal left

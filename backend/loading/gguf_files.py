@@ -47,7 +47,10 @@ class GGUFFile:
                 f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" '
                 f"-m pip install gguf"
             )
-        self.bytes_read, self.name, self.metadata, self.size = 0, path.name, {}, path.stat().st_size
+        self.bytes_read = 0
+        self.name = path.name
+        self.metadata = {}
+        self.size = path.stat().st_size
         check_gguf(path)
         self._stored = _open(path)
         check_names(self.name, self._stored)
@@ -66,16 +69,19 @@ class GGUFFile:
         device: torch.device = CPU,
     ) -> Tensor:
         """As in Weights; of quantized tensors the blocks that hold these rows and columns."""
-        stored, dtype = self._stored[key], dtype or self.dtype(key)
+        stored = self._stored[key]
+        dtype = dtype or self.dtype(key)
         first, last, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
         width = math.prod(stored.shape[1:])
         if columns != ALL and len(stored.shape) == 2 and width % stored.block == 0:
             left, right, _ = columns.indices(width)
-            lo, hi = left // stored.block, -(-right // stored.block)
+            lo = left // stored.block
+            hi = -(-right // stored.block)
             blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
             values = self._values(stored, blocks, dtype, device).view(last - first, -1)
             return values[:, left - lo * stored.block : right - lo * stored.block]
-        lo, hi = first * width // stored.block, -(-last * width // stored.block)
+        lo = first * width // stored.block
+        hi = -(-last * width // stored.block)
         values = self._values(stored, stored.data.view(-1, stored.size)[lo:hi], dtype, device)
         start = first * width - lo * stored.block
         values = (

@@ -17,9 +17,13 @@ from .regular_files import open_regular
 VERSIONS = (2, 3)
 #: Bytes of a metadata value, by type; strings and arrays are read.
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-STRING, ARRAY, UINT32 = 8, 9, 4
+STRING = 8
+ARRAY = 9
+UINT32 = 4
 #: Metadata, entries of all of its arrays together, and tensors; a language model's tokenizer has more.
-MOST_FIELDS, MOST_ENTRIES, MOST_TENSORS = 4_096, 65_536, 16_384
+MOST_FIELDS = 4_096
+MOST_ENTRIES = 65_536
+MOST_TENSORS = 16_384
 MOST_DIMENSIONS = 4
 ALIGNMENT = "general.alignment"
 
@@ -33,7 +37,9 @@ def check_gguf(path: Path):
 
 class _Header:
     def __init__(self, name: str, file: BinaryIO):
-        self.name, self.file, self.size = name, file, os.fstat(file.fileno()).st_size
+        self.name = name
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
         self.entries, self.alignment = 0, 32
 
     def check(self):
@@ -42,7 +48,8 @@ class _Header:
         version = self.number("<I")
         if version not in VERSIONS:
             self.refuse(f"its version is {version}")
-        tensors, fields = self.number("<Q"), self.number("<Q")
+        tensors = self.number("<Q")
+        fields = self.number("<Q")
         self.few("tensors", tensors, MOST_TENSORS)
         self.few("metadata entries", fields, MOST_FIELDS)
         for _ in range(fields):
@@ -55,7 +62,8 @@ class _Header:
             self.refuse(f"its tensors end at byte {start + max(ends):,} and the file has {self.size:,}")
 
     def field(self):
-        key, kind = self.string(), self.number("<I")
+        key = self.string()
+        kind = self.number("<I")
         if key == ALIGNMENT.encode():
             if kind != UINT32:
                 self.refuse("its alignment is no number")
@@ -69,7 +77,8 @@ class _Header:
         elif kind == STRING:
             self.string()
         elif kind == ARRAY and not inside:
-            each, count = self.number("<I"), self.number("<Q")
+            each = self.number("<I")
+            count = self.number("<Q")
             self.entries += count
             self.few("entries in arrays of its metadata", self.entries, MOST_ENTRIES)
             for _ in range(count):
@@ -81,11 +90,13 @@ class _Header:
         """Walk over one tensor's entry; where its bytes end, counted from the first of all."""
         import gguf
 
-        name, dimensions = self.string(), self.number("<I")
+        name = self.string()
+        dimensions = self.number("<I")
         if dimensions > MOST_DIMENSIONS:
             self.refuse(f"the tensor {quoted(_text(name))} has {dimensions} dimensions")
         values = math.prod(self.number("<Q") for _ in range(dimensions))
-        kind, offset = self.number("<I"), self.number("<Q")
+        kind = self.number("<I")
+        offset = self.number("<Q")
         if kind not in set(gguf.GGMLQuantizationType):
             self.refuse(f"the tensor {quoted(_text(name))} is of the type {kind}, which is none")
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

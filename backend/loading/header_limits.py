@@ -31,7 +31,8 @@ def check_headers(paths: Iterable[Path]):
     total = tensors = 0
     for path in paths:
         with open_regular(path) as file:
-            size, header = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            header = int.from_bytes(file.read(8), "little")
             # sooner than by parsing; who writes it in another way is found by check_names
             tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
         if size < 8 or header > size - 8:
@@ -111,7 +112,8 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
             f"{quoted(index.name)} names the file {quoted(name)}, which is not in its folder; download the "
             f"model again."
         )
-    path, folder = index.parent / name, os.path.realpath(index.parent)
+    path = index.parent / name
+    folder = os.path.realpath(index.parent)
     real = Path(os.path.realpath(path))
     homes = [folder, _cached(PurePath(folder)), _cached(PurePath(os.path.abspath(index.parent)))]
     if not any(home and real.is_relative_to(home) for home in homes) and not folders.holds(real):

@@ -44,7 +44,9 @@ class FusedWeights:
     """
 
     def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
-        self.checkpoint, self.cuts, self.device = checkpoint, cuts, device
+        self.checkpoint = checkpoint
+        self.cuts = cuts
+        self.device = device
         parameters = dict(checkpoint.empty.named_parameters())
         # by module, which stays the same whatever is wrapped around it later
         self.places = {
@@ -128,7 +130,8 @@ class FusedWeights:
         ]
         wholes = self._wholes(special[0], patches) if special else {}
         for name in names:
-            parameter, shard = getattr(*self.places[name]), self.cuts.get(name.rpartition(".")[0])
+            parameter = getattr(*self.places[name])
+            shard = self.cuts.get(name.rpartition(".")[0])
             here = fsdp.rows(parameter)
             if name in special:
                 rows, columns = self._local_spans(name, shard, here)
@@ -154,7 +157,8 @@ class FusedWeights:
         return shard.outputs, shard.inputs if len(self.checkpoint.shapes[name]) > 1 else (Span(0, width),)
 
     def _sum(self, name: str, value: Tensor, patches: list[Patch], rows, columns) -> Tensor:
-        total, height = value.reshape(matrix(value.shape)), self.checkpoint.shapes[name][0]
+        total = value.reshape(matrix(value.shape))
+        height = self.checkpoint.shapes[name][0]
         for patch in patches:
             total = patch.adapter.add_to(
                 total, patch.use.strength, patch.target.pieces[name].rows(rows, height), columns

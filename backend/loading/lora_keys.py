@@ -204,7 +204,8 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"there is no LoRA at {path:.300}; refresh the page and choose lora_name again."
         )
     files = TensorFiles([where])
-    modules, unmatched = defaultdict(dict), []
+    modules = defaultdict(dict)
+    unmatched = []
     for key in files.shapes:
         found = KEY.fullmatch(key)
         if found is None or found.lastgroup in modules[found["stem"]]:

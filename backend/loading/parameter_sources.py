@@ -77,7 +77,8 @@ def from_diffusers(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has:
     rows of stacked modules added up. ``blocks``: ``numbered(parameters)``."""
-    found, left = {}, dict(parameters)
+    found = {}
+    left = dict(parameters)
     for file_name, targets in layout.names.items():
         first = targets.split()[0]
         for leaf in ("", ".weight", ".bias"):

@@ -183,7 +183,9 @@ class ScaledFiles:
     UnsupportedError for a format that is not in FORMATS."""
 
     def __init__(self, files: TensorFiles):
-        self.files, self.metadata, self.size = files, files.metadata, files.size
+        self.files = files
+        self.metadata = files.metadata
+        self.size = files.size
         self.layers = {f"{layer.name}.weight": layer for layer in _layers(files)}
         scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in WEIGHT_SCALES}
         shapes = {
@@ -292,10 +294,8 @@ def _described_in_header(files: TensorFiles):
 
 
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
-    kind, stored = (
-        settings.get("format"),
-        files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing",
-    )
+    kind = settings.get("format")
+    stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
     form = FORMATS.get(kind) if isinstance(kind, str) else None
     if form is None or not isinstance(kind, str):
         raise UnsupportedError(

@@ -64,7 +64,8 @@ class TensorFiles:
     when asked for."""
 
     def __init__(self, paths: list[Path]):
-        self.bytes_read, self.name = 0, paths[0].name
+        self.bytes_read = 0
+        self.name = paths[0].name
         for path in paths:
             _check_kind(path)
         check_headers(paths)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
-APART, JOINED, IMAGE_ONLY = "apart", "joined", "image only"
+APART = "apart"
+JOINED = "joined"
+IMAGE_ONLY = "image only"
 
 
 def _heads(config) -> int:

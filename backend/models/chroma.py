@@ -53,8 +53,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of ChromaTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-    axis, network = 56 * head // 128 // 2 * 2, "distilled_guidance_layer"
+    hidden = shapes["img_in.weight"][0]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    axis = 56 * head // 128 // 2 * 2
+    network = "distilled_guidance_layer"
     return dict(
         in_channels=shapes["img_in.weight"][1],
         out_channels=shapes["final_layer.linear.weight"][0],

@@ -17,11 +17,10 @@ from .key_layout import Layout, blocks_of
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
     image's axes."""
-    head, stretch = (
-        config["attention_head_dim"],
-        1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875),
-    )
-    sizes, scales = (head // 4, head // 8 * 3, head // 8 * 3), (1.0, stretch, stretch)
+    head = config["attention_head_dim"]
+    stretch = 1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875)
+    sizes = (head // 4, head // 8 * 3, head // 8 * 3)
+    scales = (1.0, stretch, stretch)
     tables = [
         get_1d_rotary_pos_embed(size, cast(Any, torch.arange(count, device=device) * scale), use_real=True)
         for size, count, scale in zip(sizes, grid.counts, scales)
@@ -49,7 +48,8 @@ def forward_args(config, grid, latent, timestep, cond):
 
 def refusal(config, grid, cond):
     """A learned position table fits one size, and one of sines one length of the prompt."""
-    length, most = cond["c_crossattn"].shape[1], config.get("max_text_seq_length", 226)
+    length = cond["c_crossattn"].shape[1]
+    most = config.get("max_text_seq_length", 226)
     if not config["use_rotary_positional_embeddings"] and length != most:
         return (
             f"the prompt has {length} tokens, but this model's position table is for {most}; pad the "
@@ -69,11 +69,9 @@ HEAD = 64
 
 def config_from_shapes(shapes):
     """Arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two frames."""
-    embedding, time, learned = (
-        shapes["patch_embed.proj.weight"],
-        1 if len(shapes["patch_embed.proj.weight"]) == 4 else 2,
-        "patch_embed.pos_embedding" in shapes,
-    )
+    embedding = shapes["patch_embed.proj.weight"]
+    time = 1 if len(shapes["patch_embed.proj.weight"]) == 4 else 2
+    learned = "patch_embed.pos_embedding" in shapes
     return dict(
         num_attention_heads=embedding[0] // HEAD,
         attention_head_dim=HEAD,

@@ -36,7 +36,8 @@ class DiscreteSchedule:
     @staticmethod
     def _rescaled(sigmas):
         roots = (1 / (sigmas * sigmas + 1)).sqrt()
-        first, last = roots[0].clone(), roots[-1].clone()
+        first = roots[0].clone()
+        last = roots[-1].clone()
         alphas = ((roots - last) * first / (first - last)) ** 2
         alphas[-1] = LAST_ALPHA
         return ((1 - alphas) / alphas) ** 0.5

@@ -60,7 +60,8 @@ def config_from_shapes(shapes):
     def count(prefix):
         return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
 
-    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    hidden = shapes["img_in.weight"][0]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     image_axis = 56 * head // 128 // 2 * 2
     return dict(
         in_channels=shapes["img_in.weight"][1],

@@ -23,12 +23,10 @@ def patch_module(transformer, config):
 def forward_args(config, grid, latent, sigma, cond):
     """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text.
     diffusers multiplies timestep and guidance by 1000 itself."""
-    batch, device, text, how = (
-        latent.shape[0],
-        latent.device,
-        cond["c_crossattn"],
-        references.method(cond, "index"),
-    )
+    batch = latent.shape[0]
+    device = latent.device
+    text = cond["c_crossattn"]
+    how = references.method(cond, "index")
     image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
     spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
     numbers = torch.arange(text.shape[1], device=device)[:, None]
@@ -54,7 +52,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
-    hidden, head = shapes["img_in.weight"][0], shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    hidden = shapes["img_in.weight"][0]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     axis = head // 4 // 2 * 2
     return dict(
         in_channels=shapes["img_in.weight"][1],

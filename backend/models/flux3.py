@@ -38,12 +38,10 @@ def positions(grid, number, device):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Positions of text are (0, 0, 0, number)."""
-    batch, device, text, found = (
-        latent.shape[0],
-        latent.device,
-        cond["c_crossattn"],
-        references.grids(grid, cond),
-    )
+    batch = latent.shape[0]
+    device = latent.device
+    text = cond["c_crossattn"]
+    found = references.grids(grid, cond)
     numbers = torch.arange(text.shape[1], device=device)[:, None]
     reference_arguments = (
         dict(
@@ -75,7 +73,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of Flux3Transformer2DModel; RoPE has four equal axes."""
-    hidden, head = shapes["emb_in.image.weight"][0], shapes["single_blocks.0.norm.query_norm.scale"][0]
+    hidden = shapes["emb_in.image.weight"][0]
+    head = shapes["single_blocks.0.norm.query_norm.scale"][0]
     axis = head // 4 // 2 * 2
     return dict(
         in_channels=shapes["emb_in.image.weight"][1],

@@ -48,17 +48,17 @@ def forward_args(config, grid, latent, sigma, cond):
 
 #: Width of the released size, and the sizes of a head there and in narrower files: norms span all heads, so
 #: no shape tells.
-RELEASED, HEAD, NARROW = 2560, 128, 32
+RELEASED = 2560
+HEAD = 128
+NARROW = 32
 
 
 def config_from_shapes(shapes):
     """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two
     experts are asked."""
-    width, double, single = (
-        shapes["x_embedder.proj.weight"][0],
-        blocks_of(shapes, "double_stream_blocks"),
-        blocks_of(shapes, "single_stream_blocks"),
-    )
+    width = shapes["x_embedder.proj.weight"][0]
+    double = blocks_of(shapes, "double_stream_blocks")
+    single = blocks_of(shapes, "single_stream_blocks")
     head = HEAD if width >= RELEASED else NARROW
     out = shapes["final_layer.linear.weight"][0] // 4
     return dict(

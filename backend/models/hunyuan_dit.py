@@ -56,7 +56,8 @@ def rotary(config, grid, device):
 
 def forward_args(config, grid, latent, timestep, cond):
     """Two prompts, of CLIP and of mT5, whose padding the model replaces."""
-    batch, device = latent.shape[0], latent.device
+    batch = latent.shape[0]
+    device = latent.device
 
     def mask(name, length):
         return cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)

@@ -23,7 +23,8 @@ def _visible(text):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Timesteps run to 1000; a prompt without quoted words has no text of byT5."""
-    text, glyphs = cond["c_crossattn"], cond.get("txt_byt5")
+    text = cond["c_crossattn"]
+    glyphs = cond.get("txt_byt5")
     return dict(
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(latent.shape[0]) * 1000,
@@ -46,10 +47,8 @@ def text_tokens(cond):
 
 def config_from_shapes(shapes):
     """Arguments of HunyuanImageTransformer2DModel; RoPE has two equal axes."""
-    embedding, head = (
-        shapes["img_in.proj.weight"],
-        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
-    )
+    embedding = shapes["img_in.proj.weight"]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     return dict(
         in_channels=embedding[1],
         out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3]),

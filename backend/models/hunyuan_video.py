@@ -14,7 +14,8 @@ from .key_layout import Layout, blocks_of
 def forward_args(config, grid, latent, sigma, cond):
     """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and
     its mask as further channels (c_concat)."""
-    batch, text = latent.shape[0], cond["c_crossattn"]
+    batch = latent.shape[0]
+    text = cond["c_crossattn"]
     mask = (
         cond["attention_mask"]
         if "attention_mask" in cond
@@ -48,10 +49,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of HunyuanVideoTransformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    embedding, head = (
-        shapes["img_in.proj.weight"],
-        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
-    )
+    embedding = shapes["img_in.proj.weight"]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     axis = 56 * head // 128 // 2 * 2
     return dict(
         in_channels=embedding[1],

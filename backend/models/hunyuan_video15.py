@@ -42,7 +42,8 @@ def patch_module(transformer, config):
 def forward_args(config, grid, latent, sigma, cond):
     """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text
     to video."""
-    batch, text = latent.shape[0], cond["c_crossattn"]
+    batch = latent.shape[0]
+    text = cond["c_crossattn"]
     image = (
         cond["c_concat"]
         if "c_concat" in cond
@@ -71,10 +72,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of HunyuanVideo15Transformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    embedding, head = (
-        shapes["img_in.proj.weight"],
-        shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0],
-    )
+    embedding = shapes["img_in.proj.weight"]
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     axis = 56 * head // 128 // 2 * 2
     return dict(
         in_channels=embedding[1],

@@ -35,7 +35,8 @@ class Prompt:
     through them too."""
 
     def __init__(self, transformer):
-        self.norm, self.text = transformer.llm_cond_norm.forward, None
+        self.norm = transformer.llm_cond_norm.forward
+        self.text = None
         transformer.register_forward_pre_hook(self.take, with_kwargs=True)
         transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.text)
         transformer.llm_cond_proj.register_forward_hook(
@@ -43,7 +44,8 @@ class Prompt:
         )
 
     def take(self, transformer, args, kwargs):
-        self.text, self.total = kwargs["encoder_hidden_states"], kwargs["hidden_states"].shape[1]
+        self.text = kwargs["encoder_hidden_states"]
+        self.total = kwargs["hidden_states"].shape[1]
         return args, kwargs | {"encoder_hidden_states": self.text.new_zeros(1, 1, 1)}
 
 
@@ -59,7 +61,9 @@ def patch_module(transformer, config):
 def forward_args(config, grid, latent, sigma, cond):
     """Text at (i, i, i), image at (0, y, x) far from it. Tokens that the prompt's mask hides are a segment
     of their own. The timestep counts from noise (0) to image (1)."""
-    text, device, batch = cond["c_crossattn"], latent.device, latent.shape[0]
+    text = cond["c_crossattn"]
+    device = latent.device
+    batch = latent.shape[0]
     text_tokens = text.shape[1]
     image = (
         torch.stack(

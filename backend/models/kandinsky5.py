@@ -30,7 +30,8 @@ class Exact(Kandinsky5AttnProcessor):
             layer(x).unflatten(-1, (attn.num_heads, -1))
             for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
         )
-        q, k = attn.query_norm(q), attn.key_norm(k)
+        q = attn.query_norm(q)
+        k = attn.key_norm(k)
         if rotary_emb is not None:
             q, k = (
                 (rotary_emb * x.float().unflatten(-1, (-1, 1, 2))).sum(dim=-1).flatten(-2).type_as(x)
@@ -117,10 +118,8 @@ def config_from_shapes(shapes):
     """Arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video models
     have 16 + 1 more channels."""
     width, embedding = shapes["visual_embeddings.in_layer.weight"]
-    out, head = (
-        shapes["out_layer.out_layer.weight"][0] // 4,
-        shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0],
-    )
+    out = shapes["out_layer.out_layer.weight"][0] // 4
+    head = shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0]
     axis = 3 * head // 8
     return dict(
         in_visual_dim=out,

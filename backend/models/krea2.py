@@ -45,11 +45,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of Krea2Transformer2DModel; RoPE axes are (4, 6, 6)/16 of the head size."""
-    head, text_head = (
-        shapes["blocks.0.attn.qknorm.qnorm.scale"][0],
-        shapes["txtfusion.layerwise_blocks.0.attn.qknorm.qnorm.scale"][0],
-    )
-    axis, text = 6 * (head // 16), "txtfusion.layerwise_blocks.0"
+    head = shapes["blocks.0.attn.qknorm.qnorm.scale"][0]
+    text_head = shapes["txtfusion.layerwise_blocks.0.attn.qknorm.qnorm.scale"][0]
+    axis = 6 * (head // 16)
+    text = "txtfusion.layerwise_blocks.0"
     return dict(
         in_channels=shapes["first.weight"][1],
         num_layers=blocks_of(shapes, "blocks"),

@@ -21,7 +21,8 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _words(x: Tensor) -> Tensor:
     """(..., pw) -> (..., 1): the pixels of a token that lie side by side as one element, where there is a
     type of their size. Half the elements take half the time to move."""
-    step, word = x.shape[-1], WORDS.get(x.shape[-1] * x.element_size())
+    step = x.shape[-1]
+    word = WORDS.get(x.shape[-1] * x.element_size())
     if step == 1 or word is None:
         return x
     whole = x.stride(-1) == 1 and not any(place % step for place in (x.storage_offset(), *x.stride()[:-1]))

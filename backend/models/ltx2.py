@@ -88,7 +88,8 @@ def is_finished(config, cond):
 def single_frames(grid, cond, device):
     """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those
     of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
-    frames, size = grid.counts[0], grid.counts[1] * grid.counts[2]
+    frames = grid.counts[0]
+    size = grid.counts[1] * grid.counts[2]
     marks = torch.zeros(frames, device=device)
     marks[0] = 1.0
     marks = marks.repeat_interleave(size)
@@ -171,11 +172,9 @@ def config_from_shapes(shapes):
         for key, shape in shapes.items()
         if key.startswith("transformer_blocks.0.")
     }
-    gated, modulated, caption = (
-        "attn1.to_gate_logits.weight" in block,
-        block["scale_shift_table"][0] == 9,
-        shapes.get("caption_projection.linear_1.weight"),
-    )
+    gated = "attn1.to_gate_logits.weight" in block
+    modulated = block["scale_shift_table"][0] == 9
+    caption = shapes.get("caption_projection.linear_1.weight")
     return dict(
         in_channels=channels,
         out_channels=shapes["proj_out.weight"][0],

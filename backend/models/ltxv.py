@@ -48,7 +48,8 @@ def times(grid, mask, sigma, batch):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Prompts whose tokens are all seen need no mask."""
-    batch, mask = latent.shape[0], cond.get("attention_mask")
+    batch = latent.shape[0]
+    mask = cond.get("attention_mask")
     return dict(
         hidden_states=grid.to_tokens(latent),
         encoder_hidden_states=cond["c_crossattn"],

@@ -45,8 +45,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of Lumina2Transformer2DModel; RoPE has three equal axes."""
-    dim, head = shapes["layers.0.attention_norm1.weight"][0], shapes["layers.0.attention.q_norm.weight"][0]
-    axis, heads = head // 3 // 2 * 2, dim // head
+    dim = shapes["layers.0.attention_norm1.weight"][0]
+    head = shapes["layers.0.attention.q_norm.weight"][0]
+    axis = head // 3 // 2 * 2
+    heads = dim // head
     return dict(
         patch_size=2,
         in_channels=shapes["x_embedder.weight"][1] // 4,

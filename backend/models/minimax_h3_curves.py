@@ -58,10 +58,8 @@ class Out(MiniMaxH3AdaLayerNormOut):
 def patch_module(transformer, config):
     """The table in place of sines and their layers."""
     minimax_h3.patch_module(transformer, config)
-    transformer.time_proj, transformer.time_embedder = (
-        nn.Identity(),
-        Curve(config["curve_points"], config["time_embed_dim"]),
-    )
+    transformer.time_proj = nn.Identity()
+    transformer.time_embedder = Curve(config["curve_points"], config["time_embed_dim"])
     for block in transformer.transformer_blocks:
         block.adaln_proj.__class__, block.adaln_proj.weight_source = (
             Modulation,

@@ -53,7 +53,8 @@ def patch_module(transformer, config):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references after; diffusers multiplies the timestep by 1000 itself."""
-    batch, how = latent.shape[0], references.method(cond, default_method(config))
+    batch = latent.shape[0]
+    how = references.method(cond, default_method(config))
     shapes = [(1, 1, grid.tokens), (1, 1, references.token_count(config, grid, cond))]
     marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is after the first shape
     return dict(
@@ -91,7 +92,8 @@ ZERO_TIMESTEP = "__index_timestep_zero__"
 
 def config_from_shapes(shapes):
     """Arguments of QwenImageTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    hidden, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    hidden = shapes["img_in.weight"][0]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     axis = 56 * head // 128 // 2 * 2
     return dict(
         patch_size=2,

@@ -33,7 +33,8 @@ class Slotted(theirs.QwenImage21Transformer2DModel):
     divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
 
     def forward(self, *args, img_shapes, **kwargs):
-        own, theirs._IMG_TOKENS_PER_SLOT = theirs._IMG_TOKENS_PER_SLOT, img_shapes[0].slot
+        own = theirs._IMG_TOKENS_PER_SLOT
+        theirs._IMG_TOKENS_PER_SLOT = img_shapes[0].slot
         try:
             return super().forward(*args, img_shapes=img_shapes, **kwargs)
         finally:
@@ -63,13 +64,13 @@ class BlockCausal:
             x = theirs.apply_rotary_emb_qwen(norm(heads(layer)), rotary_emb, use_real=False)
             return cast(Tensor, x).transpose(1, 2)
 
-        query, key, value = (
-            rotated(attn.norm_q, attn.to_q),
-            rotated(attn.norm_k, attn.to_k),
-            heads(attn.to_v).transpose(1, 2),
-        )
-        whole, visible = segments[-1][1], None if key_valid is None else key_valid[:, None, None]
-        length, seen = token_mixing.text_tokens(whole), None
+        query = rotated(attn.norm_q, attn.to_q)
+        key = rotated(attn.norm_k, attn.to_k)
+        value = heads(attn.to_v).transpose(1, 2)
+        whole = segments[-1][1]
+        visible = None if key_valid is None else key_valid[:, None, None]
+        length = token_mixing.text_tokens(whole)
+        seen = None
         if length:
             seen = before(tuple(segments), query.device)
             seen = seen if visible is None else seen & visible[..., :whole]
@@ -108,7 +109,8 @@ def patch_module(transformer, config):
 def pieces(grid, cond):
     """The sequence: (first token of text, end, the image after them), the last image being the one that is
     made. References are after the text where no slot is told."""
-    found, length = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    found = references.grids(grid, cond)
+    length = cond["c_crossattn"].shape[1]
     slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[length] * len(found)][
         : len(found)
     ]
@@ -118,7 +120,8 @@ def pieces(grid, cond):
 def positions(grid, cond, device):
     """(tokens, 3): text counts on all three axes, an image stands still on the first and counts from the
     middle on the others, where images of odd sides and of even ones agree."""
-    found, start = [], 0
+    found = []
+    start = 0
     for lo, hi, one in pieces(grid, cond):
         found.append(
             torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3)
@@ -144,13 +147,13 @@ def text_tokens(cond):
 def forward_args(config, grid, latent, sigma, cond):
     """Text has tokens that stand for the references, one for each slot; diffusers multiplies the timestep by
     1000 itself, and ComfyUI rounds it here as its pipeline does."""
-    batch, device, text, mask = (
-        latent.shape[0],
-        latent.device,
-        cond["c_crossattn"],
-        cond.get("attention_mask"),
-    )
-    tokens, visible, marks = [], [], []
+    batch = latent.shape[0]
+    device = latent.device
+    text = cond["c_crossattn"]
+    mask = cond.get("attention_mask")
+    tokens = []
+    visible = []
+    marks = []
     slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
     for lo, hi, one in pieces(grid, cond):
         slots = one.tokens // slot
@@ -178,7 +181,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """What the sequence is made of must fit."""
-    found, length = references.grids(grid, cond), cond["c_crossattn"].shape[1]
+    found = references.grids(grid, cond)
+    length = cond["c_crossattn"].shape[1]
     wrong = references.wrong_references(grid, cond)
     if wrong:
         return wrong
@@ -209,7 +213,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of QwenImage21Transformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    hidden, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    hidden = shapes["img_in.weight"][0]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     axis = 56 * head // 128 // 2 * 2
     return dict(
         patch_size=1,

@@ -24,8 +24,11 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
     """relu(q) (sum over tokens of relu(k) [v, 1]), whose last column divides the others."""
 
     def __call__(self, attn: Any, hidden_states, encoder_hidden_states=None, attention_mask=None):
-        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        q, k = q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k)
+        q = attn.to_q(hidden_states)
+        k = attn.to_k(hidden_states)
+        v = attn.to_v(hidden_states)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (
             x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
         )
@@ -99,7 +102,9 @@ def forward_args(config, grid, latent, sigma, cond):
 
 #: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape
 #: tells).
-HEAD, CROSS_HEAD, CROSS_HEADS = 32, 112, {1152: 72}
+HEAD = 32
+CROSS_HEAD = 112
+CROSS_HEADS = {1152: 72}
 
 
 def config_from_shapes(shapes):

@@ -30,7 +30,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of SD3Transformer2DModel; heads are 64 wide."""
-    hidden, patch = shapes["x_embedder.proj.weight"][0], shapes["x_embedder.proj.weight"][2]
+    hidden = shapes["x_embedder.proj.weight"][0]
+    patch = shapes["x_embedder.proj.weight"][2]
     layers = blocks_of(shapes, "joint_blocks")
     return dict(
         sample_size=128,

@@ -31,10 +31,8 @@ class ImageFirst(WanAttnProcessor):
         attention_mask=None,
         rotary_emb=None,
     ):
-        image, text = (
-            encoder_hidden_states[:, : self.image_tokens],
-            encoder_hidden_states[:, self.image_tokens :],
-        )
+        image = encoder_hidden_states[:, : self.image_tokens]
+        text = encoder_hidden_states[:, self.image_tokens :]
 
         def apart(x):
             return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
@@ -59,7 +57,8 @@ def embed_image(embedder, processor, features):
 
 def patch_module(transformer, config):
     """Image features and text of any length."""
-    embedder, processor = transformer.condition_embedder.image_embedder, ImageFirst()
+    embedder = transformer.condition_embedder.image_embedder
+    processor = ImageFirst()
     if embedder is not None:
         embedder.forward = partial(embed_image, embedder, processor)
         for block in transformer.blocks:
@@ -104,7 +103,8 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of WanTransformer3DModel; heads are 128 wide."""
-    embedding, image = shapes["patch_embedding.weight"], "img_emb.proj.1.weight" in shapes
+    embedding = shapes["patch_embedding.weight"]
+    image = "img_emb.proj.1.weight" in shapes
     return dict(
         patch_size=embedding[2:],
         num_attention_heads=embedding[0] // 128,

@@ -17,7 +17,8 @@ def patch_module(transformer, config):
     """diffusers fixes these widths at what they are in the released size."""
     if "feed_forward_width" not in config:
         return
-    hidden, time = config["feed_forward_width"], config["time_width"]
+    hidden = config["feed_forward_width"]
+    time = config["time_width"]
     for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
         block.feed_forward = FeedForward(config["dim"], hidden)
     first, _, last = transformer.t_embedder.mlp
@@ -38,10 +39,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """Position tables have an end; the text, padded, comes first, and the image stands after it."""
-    most, needed = (
-        tuple(config["axes_lens"]),
-        (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:]),
-    )
+    most = tuple(config["axes_lens"])
+    needed = (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:])
     return (
         None
         if all(a <= b for a, b in zip(needed, most))
@@ -53,11 +52,10 @@ def refusal(config, grid, cond):
 def config_from_shapes(shapes):
     """Arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The model holds
     position tables of these lengths."""
-    dim, head = shapes["layers.0.attention_norm1.weight"][0], shapes["layers.0.attention.q_norm.weight"][0]
-    axis, queries = (
-        48 * head // 128 // 2 * 2,
-        shapes["layers.0.attention.qkv.weight"][0] - 2 * shapes["layers.0.attention.out.weight"][1],
-    )
+    dim = shapes["layers.0.attention_norm1.weight"][0]
+    head = shapes["layers.0.attention.q_norm.weight"][0]
+    axis = 48 * head // 128 // 2 * 2
+    queries = shapes["layers.0.attention.qkv.weight"][0] - 2 * shapes["layers.0.attention.out.weight"][1]
     return dict(
         all_patch_size=(2,),
         all_f_patch_size=(1,),

@@ -126,9 +126,11 @@ class Attention:
         return None if self._last_mask[1] else mask
 
     def _within_sequence(self, call: BlockCall, q, k, v, mask, scale, kind: Kind, where: tuple):
-        heads, u = q.shape[1], self.mesh.ulysses
+        heads = q.shape[1]
+        u = self.mesh.ulysses
         queries, keys = kind if isinstance(kind, tuple) else (kind, kind)
-        lengths, key_lengths = call.tokens.lengths(queries), call.tokens.lengths(keys)
+        lengths = call.tokens.lengths(queries)
+        key_lengths = call.tokens.lengths(keys)
         if not any(lengths) and not any(key_lengths):  # text, of which a later patch has none
             return q
         first = self.mesh.ring.rank * u.size
@@ -136,7 +138,8 @@ class Attention:
         if u.size > 1:
             if k.shape[1] != heads:  # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-            own_lengths, own_keys = [lengths[i] for i in own], [key_lengths[i] for i in own]
+            own_lengths = [lengths[i] for i in own]
+            own_keys = [key_lengths[i] for i in own]
             if queries == keys:
                 q, k, v = ulysses_ring.scatter_heads(torch.stack([q, k, v]), own_lengths, u)
             else:
@@ -171,7 +174,8 @@ class Attention:
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
         """Attend to the text's keys and values, first, and to the image's. A call without text tokens reads
         those of the call that had them."""
-        tokens, groups = call.tokens, self._groups()
+        tokens = call.tokens
+        groups = self._groups()
         where = (*where, call.context.items.lo)
         if len(tokens.text):
             is_text = tokens.positions("joint", own) < tokens.sequence.text

@@ -42,7 +42,8 @@ class BlockStructure:
             count = len(block_list(transformer, name))
             joined += [kind == JOINED] * count
             entry += count if kind == IMAGE_ONLY else 0
-        adapter, total = family.blocks.adapter, len(joined)
+        adapter = family.blocks.adapter
+        total = len(joined)
         return cls(family, joined, entry, [adapter.skip_source(i, total) for i in range(total)])
 
     @property
@@ -64,7 +65,8 @@ class BlockStructure:
 
     def join(self, streams: Streams) -> Tensor:
         """Put both streams into one tensor (B, tokens, D)."""
-        text, image = streams["text"], streams["image"]
+        text = streams["text"]
+        image = streams["image"]
         first = self.family.blocks.text_position == "first"
         return torch.cat([text, image] if first else [image, text], dim=1)
 
@@ -110,7 +112,8 @@ class Forward:
 
     def streams(self, index: int, call: dict[str, Any]) -> Streams:
         """Return this rank's image and text tokens among a block's arguments; whole where they enter."""
-        structure, blocks = self.structure, self.structure.family.blocks
+        structure = self.structure
+        blocks = self.structure.family.blocks
         enters = index in (0, structure.entry)
         if structure.joined[index]:
             both = call[blocks.image]
@@ -126,7 +129,8 @@ class Forward:
 
     def sequence(self, index: int, streams: Streams) -> Sequence:
         """Measure the sequence of streams that enter at block ``index``; references come with the text."""
-        text, image = streams["text"], streams["image"]
+        text = streams["text"]
+        image = streams["image"]
         reference = self.reference if index == self.structure.entry else 0
         return Sequence(
             0 if text is None else text.shape[1],
@@ -139,7 +143,8 @@ class Forward:
 
     def enter(self, streams: Streams) -> Streams:
         """Cut whole streams to this rank's tokens."""
-        text, span = streams["text"], self.tokens.local.text
+        text = streams["text"]
+        span = self.tokens.local.text
         return {
             "image": self._mine(streams["image"]),
             "text": None if text is None else text[:, span.lo : span.hi],
@@ -147,8 +152,12 @@ class Forward:
 
     def _own(self, streams: Streams) -> Streams:
         """Cut what the model hands over whole: the image stream between block lists, and per-block text."""
-        tokens, text, image = self.tokens, streams["text"], streams["image"]
-        shard, sequence, carried = tokens.local, tokens.sequence, tokens.carried_text
+        tokens = self.tokens
+        text = streams["text"]
+        image = streams["image"]
+        shard = tokens.local
+        sequence = tokens.sequence
+        carried = tokens.carried_text
         if image.shape[1] != shard.stream:
             image = self._mine(image)
         if sequence.per_block_text:
@@ -160,7 +169,8 @@ class Forward:
 
     def _mine(self, image: Tensor) -> Tensor:
         """This rank's tokens of the whole image stream."""
-        shard, latent_tokens = self.tokens.local, self.tokens.sequence.image
+        shard = self.tokens.local
+        latent_tokens = self.tokens.sequence.image
         latent = image[:, shard.image.lo : shard.image.hi]
         if not len(shard.reference):
             return latent
@@ -170,7 +180,9 @@ class Forward:
     def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
         """Put the streams into a block's arguments, and cut what else has an entry per token; ``dummy``: the
         text is one dummy token."""
-        structure, blocks, adapter = self.structure, self.structure.family.blocks, self._adapter
+        structure = self.structure
+        blocks = self.structure.family.blocks
+        adapter = self._adapter
         if structure.joined[index]:
             call[blocks.image] = structure.join(streams)
         else:
@@ -237,7 +249,8 @@ class Forward:
 
     def whole(self, image: Tensor) -> Tensor:
         """Return the whole image stream, of which this forward's tokens of the latent carry values."""
-        tokens, span = self.tokens, self.tokens.local.image
+        tokens = self.tokens
+        span = self.tokens.local.image
         if tokens.is_whole:
             return image
         full = image.new_zeros(image.shape[0], tokens.sequence.stream, image.shape[2])

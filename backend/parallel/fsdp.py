@@ -40,7 +40,8 @@ def rows(parameter: nn.Parameter) -> Span | None:
     """Return this rank's rows of a sharded parameter; None where it is whole."""
     if not isinstance(parameter, DTensor):
         return None
-    height, size = parameter.shape[0], -(-parameter.shape[0] // parameter.device_mesh.size())
+    height = parameter.shape[0]
+    size = -(-parameter.shape[0] // parameter.device_mesh.size())
     first = min(parameter.device_mesh.get_local_rank() * size, height)
     return Span(first, min(first + size, height))
 

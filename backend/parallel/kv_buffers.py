@@ -65,7 +65,8 @@ class KVBuffers:
         become ``previous``."""
         if where not in self._written:
             return  # nothing was written before
-        last, before = self.current[where], self.previous.get(where)
+        last = self.current[where]
+        before = self.previous.get(where)
         if whole:
             self.current[where] = torch.empty_like(last) if before is None else before
         elif before is None:

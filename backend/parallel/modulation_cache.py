@@ -63,7 +63,10 @@ class CachedLayer(nn.Module):
     def __init__(self, layer: nn.Module, kind: str, index: TableIndex, shared: bool = False):
         """``shared``: what is computed ahead holds for all samples of a batch."""
         super().__init__()
-        self.layer, self.kind, self.index, self.shared = layer, kind, index, shared
+        self.layer = layer
+        self.kind = kind
+        self.index = index
+        self.shared = shared
         self.known: dict[tuple, Tensor] = {}
         self.table: Tensor | None = None
 
@@ -134,7 +137,8 @@ class ModulationPlan:
             set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
             for index in range(first, self.evaluations)
         ]
-        chosen, end = needed[0], first + 1
+        chosen = needed[0]
+        end = first + 1
         while end < self.evaluations and len(chosen | needed[end - first]) <= most:
             chosen = chosen | needed[end - first]
             end += 1

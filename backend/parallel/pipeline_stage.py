@@ -38,7 +38,9 @@ class Stage:
     absent (meta tensors): they never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
-        self.family, self.adapter, self.blocks = family, family.blocks.adapter, blocks
+        self.family = family
+        self.adapter = family.blocks.adapter
+        self.blocks = blocks
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
@@ -55,7 +57,8 @@ class Stage:
 
     def join(self, mesh: Mesh):
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
-        self.mesh, self.attention = mesh, Attention(mesh)
+        self.mesh = mesh
+        self.attention = Attention(mesh)
         self.pipe = (
             Pipe(mesh.pp.group, "pipeline") if mesh.pp.group is not None and mesh.pp.size > 1 else None
         )
@@ -161,7 +164,8 @@ class Stage:
         return forward.enter(streams)
 
     def _run(self, forward: Forward, index: int, block: nn.Module, call: dict, streams: Streams) -> Streams:
-        family, joined = self.family, self.structure.joined[index]
+        family = self.family
+        joined = self.structure.joined[index]
         dummy = family.blocks.needs_text_token and not joined and streams["text"].shape[1] == 0
         if dummy:
             text = streams["text"]
@@ -187,7 +191,8 @@ class Stage:
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
 
     def _receive(self, forward: Forward, pipe: Pipe, streams: Streams) -> Streams:
-        text, image = streams["text"], streams["image"]
+        text = streams["text"]
+        image = streams["image"]
         if not pipe.posted:
             self._post(forward.context, image)
         crossing = self.structure.crossing(self.blocks.start)
@@ -212,7 +217,8 @@ class Stage:
         return 0, len(tokens.local.image)
 
     def _send(self, forward: Forward, pipe: Pipe, streams: Streams):
-        text, image = streams["text"], streams["image"]
+        text = streams["text"]
+        image = streams["image"]
         both = image if text is None else torch.cat([text, image], dim=1)
         skips = [forward.skips[source] for source in self.structure.crossing(self.blocks.stop)]
         pipe.send(torch.cat([both, *skips], dim=2) if skips else both, self.mesh.pp.neighbour(1))

@@ -174,7 +174,8 @@ class TokenShards:
 
 def whole_sequence(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> TokenShards:
     """Return the tokens of a synchronous forward: all of them."""
-    text, image = Span(0, sequence.text), Span(0, sequence.image)
+    text = Span(0, sequence.text)
+    image = Span(0, sequence.image)
     return TokenShards(sequence, text, image, sp_rank, sp_size, Span(0, sequence.reference))
 
 
@@ -190,7 +191,8 @@ def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) 
     if count > 1:
         most = sequence.image - (count - 1) * sp_size
         first = max(sp_size, min(round(sequence.joint / count) - given, most))
-    whole, none = whole_sequence(sequence, sp_rank, sp_size), Span(0, 0)
+    whole = whole_sequence(sequence, sp_rank, sp_size)
+    none = Span(0, 0)
     rest = Span(first, sequence.image)
     later = [rest.shard(i, count - 1) for i in range(count - 1)]
     return [replace(whole, image=Span(0, first))] + [

@@ -55,7 +55,8 @@ def _placed(
 ) -> dict[str, int]:
     """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the
     stages, counted on here."""
-    placed, rest = {}, []
+    placed = {}
+    rest = []
     for name, owner in owners.items():
         if held[owner] + sizes[name] <= OWN_WEIGHTS * mean:
             placed[name] = owner
@@ -87,7 +88,8 @@ def stage_blocks(
 
 
 def _cheapest(costs: list[float], stages: int, weights: list[int], most: float) -> list[range] | None:
-    upto, heavy = [0, *accumulate(costs)], [0, *accumulate(weights)]
+    upto = [0, *accumulate(costs)]
+    heavy = [0, *accumulate(weights)]
     # best[i]: (most expensive stage, sum of squares, cuts) for the first i blocks on the stages so far
     best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1) if heavy[i] <= most}
     for stage in range(2, stages + 1):

@@ -31,11 +31,9 @@ from .mesh import Axis, Mesh
 from .sequence import Span
 
 #: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
-QUERIES, HEAD_COUNTS, ALL_HEADS = (
-    ("to_q", "to_query"),
-    ("heads", "num_heads", "kv_heads", "num_kv_heads"),
-    "inner_dim",
-)
+QUERIES = ("to_q", "to_query")
+HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
+ALL_HEADS = "inner_dim"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,8 @@ class ShardedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, shard: Shard):
         super().__init__()
         self.shard = shard
-        rows, columns = sum(map(len, shard.outputs)), sum(map(len, shard.inputs))
+        rows = sum(map(len, shard.outputs))
+        columns = sum(map(len, shard.inputs))
         self.weight = nn.Parameter(linear.weight.new_empty(rows, columns), requires_grad=False)
         self.bias = (
             None if linear.bias is None else nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
@@ -99,7 +98,8 @@ class ShardedNorm(nn.Module):
         super().__init__()
         whole = norm.weight
         assert isinstance(whole, Tensor), "norms without weights are not cut"
-        self.shard, self.features = shard, len(whole)
+        self.shard = shard
+        self.features = len(whole)
         self.eps: float = vars(norm)["eps"]
         self.weight = nn.Parameter(whole.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
 
@@ -168,7 +168,8 @@ def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
         "column": (None, mesh.tp),
         "2d": (mesh.tp_inputs, mesh.tp_outputs),
     }[scheme]
-    whole_in, whole_out = Span(0, linear.in_features), Span(0, linear.out_features)
+    whole_in = Span(0, linear.in_features)
+    whole_out = Span(0, linear.out_features)
     mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
     mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
     widths = tuple(len(whole_out.shard(i, outputs.size)) for i in range(outputs.size)) if outputs else ()
@@ -184,7 +185,8 @@ def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Sha
 
 
 def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
-    whole_in, whole_out = Span(0, layer.in_features), Span(0, layer.out_features)
+    whole_in = Span(0, layer.in_features)
+    whole_out = Span(0, layer.out_features)
     if style == "colwise":
         return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
     if style == "packed colwise":
@@ -220,7 +222,8 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
     """Put the sharded module in the place of every layer in ``found``, and set the number of heads that
     attention modules have left."""
     for name, shard in found.items():
-        parent, leaf = transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        parent = transformer.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
         whole = getattr(parent, leaf)
         setattr(
             parent,

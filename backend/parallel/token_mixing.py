@@ -23,7 +23,8 @@ class Mixing:
     explained there."""
 
     def __init__(self, attention):
-        self.attention, self.sp = attention, attention.mesh.sp
+        self.attention = attention
+        self.sp = attention.mesh.sp
 
     def install(self):
         """Take the place of the functions that serve one process."""
@@ -37,13 +38,15 @@ class Mixing:
 
     def sum_over_tokens(self, part: Callable[[slice], Tensor]) -> Tensor:
         """Sum over ranks and patches (token_mixing.sum_over_tokens)."""
-        call, buffers = self.attention.call, self.attention.buffers
+        call = self.attention.call
+        buffers = self.attention.buffers
         if call is None:
             return part(slice(None))
         where = call.next()[1]
         if buffers is None:
             return self._over_ranks(part(slice(None)))
-        own, image = call.tokens.local.image, call.tokens.image
+        own = call.tokens.local.image
+        image = call.tokens.image
         here = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
         own_shares = [part(_within(own, buffers.spans[i])) for i in here]
         shares = self._over_ranks(torch.stack(own_shares, dim=1))  # (B, patches of this forward, ...)
@@ -63,13 +66,16 @@ class Mixing:
 
     def with_halo(self, x: Tensor, reach: int) -> Halo:
         """Return the tokens and their halo over ranks and patches (token_mixing.with_halo)."""
-        call, buffers = self.attention.call, self.attention.buffers
+        call = self.attention.call
+        buffers = self.attention.buffers
         if call is None or (buffers is None and self.sp.size == 1):
             if call is not None:
                 call.next()
             return Halo(x, 0, 0)
-        where, tokens = call.next()[1], call.tokens
-        total, own = tokens.sequence.image, tokens.local.image
+        where = call.next()[1]
+        tokens = call.tokens
+        total = tokens.sequence.image
+        own = tokens.local.image
         near = _near(own, reach, total)
         if buffers is None:
             spans = [shard.image for shard in tokens.shards]

@@ -41,7 +41,8 @@ def encode(message) -> list:
     """
     if came := getattr(message, CAME, None):
         return came
-    name, values = type(message).__name__, {f.name: getattr(message, f.name) for f in fields(message)}
+    name = type(message).__name__
+    values = {f.name: getattr(message, f.name) for f in fields(message)}
     tensors = values.pop("tensors", None)
     try:
         text = json.dumps({"type": name, **values}, allow_nan=False).encode()
@@ -148,7 +149,8 @@ def receive(sock, limit: int = MAX_BODY):
     cls, values = _open(header)
     if "tensors" in values or (body_size and "tensors" not in cls.__dataclass_fields__):
         raise ProtocolError(f"{cls.__name__}: tensors travel in the body of a message that has some")
-    table, data = b"", []
+    table = b""
+    data = []
     if body_size:
         values["tensors"], table, data = _read_tensors(sock, cls, body_size)
     message = _message(cls, values)
@@ -176,7 +178,8 @@ def _read(sock, size: int) -> bytes:
 
 def _read_data(sock, size: int) -> Tensor:
     """``size`` bytes as a tensor, in memory of their own."""
-    data, done = _allocate(min(size, MAX_UNSEEN)), 0
+    data = _allocate(min(size, MAX_UNSEEN))
+    done = 0
     while True:
         _fill(sock, data.numpy().data[done:])
         done = len(data)

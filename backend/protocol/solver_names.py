@@ -39,7 +39,8 @@ HALF_LOG_SNR = frozenset(
 BROWNIAN = frozenset({"dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"})
 #: Those in the half log SNR lower such a sigma to the model's noise level after this part of sampling, and
 #: sa_solver is stochastic between two parts.
-FIRST_PERCENT, STOCHASTIC_PERCENTS = 1e-4, (0.2, 0.8)
+FIRST_PERCENT = 1e-4
+STOCHASTIC_PERCENTS = (0.2, 0.8)
 #: A request's percent_sigmas: the model's noise levels after these parts of sampling (ComfyUI's
 #: model_sampling.percent_to_sigma).
 PERCENTS = (FIRST_PERCENT, *STOCHASTIC_PERCENTS)

@@ -31,7 +31,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Most dimensions of a tensor, and most elements along those that are not 0: beyond them strides overflow.
-MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 40
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
     by side in memory is one chunk, so a body that was received is one chunk again. A tensor under two names
     is sent twice.
     """
-    table, runs, at = {}, [], 0
+    table = {}
+    runs = []
+    at = 0
     # large elements first, so that all lie at multiples of their size
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in NAMES:
@@ -89,12 +92,10 @@ def places(text: bytes, size: int) -> list[Place]:
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
-    found, at = (
-        sorted(
-            (_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)
-        ),
-        0,
+    found = sorted(
+        (_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)
     )
+    at = 0
     for place in found:
         if place.lo != at:
             raise ValueError(
@@ -110,7 +111,8 @@ def places(text: bytes, size: int) -> list[Place]:
 def _place(name: str, entry: dict) -> Place:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of the tensor {name!r} is not a dtype, a shape and offsets")
-    shape, offsets = entry["shape"], entry["data_offsets"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise ValueError(f"the tensor {name!r} has the unknown dtype {str(entry['dtype'])[:20]!r}")
     if (

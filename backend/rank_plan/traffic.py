@@ -40,12 +40,15 @@ def _attention(
 ) -> Counter[str]:
     """The all-to-all of Ulysses, and what travels around the ring: all keys and values of the patch, static
     text among them."""
-    u, r, heads = work.config.ulysses_degree, work.config.ring_degree, work.heads(place)
+    u = work.config.ulysses_degree
+    r = work.config.ring_degree
+    heads = work.heads(place)
 
     def groups(lengths):
         return [sum(lengths[i * u : (i + 1) * u]) for i in range(r)]
 
-    own, gathered = len(now.local), groups(now.lengths("joint"))[place["ring"]]
+    own = len(now.local)
+    gathered = groups(now.lengths("joint"))[place["ring"]]
     travelling = groups(patch.lengths("joint"))
     passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
     if work.buffered:
@@ -59,8 +62,10 @@ def _attention(
 
 def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
     """What token_mixing.py sends for one patch; an image is taken to be square."""
-    ranks, calls = patch.sp_size, blocks * work.batch * work.branches
-    own, line = len(patch.local.image), math.isqrt(work.image_tokens) + 1
+    ranks = patch.sp_size
+    calls = blocks * work.batch * work.branches
+    own = len(patch.local.image)
+    line = math.isqrt(work.image_tokens) + 1
     tokens = own if work.buffered else min(line, own)
     others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     if tokens == own:
@@ -76,8 +81,10 @@ def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
 def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str]:
     """Model outputs, float32: from the last stage to the first, gathered over SP there, then exchanged
     between the CFG ranks."""
-    config, latent = work.config, work.family.latent
-    channels, patch = latent.channels(work.checkpoint.config), latent.patch(work.checkpoint.config)
+    config = work.config
+    latent = work.family.latent
+    channels = latent.channels(work.checkpoint.config)
+    patch = latent.patch(work.checkpoint.config)
     features = 4 * work.batch * work.branches * channels * math.prod(patch)
     found: Counter[str] = Counter()
     if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
@@ -95,7 +102,8 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
         text = work.text_tokens * len(patches)
     names = {name: i for i, name in enumerate(work.checkpoint.block_names)}
-    own, total = place["pp"], 0
+    own = place["pp"]
+    total = 0
     for module, cut in work.cuts(place).items():
         block = next(name for name in names if module.startswith(name + "."))
         here = names[block] in stages.blocks[own]
@@ -114,5 +122,6 @@ def _tokens_of(work: Workload, block: str, module: str, text: int, image: int) -
     inner = module.removeprefix(block + ".")
     if any(fnmatchcase(inner, pattern) for pattern in work.family.cache.modulation):
         return 1
-    layers, blocks = work.checkpoint.empty.get_submodule(block), block.rpartition(".")[0]
+    layers = work.checkpoint.empty.get_submodule(block)
+    blocks = block.rpartition(".")[0]
     return work.batch * tokens_through(inner, layers, blocks, work.family, image, text)

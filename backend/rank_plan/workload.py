@@ -101,7 +101,8 @@ class Workload:
 
     def weight_bytes(self, place: Place, stages: Stages) -> tuple[int, int]:
         """Count the bytes of weights on the device, and in host memory."""
-        own, names = place["pp"], self.checkpoint.block_names
+        own = place["pp"]
+        names = self.checkpoint.block_names
         absent = tuple(name + "." for i, name in enumerate(names) if i not in stages.blocks[own])
         modulation: set[str] = set()
         if self.config.offload_modulation:
@@ -127,7 +128,8 @@ class Workload:
         samples = self.batch * blocks * self.branches
         token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
         if not self.buffered:
-            u, lengths = self.config.ulysses_degree, patches[0].lengths("text")
+            u = self.config.ulysses_degree
+            lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
             return samples * token * cached if self.family.cache.static_text else 0
         sequence = patches[0].sequence
@@ -165,6 +167,7 @@ class Workload:
 def _values(parameter: torch.nn.Parameter, cut: tensor_parallel.Shard | None) -> int:
     """Numbers of a parameter that one rank holds."""
     if cut:
-        rows, columns = sum(map(len, cut.outputs)), sum(map(len, cut.inputs))
+        rows = sum(map(len, cut.outputs))
+        columns = sum(map(len, cut.inputs))
         return rows * (columns if parameter.ndim > 1 else 1)
     return parameter.numel()

@@ -45,7 +45,8 @@ def check_call(
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")
-    x, time = call.tensors["x"], call.tensors["time"]
+    x = call.tensors["x"]
+    time = call.tensors["time"]
     channels = family.latent.channels(model_config)
     unlike = family.latent.nested is None and (
         call.latent_shapes or x.ndim not in family.latent.dimensions or x.shape[1] < channels
@@ -96,7 +97,8 @@ def build_call(
 ) -> Request:
     """Build the request of a checked call on ``device`` for some ``samples`` of its batch."""
     latent, arguments = _split(call, family, model_config)
-    batch, grid = latent.shape[0], family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
+    batch = latent.shape[0]
+    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
 
     def mine(value):
         return (
@@ -107,10 +109,8 @@ def build_call(
             else value
         )
 
-    given, times = (
-        mine(latent).to(device, torch.float32).contiguous(),
-        mine(call.tensors["time"]).to(device, torch.float32),
-    )
+    given = mine(latent).to(device, torch.float32).contiguous()
+    times = mine(call.tensors["time"]).to(device, torch.float32)
     # with it the model is given another latent than came
     carry = family.latent.nested and family.latent.nested.carry
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
@@ -150,7 +150,8 @@ def build_call(
 
 def _samples(value: Tensor, samples: list[int]) -> Tensor:
     """Some samples of ``value``, not copied where they are adjacent: a prompt is several times the latent."""
-    first, end = samples[0], samples[-1] + 1
+    first = samples[0]
+    end = samples[-1] + 1
     return value[first:end] if samples == list(range(first, end)) else value[samples]
 
 

@@ -48,7 +48,10 @@ class Runner:
     """Calls the model for one request."""
 
     def __init__(self, model: LoadedModel, request: Request, buffers: KVBuffers | None = None):
-        self.model, self.request, self.buffers, self.calls = model, request, buffers, 0
+        self.model = model
+        self.request = request
+        self.buffers = buffers
+        self.calls = 0
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of evaluations before they begin, where the family has such layers;
@@ -78,7 +81,8 @@ class Runner:
         """Evaluate x (B, N, F) at the noise level ``sigma``; return the output of this rank's tokens and the
         samples of ``context`` (b, n, F), or None on all but the last stage."""
         self.calls += 1
-        model, grid = self.model, self.request.grid
+        model = self.model
+        grid = self.request.grid
         sigma = sigma.to(x.device)
         latent = self.request.model_input(x, sigma, context.samples).to(model.dtype)
         arguments = model.family.io.arguments(

@@ -25,7 +25,9 @@ class FreshNoise:
         self.generator = torch.Generator(device).manual_seed(
             (seed + 1) % (1 << 64) if device.type == "cpu" else seed
         )
-        self.shape, self.grid, self.device = (batch, *grid.shape), grid, device
+        self.shape = (batch, *grid.shape)
+        self.grid = grid
+        self.device = device
         self.seed, self.sigmas = seed, sigmas
         self.tree = None
         self.count = 0
@@ -60,7 +62,8 @@ class FreshNoise:
         if self.tree is None:
             import torchsde  # here, since only these solvers need it
 
-            lowest, highest = self.sigmas[self.sigmas > 0].min().item(), self.sigmas.max().item()
+            lowest = self.sigmas[self.sigmas > 0].min().item()
+            highest = self.sigmas.max().item()
             self.tree = torchsde.BrownianTree(lowest, torch.zeros(self.shape), highest, entropy=self.seed)
         return self.tree
 

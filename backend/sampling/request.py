@@ -191,7 +191,8 @@ def build(
 
 
 def _prompt(sample, name, tokens) -> Prompt:
-    settings, weight = sample.prompts.get(name, {}), f"weight.{name}"
+    settings = sample.prompts.get(name, {})
+    weight = f"weight.{name}"
     limits = {
         field: float(settings[key])
         for field, key in (("highest", "from"), ("lowest", "until"))

@@ -77,10 +77,14 @@ class Denoiser:
     """Runs one request on this rank."""
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner, callbacks: Callbacks):
-        self.mesh, self.request, self.runner, self.callbacks = mesh, request, runner, callbacks
+        self.mesh = mesh
+        self.request = request
+        self.runner = runner
+        self.callbacks = callbacks
         self.guidance = request.guidance if mesh.cfg.size == 1 else (request.guidance[mesh.cfg.rank],)
         self.branches = self._own(tuple(request.prompts))
-        self.first_stage, self.last_stage = mesh.pp.first, mesh.pp.last
+        self.first_stage = mesh.pp.first
+        self.last_stage = mesh.pp.last
         self.outputs = Pipe(mesh.pp_return, "outputs") if mesh.pp_return and mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
         self.votes: list[tuple[dist.Work, Tensor]] = []
@@ -89,7 +93,8 @@ class Denoiser:
 
     def _begin(self):
         request = self.request
-        self.x, self.x0 = torch.zeros_like(request.noise), torch.zeros_like(request.noise)
+        self.x = torch.zeros_like(request.noise)
+        self.x0 = torch.zeros_like(request.noise)
         self.inpaint = Inpaint(request)
         self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
 
@@ -165,7 +170,8 @@ class Denoiser:
     def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
         """What fills the pipeline while one patch is evaluated: the prompts, and in a synchronous step the
         samples of the batch too."""
-        batch, whole = self.x.shape[0], patch is self.whole
+        batch = self.x.shape[0]
+        whole = patch is self.whole
         items = [Span(0, batch)]
         if whole and self.outputs:
             items = [Span(i, i + 1) for i in range(batch)]
@@ -231,7 +237,8 @@ class Denoiser:
     def _predict(self, guidance: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
         """What the prompts of one side of guidance predict together, (B, tokens of the patch, F); zeros where
         none counts."""
-        request, span = self.request, pending.patch.span
+        request = self.request
+        span = pending.patch.span
         tokens = slice(span.lo, span.hi)
         x = self.x[:, tokens]
         prompts = {

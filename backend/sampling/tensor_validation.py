@@ -107,7 +107,8 @@ def check_arguments(
     reason = family.conditioning.refusal(model_config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")
-    widths, sizes = family.conditioning.widths(model_config), {}
+    widths = family.conditioning.widths(model_config)
+    sizes = {}
     for name, value in read.items():
         reason = _wrong_size(name, value, widths, sizes, grid)
         if reason:
@@ -124,7 +125,8 @@ def _sides(name, grid) -> tuple[int, ...] | None:
 
 def _wrong_form(name, value, batch, grid) -> str | None:
     """Why an argument has not the dimensions and the type that it has in every family, or None."""
-    known, sides = DIMENSIONS.get(name), _sides(name, grid)
+    known = DIMENSIONS.get(name)
+    sides = _sides(name, grid)
     if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
         return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
     if (
@@ -143,7 +145,9 @@ def _wrong_form(name, value, batch, grid) -> str | None:
 def _wrong_size(name, value, widths, sizes, grid) -> str | None:
     """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``:
     dimension -> the first argument that has it, and its size there."""
-    known, shape, sides = DIMENSIONS.get(name, ()), tuple(value.shape), _sides(name, grid)
+    known = DIMENSIONS.get(name, ())
+    shape = tuple(value.shape)
+    sides = _sides(name, grid)
     if sides and shape[2:] != sides:
         return f"has the size {list(shape[2:])}, but the latent {list(sides)}; make both of one size."
     for what, size in zip(known[1:2] if sides else known[1:], shape[1:]):

@@ -101,7 +101,8 @@ def _check_tensors(sample, family, model_config):
         if tensors[name].dtype not in FLOATS:
             raise UnsupportedError(f"{name} is of {tensors[name].dtype}; send float32, float16 or bfloat16.")
     check_numbers(tensors)
-    noise, sigmas = tensors["noise"], tensors["sigmas"]
+    noise = tensors["noise"]
+    sigmas = tensors["sigmas"]
     check_latent(tuple(noise.shape), sample.latent_shapes, family, model_config)
     if not noise.numel():
         raise UnsupportedError(
@@ -157,7 +158,8 @@ def _check_solver(sample, family):
 
 def _check_schedule(sample, prediction):
     """Refuse noise levels on which a solver divides by zero, as ComfyUI's does; no image comes of it."""
-    sigmas, percents = sample.tensors["sigmas"].float(), sample.tensors.get("percent_sigmas", torch.zeros(0))
+    sigmas = sample.tensors["sigmas"].float()
+    percents = sample.tensors.get("percent_sigmas", torch.zeros(0))
     still = (
         (sigmas.diff() == 0)
         | (sigmas[:-1] == 0)
@@ -189,7 +191,8 @@ def _has_negative(sample) -> bool:
 
 
 def _check_prompts(sample):
-    known, noise = names(sample), sample.tensors["noise"]
+    known = names(sample)
+    noise = sample.tensors["noise"]
     if not any(guidance_of(name) == "positive" for name in known):
         raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")
     weights = [key for key in sample.tensors if key.startswith("weight.")]
@@ -235,7 +238,9 @@ def _check_conditioning(sample, branch, family, model_config):
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
     """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises
     UnsupportedError."""
-    stages, counts, tp = config.pipefusion_degree, config.stage_counts, config.tensor_parallel_degree
+    stages = config.pipefusion_degree
+    counts = config.stage_counts
+    tp = config.tensor_parallel_degree
     if stages > max(1, blocks):  # no blocks: a transformer that runs whole
         raise UnsupportedError(
             f"pipefusion_degree is {stages} but {name} has {blocks} blocks; every stage needs one, so set "
@@ -278,11 +283,11 @@ def check_family(family: Family, config: ParallelConfig):
 
 def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
     """Count the tokens of the latent in a Describe; refuse one that is none. Raises UnsupportedError."""
-    latent, channels = (
-        message.latent,
+    latent = message.latent
+    channels = (
         family.latent.nested.channels(model_config)[0]
         if family.latent.nested
-        else family.latent.channels(model_config),
+        else family.latent.channels(model_config)
     )
     if (
         len(latent) not in (3, 4)

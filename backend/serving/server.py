@@ -113,7 +113,8 @@ class Client:
                 f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from "
                 f"the same version of the pack."
             )
-        nonce, token = handshake.new_nonce(), self.server.token
+        nonce = handshake.new_nonce()
+        token = self.server.token
         ours = handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)
         send(self.connection, Challenge(nonce, ours))
         try:
@@ -162,7 +163,9 @@ class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
     def __init__(self, address: str, token: str, welcome: Welcome, models):
-        self.token, self.welcome, self.models = token, welcome, models
+        self.token = token
+        self.welcome = welcome
+        self.models = models
         self.jobs: queue.Queue[Job] = queue.Queue()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Those of them that have not proved anything yet, in the order in which they came.
@@ -239,7 +242,9 @@ class Previews:
     and the seconds that the ranks waited for them."""
 
     def __init__(self, seconds: float, clock):
-        self.seconds, self.clock, self.last = seconds, clock, float("-inf")
+        self.seconds = seconds
+        self.clock = clock
+        self.last = float("-inf")
         self.count, self.spent = 0, 0.0
 
     def due(self) -> bool:

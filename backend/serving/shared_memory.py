@@ -24,7 +24,10 @@ class SharedBuffer:
     """One body at a time; ``make`` it on rank 0, ``join`` it on the others."""
 
     def __init__(self, file: int, ranks: int, rank: int):
-        self.file, self.ranks, self.rank, self.sent = os.fdopen(file, "r+b", buffering=0), ranks, rank, 0
+        self.file = os.fdopen(file, "r+b", buffering=0)
+        self.ranks = ranks
+        self.rank = rank
+        self.sent = 0
         self.data = torch.frombuffer(mmap.mmap(file, HEAD + MAX_BYTES), dtype=torch.uint8)[HEAD:]
 
     @classmethod
@@ -34,7 +37,8 @@ class SharedBuffer:
 
         Raises OSError or AttributeError where this system has no memfd.
         """
-        file, sign = os.memfd_create("parallel-dit"), secrets.token_bytes(16)
+        file = os.memfd_create("parallel-dit")
+        sign = secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
         buffer = cls(file, ranks, 0)
         buffer.data[: len(sign)] = torch.frombuffer(bytearray(sign), dtype=torch.uint8)

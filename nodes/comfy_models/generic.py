@@ -33,7 +33,8 @@ class GenericModel(comfy.model_base.BaseModel):
 
 def model_config(info: dict):
     """ComfyUI's description of a model, from Loaded.info of a fallback family."""
-    scheduler, vae = info["pipeline"].get("scheduler", {}), info["pipeline"].get("vae", {})
+    scheduler = info["pipeline"].get("scheduler", {})
+    vae = info["pipeline"].get("vae", {})
     settings = (
         {"shift": scheduler.get("shift", 1.0)}
         if info["prediction"] == "flow"
@@ -65,10 +66,13 @@ def _latent_format(info: dict, vae: dict):
     def channels(name, neutral):
         return torch.tensor(vae[name]).view(shape) if vae.get(name) else neutral
 
-    scale, shift = vae.get("scaling_factor") or 1.0, vae.get("shift_factor") or 0.0
-    mean, deviation = channels("latents_mean", shift), channels("latents_std", 1.0)
+    scale = vae.get("scaling_factor") or 1.0
+    shift = vae.get("shift_factor") or 0.0
+    mean = channels("latents_mean", shift)
+    deviation = channels("latents_std", 1.0)
     format = comfy.latent_formats.LatentFormat()
-    format.latent_channels, format.latent_dimensions = info["latent_channels"], info["latent_dimensions"]
+    format.latent_channels = info["latent_channels"]
+    format.latent_dimensions = info["latent_dimensions"]
     format.process_in = lambda latent: (latent - _like(mean, latent)) * scale / _like(deviation, latent)
     format.process_out = lambda latent: latent * _like(deviation, latent) / scale + _like(mean, latent)
     return format

@@ -57,17 +57,16 @@ def minimax_h3(arguments: dict) -> dict:
             "latent_image has a noise mask, with which MiniMax-H3 denoises tokens at times of their own; the "
             "ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
         )
-    payload, found = (
-        arguments.get("minimax_payload", {}),
-        {key: value for key, value in arguments.items() if key != "minimax_payload"},
-    )
+    payload = arguments.get("minimax_payload", {})
+    found = {key: value for key, value in arguments.items() if key != "minimax_payload"}
     further = sorted(payload.keys() - MINIMAX_KNOWN)
     if further:
         raise RefusedError(
             f"the prompt carries {', '.join(further)}, which the ranks do not know; remove the node that "
             f"sets it, or sample with KSampler and an ordinary MODEL."
         )
-    tags, layout = payload.get("text_token_tags"), payload.get("layout")
+    tags = payload.get("text_token_tags")
+    layout = payload.get("layout")
     if tags is not None and (tags != 1).any():
         found["text_tags"] = tags.reshape(1, -1)
     references = (
@@ -117,9 +116,7 @@ def ltxv(arguments: dict) -> dict:
 def qwen_image21(arguments: dict) -> dict:
     """Return the places of the references as a tensor, the same for every sample. As in ComfyUI's own
     transformer, places of missing images are left out and every token of the prompt is seen."""
-    found, slots = (
-        {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")},
-        arguments.get("image_slots", ()),
-    )
+    found = {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")}
+    slots = arguments.get("image_slots", ())
     slots = slots[: len(arguments.get("ref_latents", ()))]
     return found | ({"image_slots": torch.tensor([slots], dtype=torch.long)} if slots else {})

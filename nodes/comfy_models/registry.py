@@ -220,7 +220,8 @@ def weightless_patcher(
     ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's
     class.
     """
-    family, config = family_named(loaded), loaded.info["config"]
+    family = family_named(loaded)
+    config = loaded.info["config"]
     if loaded.info.get("generic"):
         model_config = generic.model_config(loaded.info["generic"])
     else:

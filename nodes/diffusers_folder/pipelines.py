@@ -142,7 +142,8 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
             local_files_only=True,
         ),
     )
-    returns, own = RETURNS[name], inspect.signature(pipeline.encode_prompt).parameters
+    returns = RETURNS[name]
+    own = inspect.signature(pipeline.encode_prompt).parameters
     # the pipeline's call has defaults of its own (lengths, instructions), which it hands on
     defaults = {
         key: p.default

@@ -19,7 +19,9 @@ class DiffusersCLIP:
     def __init__(
         self, pipeline: TextPipeline, patcher: comfy.model_patcher.ModelPatcher, negative: bool = False
     ):
-        self.pipeline, self.patcher, self.negative = pipeline, patcher, negative
+        self.pipeline = pipeline
+        self.patcher = patcher
+        self.negative = negative
 
     def tokenize(self, text: str, return_word_ids: bool = False, **options) -> dict:
         """A prompt for the methods below. The pipeline makes its tokens, and reads weights, (word:1.2), as
@@ -52,7 +54,8 @@ class DiffusersCLIP:
         return self._encode(self.tokenize(text))["cond"]
 
     def _encode(self, tokens: dict) -> dict:
-        management, device = comfy.model_management, self.patcher.load_device
+        management = comfy.model_management
+        device = self.patcher.load_device
         try:
             # the encoders are modules of transformers, which run where all of their weights are
             management.load_models_gpu([self.patcher], force_full_load=True)
@@ -82,7 +85,8 @@ class DiffusersCLIP:
 def diffusers_clips(pipeline: TextPipeline, device: str) -> tuple[DiffusersCLIP, DiffusersCLIP]:
     """Return (CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or
     cpu."""
-    management, cpu = comfy.model_management, torch.device("cpu")
+    management = comfy.model_management
+    cpu = torch.device("cpu")
     where = (
         {"load_device": cpu, "offload_device": cpu}
         if device == "cpu"

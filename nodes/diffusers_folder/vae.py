@@ -110,7 +110,8 @@ class DiffusersVAE(comfy.sd.VAE):
         without values."""
         with torch.device("meta"):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))
-        config, packed = vae.config, 4 if isinstance(model, PackedAutoencoder) else 1
+        config = vae.config
+        packed = 4 if isinstance(model, PackedAutoencoder) else 1
         self.latent_channels = (config.get("latent_channels") or config["z_dim"]) * packed
         is_video = not isinstance(model, FirstFrameAutoencoder) and any(
             isinstance(module, torch.nn.Conv3d) for module in vae.modules()

@@ -38,11 +38,10 @@ def for_what(dit: ParallelDiT, prompts: int, what: str, described: Described) ->
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
     """Return (what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
     several)."""
-    format, family = dit.patcher.model.latent_format, family_named(dit.loaded)
-    ratio, ratios = (
-        getattr(format, "spacial_downscale_ratio", None),
-        getattr(format, "temporal_downscale_ratio", 4),
-    )
+    format = dit.patcher.model.latent_format
+    family = family_named(dit.loaded)
+    ratio = getattr(format, "spacial_downscale_ratio", None)
+    ratios = getattr(format, "temporal_downscale_ratio", 4)
     extra = [1] if format.latent_dimensions == 3 else []
     if not extra or family.images:
         side = IMAGE_SIZE // (ratio or 8)

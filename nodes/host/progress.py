@@ -30,15 +30,15 @@ class Reporter:
         disable_pbar: bool,
         holds_last: bool = False,
     ):
-        self.callback, self.latest, self.total, self.ranks, self.holds_last = (
-            callback,
-            latent,
-            total,
-            ranks,
-            holds_last,
-        )
+        self.callback = callback
+        self.latest = latent
+        self.total = total
+        self.ranks = ranks
+        self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
-        self.say, self.began, self.said = node_text(), time.monotonic(), float("-inf")
+        self.say = node_text()
+        self.began = time.monotonic()
+        self.said = float("-inf")
 
     def __enter__(self):
         return self

@@ -36,7 +36,9 @@ class RemoteSolver:
     """
 
     def __init__(self, dit: ParallelDiT, sampler_name: str, wants_denoised: bool = False):
-        self.dit, self.sampler_name, self.wants_denoised = dit, sampler_name, wants_denoised
+        self.dit = dit
+        self.sampler_name = sampler_name
+        self.wants_denoised = wants_denoised
         self.backend, self.loaded = ensure_loaded(dit)
 
     def __call__(
@@ -96,8 +98,11 @@ class RemoteSolver:
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
         """Return Sample.prompts and their tensors."""
-        family, unet_config = family_named(self.loaded), guider.inner_model.model_config.unet_config
-        batch, prompts, tensors = noise.shape[0], {}, {}
+        family = family_named(self.loaded)
+        unet_config = guider.inner_model.model_config.unet_config
+        batch = noise.shape[0]
+        prompts = {}
+        tensors = {}
         branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
         all_conds = [cond for branch in branches for cond in guider.conds[branch]]
         for branch in branches:

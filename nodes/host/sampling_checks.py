@@ -13,7 +13,8 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
     """Check a sampler node's inputs and return the negative prompt to use: the positive one where it is
     skipped. RefusedError or ConfigError for what the ranks cannot sample."""
     check_guidance(cfg, sampler_name, dit.config)
-    name, family = dit.loaded.family, family_named(dit.loaded)
+    name = dit.loaded.family
+    family = family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
     if skips_negative(cfg, sampler_name):
         negative = positive

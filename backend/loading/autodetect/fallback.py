@@ -59,7 +59,8 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
     scheduler: dict | None = json.loads(scheduler_json)
     inputs = inputs_of(cls, config)
     probe = _Probe(cls, config, inputs)
-    first, schedule = probe.run(*PROBES[0]), _schedule(scheduler)
+    first = probe.run(*PROBES[0])
+    schedule = _schedule(scheduler)
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
     channels, patch, heads, head_size = (
@@ -136,7 +137,9 @@ class _Probe:
     """The shallow copy and its requests."""
 
     def __init__(self, cls, config, inputs: Inputs):
-        self.cls, self.config, self.inputs = cls, config, inputs
+        self.cls = cls
+        self.config = config
+        self.inputs = inputs
         side = config.get("patch_size") or 1
         sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
         time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
@@ -168,7 +171,8 @@ class _Probe:
         ``seed`` is the latent's."""
         sizes = [count * step for count, step in zip(counts, self.patch[1:])]
         shape = (self.channels, *([2 * self.patch[0]] if self.inputs.video else []), *sizes)
-        grid, generator = TokenGrid(shape, self.patch), torch.Generator().manual_seed(100)
+        grid = TokenGrid(shape, self.patch)
+        generator = torch.Generator().manual_seed(100)
         cond = {
             CONDITIONING[name]: torch.randn(
                 1, *([text] if name == "encoder_hidden_states" else []), self.width(name), generator=generator

@@ -142,7 +142,8 @@ def _watched(attend: Callable, calls: list[BlockCall], found: Trace) -> Callable
             calls[-1].attention.append((query.shape[2], key.shape[2]))
             calls[-1].masks += [] if attn_mask is None else [attn_mask]
             if found.heads == 0:
-                found.heads, found.head_size = query.shape[1], query.shape[3]
+                found.heads = query.shape[1]
+                found.head_size = query.shape[3]
             found.keys = found.keys if found.keys is not None else key.clone()
         return attend(query, key, value, attn_mask, *args, **kwargs)
 

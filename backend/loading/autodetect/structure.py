@@ -177,7 +177,8 @@ def _text_position(small: Trace, other: Trace, size) -> str:
     """Where text sits among the keys of the first attention: the tokens that another latent leaves as they
     are."""
     changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
-    image, tokens = size[0], len(changed)
+    image = size[0]
+    tokens = len(changed)
     for position, expected in (
         ("first", [False] * (tokens - image) + [True] * image),
         ("last", [True] * image + [False] * (tokens - image)),
@@ -202,7 +203,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
     with torch.inference_mode():
         reference = cut.io.output(model_output(transformer, cut, arguments), grid)
-        stage, buffers = Stage(transformer, cut, mesh.single(), range(total)), KVBuffers(1)
+        stage = Stage(transformer, cut, mesh.single(), range(total))
+        buffers = KVBuffers(1)
         stage.begin_request("auto", buffers)
         stage.attention.install()
         try:

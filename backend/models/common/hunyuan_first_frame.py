@@ -73,12 +73,10 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
             return super().forward(
                 hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb
             )
-        tokens, texts, linear, silu = (
-            hidden_states.shape[1],
-            encoder_hidden_states.shape[1],
-            self.norm.linear,
-            torch.nn.functional.silu,
-        )
+        tokens = hidden_states.shape[1]
+        texts = encoder_hidden_states.shape[1]
+        linear = self.norm.linear
+        silu = torch.nn.functional.silu
         text, image = (
             num_rows if isinstance(num_rows, tuple) else (min(num_rows, texts), max(0, num_rows - texts))
         )

@@ -77,7 +77,9 @@ class Attention(LTX2AudioVideoAttnProcessor):
         key_rotary_emb=None,
     ):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+        q = attn.norm_q(attn.to_q(hidden_states))
+        k = attn.norm_k(attn.to_k(source))
+        v = attn.to_v(source)
         if query_rotary_emb is not None:
             rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
             q, k = (

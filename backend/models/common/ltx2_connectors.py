@@ -21,7 +21,8 @@ def finish(connector, prompt):
     with a feature more, of zeros; of others nothing."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
-    length, registers = prompt.shape[1], connector.num_learnable_registers
+    length = prompt.shape[1]
+    registers = connector.num_learnable_registers
     spare = -(-max(LEAST_TOKENS, length) // registers) * registers - length
     known = torch.arange(length + spare, device=prompt.device) < length
     return connector(

@@ -92,21 +92,23 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
     at (0, 0, 0)."""
     placed, (height, width), half = [], (0, 0), (grid.patch[1] // 2, grid.patch[2] // 2)
     for number, (_, h, w) in enumerate((reference.extent for reference in found), 1):
-        index, row, column = 1, 0, 0
+        index = 1
+        row = 0
+        column = 0
         if how in ("index", "index_timestep_zero"):
             index = number
         elif how == "negative_index":
             index = -number
         elif how == "uxo":
-            index, row, column = (
-                0,
-                grid.counts[1] * grid.patch[1] + height,
-                grid.counts[2] * grid.patch[2] + width,
-            )
-            height, width = height + h, width + w
+            index = 0
+            row = grid.counts[1] * grid.patch[1] + height
+            column = grid.counts[2] * grid.patch[2] + width
+            height = height + h
+            width = width + w
         else:  # offset: side by side, along the shorter side of what there is
             row, column = (0, width) if h + height > w + width else (height, 0)
-            height, width = max(height, h + row), max(width, w + column)
+            height = max(height, h + row)
+            width = max(width, w + column)
         placed.append((index, (row + half[0]) // grid.patch[1], (column + half[1]) // grid.patch[2]))
     return placed
 

@@ -9,7 +9,8 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
     old_denoised = h_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
-        t, t_next = sigma.log().neg(), sigma_next.log().neg()
+        t = sigma.log().neg()
+        t_next = sigma_next.log().neg()
         h = t_next - t
         direction = denoised
         if old_denoised is not None and h_last is not None and sigma_next != 0:
@@ -42,9 +43,11 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
     if problem.flow and sigma == 1:
         return sigma.new_tensor(0.9999)  # half_log_snr is infinite at 1
     if problem.flow:
-        t, t_down = ((1 - sigma) / sigma).log(), ((1 - down) / down).log()
+        t = ((1 - sigma) / sigma).log()
+        t_down = ((1 - down) / down).log()
         return ((t + 0.5 * (t_down - t)).exp() + 1) ** -1
-    t, t_down = sigma.log().neg(), down.log().neg()
+    t = sigma.log().neg()
+    t_down = down.log().neg()
     return (t + 0.5 * (t_down - t)).neg().exp()
 
 
@@ -57,7 +60,8 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
         if sigma_next == 0:
             x = denoised
             continue
-        start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
+        start = problem.half_log_snr(sigma)
+        end = problem.half_log_snr(sigma_next)
         half = start + 0.5 * (end - start)
         middle = problem.sigma_at(half)
         denoised = yield (
@@ -75,7 +79,8 @@ def _sde_step(
     """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a
     flow model too."""
     (sigma, start), (target, end) = here, there
-    alpha, alpha_target = sigma * start.exp(), target * end.exp()
+    alpha = sigma * start.exp()
+    alpha_target = target * end.exp()
     down, up = ancestral_split(start.neg().exp(), end.neg().exp())
     h = down.log().neg() - start
     x = (alpha_target / alpha) * (-h).exp() * x - alpha_target * (-h).expm1() * denoised
@@ -141,7 +146,8 @@ def _higher_orders(
     if len(history) == 1:
         return x + (alpha * phi_2) * d1_0
     denoised_2, h_2 = history[1]
-    r0, r1 = h_1 / h, h_2 / h
+    r0 = h_1 / h
+    r1 = h_2 / h
     d1_1 = (denoised_1 - denoised_2) / r1
     d1 = d1_0 + (d1_0 - d1_1) * r0 / (r0 + r1)
     d2 = (d1_0 - d1_1) / (r0 + r1)

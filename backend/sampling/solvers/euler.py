@@ -45,7 +45,8 @@ def heun(x: Tensor, problem: Problem) -> Steps:
     """Heun's second-order steps (Karras et al. 2022, algorithm 2 without churn); Euler into sigma 0."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
-        slope, dt = (x - denoised) / sigma, sigma_next - sigma
+        slope = (x - denoised) / sigma
+        dt = sigma_next - sigma
         x_next = x + slope * dt
         if sigma_next != 0:
             denoised = yield x_next, sigma_next, i
@@ -107,7 +108,8 @@ def ddpm(x: Tensor, problem: Problem) -> Steps:
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         noise = (x - denoised) / sigma
-        signal, signal_next = 1 / (sigma * sigma + 1), 1 / (sigma_next * sigma_next + 1)
+        signal = 1 / (sigma * sigma + 1)
+        signal_next = 1 / (sigma_next * sigma_next + 1)
         alpha = signal / signal_next
         x = (1.0 / alpha).sqrt() * (
             x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt()

@@ -23,8 +23,10 @@ def er_sde(x: Tensor, problem: Problem) -> Steps:
         if sigma_next == 0:
             x = denoised
             continue
-        level, level_next = levels[i], levels[i + 1]
-        alpha, alpha_next = sigma / level, sigma_next / level_next
+        level = levels[i]
+        level_next = levels[i + 1]
+        alpha = sigma / level
+        alpha_next = sigma_next / level_next
         keep = _er_scale(level_next) / _er_scale(level)
         first_weight, second_weight = _er_weights(level, level_next)
         x = alpha_next / alpha * keep * x + alpha_next * (1 - keep) * denoised
@@ -45,7 +47,8 @@ def _er_weights(level: Tensor, level_next: Tensor, points: int = 200) -> tuple[T
     dt = level_next - level
     width = -dt / points
     at = level_next + torch.arange(points, dtype=torch.float32) * width
-    scale, end = _er_scale(at), _er_scale(level_next)
+    scale = _er_scale(at)
+    end = _er_scale(level_next)
     return dt + torch.sum(1 / scale) * width * end, dt**2 / 2 + torch.sum((at - level) / scale) * width * end
 
 
@@ -73,7 +76,8 @@ def _phi_2(h: Tensor) -> Tensor:
 def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions: tuple[float, ...]) -> tuple:
     """(h, the stages' sigmas, their alphas) at these fractions of the step h in half log SNR, and at its
     end."""
-    start, end = problem.half_log_snr(sigma), problem.half_log_snr(sigma_next)
+    start = problem.half_log_snr(sigma)
+    end = problem.half_log_snr(sigma_next)
     lambdas = [*(torch.lerp(start, end, fraction) for fraction in fractions), end]
     sigmas = [*map(problem.sigma_at, lambdas[:-1]), sigma_next]
     return end - start, sigmas, [s * log_alpha.exp() for s, log_alpha in zip(sigmas, lambdas)]
@@ -112,7 +116,8 @@ def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
 def seeds_3(x: Tensor, problem: Problem) -> Steps:
     """SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267), with stages at a third and two thirds of the step."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
-    r_1, r_2 = 1 / 3, 2 / 3
+    r_1 = 1 / 3
+    r_2 = 2 / 3
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         if sigma_next == 0:
@@ -142,11 +147,16 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
     """SA-Solver (Xue et al. 2023, arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of
     order 4."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
-    sigmas, lambdas = problem.sigmas, problem.half_log_snr(problem.sigmas)
+    sigmas = problem.sigmas
+    lambdas = problem.half_log_snr(problem.sigmas)
     upper, lower = (problem.percent_to_sigma(percent) for percent in STOCHASTIC_PERCENTS)
     to_zero = sigmas[-1] == 0
-    steps, predicted, history = len(sigmas) - 1, x, []
-    tau, h, noise = 0.0, None, None
+    steps = len(sigmas) - 1
+    predicted = x
+    history = []
+    tau = 0.0
+    h = None
+    noise = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield predicted, sigma, i
         history = [*history, denoised][-_CORRECTOR_ORDER:]
@@ -183,7 +193,8 @@ def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
 def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Tensor:
     """Integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange polynomials
     L_j of ``knots``."""
-    rate, order = 1 + tau**2, len(knots)
+    rate = 1 + tau**2
+    order = len(knots)
     powers = torch.arange(order, dtype=knots.dtype)
     # the moments (L_j -> s^p) by repeated integration by parts; log-gamma and not a factorial, for ComfyUI's
     # rounding

@@ -10,7 +10,8 @@ from .problem import Problem, Steps, Tensor, euler_step
 
 def lms(x: Tensor, problem: Problem) -> Steps:
     """Adams-Bashforth of order 4 in sigma, for uneven steps (k-diffusion)."""
-    times, slopes = problem.sigmas.tolist(), []
+    times = problem.sigmas.tolist()
+    slopes = []
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         slopes = [(x - denoised) / sigma, *slopes[:3]]
@@ -34,7 +35,8 @@ def _weighted(weights, terms) -> Tensor:
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
     """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to
     degree 3."""
-    half, centre = (end - start) / 2, (end + start) / 2
+    half = (end - start) / 2
+    centre = (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
     return half * sum(
         math.prod((p - k) / (knots[j] - k) for m, k in enumerate(knots) if m != j) for p in points
@@ -120,7 +122,8 @@ def deis(x: Tensor, problem: Problem) -> Steps:
 def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
     """(times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3 to 80
     at time 1."""
-    log_start, log_end = torch.tensor(0.002).square().add(1).log().item(), math.log(80**2 + 1)
+    log_start = torch.tensor(0.002).square().add(1).log().item()
+    log_end = math.log(80**2 + 1)
     rise = 2 * (log_start / 1e-3 - log_end) / (1e-3 - 1)
     beta_0 = log_end - 0.5 * rise
     times = ((beta_0**2 + 2 * rise * (sigmas**2 + 1).log()).sqrt() - beta_0) / rise
@@ -189,7 +192,8 @@ def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Step
     old_slope = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
-        slope, dt = (x - denoised) / sigma, sigma_next - sigma
+        slope = (x - denoised) / sigma
+        dt = sigma_next - sigma
         if sigma_next == 0:
             x = denoised
         else:

@@ -14,7 +14,8 @@ _ORDER = 3
 def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
     """UniPC (Zhao et al. 2023, arXiv 2302.04867) of order 3 with B(h) = h, on the variance-preserving x =
     data · alpha + noise · sigma."""
-    times, steps = problem.sigmas.clone(), len(problem.sigmas) - 1
+    times = problem.sigmas.clone()
+    steps = len(problem.sigmas) - 1
     if times[-1] == 0:
         times[-1] = LAST_SIGMA
     alphas, stds, lambdas = _vp(times)
@@ -99,8 +100,10 @@ def _update(
 def _conditions(ratios: Tensor, hh: Tensor, variant: str) -> tuple[Tensor, Tensor, Tensor]:
     """B(h), and the linear system of the order conditions, one equation for each order."""
     scale = hh if variant == "bh1" else torch.expm1(hh)
-    phi, factorial = torch.expm1(hh) / hh - 1, 1
-    rows, target = [], []
+    phi = torch.expm1(hh) / hh - 1
+    factorial = 1
+    rows = []
+    target = []
     for k in range(1, len(ratios) + 1):
         rows.append(ratios ** (k - 1))
         target.append(phi * factorial / scale)
