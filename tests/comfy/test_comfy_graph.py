@@ -253,7 +253,7 @@ def test_other_degrees_load_again_and_say_why(comfy, ranks):
     told = [next(text for text in each.texts if "rank 0:" in text) for each in (run, again)]
     assert all(
         text.count("rank 1:") == 2
-        and re.search(r"a (picture of 1024 x 1024|latent of 128 x 128) \(4096 rows\)", text)
+        and re.search(r"an? (image of 1024 x 1024|latent of 128 x 128) \(4096 tokens\)", text)
         for text in told
     )
     assert (

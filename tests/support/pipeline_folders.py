@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import diffusers
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -114,6 +115,7 @@ def _qwen3_vl(layers: int):
         "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     words = tokenizer(transformers.Qwen2Tokenizer, specials, begin=False)
+    pytest.importorskip("torchvision", reason="Qwen3VLVideoProcessor needs torchvision")
     processor = transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(),
         words,
