@@ -28,8 +28,12 @@ from tiny import golden_request, write_checkpoint
 
 #: Files of backend/ whose lines are counted.
 WATCHED = (
-    *("protocol", "frames", "tensors", "checks", "check_tensors", "config", "prompts", "kept", "worker"),
-    *("server", "request", "model_call", "loading/lora"),
+    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker"),
+    *("serving/server", "serving/argument_cache", "loading/lora_keys"),
+    *(
+        f"sampling/{name}"
+        for name in ("validation", "tensor_validation", "guidance", "request", "model_call")
+    ),
 )
 #: Different crashes after which it ends.
 MOST_CRASHES = 20
@@ -39,7 +43,7 @@ REPORT_SECONDS = 30.0
 
 class Coverage:
     """Pairs of lines of the WATCHED files that ran one after the other. sys.settrace is what every Python
-    from 3.10 on has."""
+    has."""
 
     def __init__(self):
         self.files = {str(ROOT / f"backend/{name}.py") for name in WATCHED}

@@ -3,15 +3,19 @@
 from types import SimpleNamespace
 from unittest import mock
 
+from torch import nn
+
 from backend.parallel import fsdp
 
 
 def test_the_next_block_is_gathered_while_one_computes():
     """Across the end of a list of blocks too; the last has nothing ahead."""
-    blocks = [mock.Mock(name=f"block {i}") for i in range(5)]
-    transformer = mock.Mock(get_submodule={"double": blocks[:2], "single": blocks[2:]}.get)
+    blocks = [nn.Identity() for _ in range(5)]
+    for block in blocks:
+        block.set_modules_to_forward_prefetch = mock.Mock()
+    transformer = nn.ModuleDict({"paired": nn.ModuleList(blocks[:2]), "single": nn.ModuleList(blocks[2:])})
     with mock.patch.object(fsdp, "fully_shard") as fully_shard:
-        fsdp.shard(transformer, ("double", "single"), SimpleNamespace(weights="mesh"))
+        fsdp.shard(transformer, ("paired", "single"), SimpleNamespace(weights="mesh"))
     assert [call.args[0] for call in fully_shard.call_args_list] == [*blocks, transformer]
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
         [block] for block in blocks[1:]
