@@ -65,7 +65,8 @@ KEY = re.compile(
 )
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
 PREFIX = re.compile(
-    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
+    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|"
+    r"(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
 )
 #: Other names of modules: (theirs, diffusers').
 ALIASES = (

@@ -66,7 +66,8 @@ def is_finite(solver: str, problem: Problem) -> bool:
         return False
     except StopIteration as end:
         return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MOST)
-    except (ZeroDivisionError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]  # documented
+    # LinAlgError is documented, though torch.linalg does not list it among its exports
+    except (ZeroDivisionError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return False
 
 

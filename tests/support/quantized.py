@@ -128,7 +128,7 @@ def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Patt
             array = array.reshape(-1, block)
         try:
             data = gguf.quants.quantize(array, kind)
-        except NotImplementedError:
+        except NotImplementedError:  # gguf reads K-quants and cannot write them: any bits are valid blocks
             data = _random_blocks(random, array.shape, kind.name, block, size)
         writer.add_tensor(key, data, raw_dtype=kind)
         values[key] = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).reshape(tensor.shape)

@@ -114,7 +114,8 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
         embedding, replaced = (
             super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
         )
-        embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]  # for the memos and the last norm
+        # for cached layers and the last norm, which are given the embedding alone
+        embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]
         return embedding, replaced
 
 
