@@ -5,6 +5,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.double_stream import DOUBLE_STREAM
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -77,7 +78,6 @@ def config_from_shapes(shapes):
     )
 
 
-DOUBLE = "transformer_blocks.{}"
 SINGLE = "single_transformer_blocks.{}"
 LAYOUT = Layout(
     signature=(
@@ -100,21 +100,7 @@ LAYOUT = Layout(
         "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
         "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
         "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
-        "double_blocks.{}.img_mod.lin": f"{DOUBLE}.norm1.linear",
-        "double_blocks.{}.txt_mod.lin": f"{DOUBLE}.norm1_context.linear",
-        "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
-        "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
-        f"{DOUBLE}.attn.add_v_proj",
-        "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
-        "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
-        "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
-        "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
-        "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
-        "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
-        "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.net.0.proj",
-        "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.net.2",
-        "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.net.0.proj",
-        "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.net.2",
+        **DOUBLE_STREAM,
         "single_blocks.{}.modulation.lin": f"{SINGLE}.norm.linear",
         "single_blocks.{}.linear1": f"{SINGLE}.attn.to_q {SINGLE}.attn.to_k {SINGLE}.attn.to_v "
         f"{SINGLE}.proj_mlp",

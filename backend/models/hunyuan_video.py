@@ -5,6 +5,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.double_stream import DOUBLE_STREAM
 from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -47,8 +48,8 @@ def refusal(config, grid, cond):
     return references.wrong_channels(config["in_channels"], grid, cond)
 
 
-def config_from_shapes(shapes):
-    """Arguments of HunyuanVideoTransformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+def video_config(shapes):
+    """What HunyuanVideo and 1.5 derive alike; RoPE axes are (16, 56, 56)/128 of the head size."""
     embedding = shapes["img_in.proj.weight"]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     axis = 56 * head // 128 // 2 * 2
@@ -60,18 +61,23 @@ def config_from_shapes(shapes):
         num_attention_heads=embedding[0] // head,
         attention_head_dim=head,
         num_layers=blocks_of(shapes, "double_blocks"),
-        num_single_layers=blocks_of(shapes, "single_blocks"),
         num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
-        guidance_embeds="guidance_in.in_layer.weight" in shapes,
         text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
-        pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
         rope_axes_dim=(head - 2 * axis, axis, axis),
+    )
+
+
+def config_from_shapes(shapes):
+    """Arguments of HunyuanVideoTransformer3DModel."""
+    return video_config(shapes) | dict(
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        guidance_embeds="guidance_in.in_layer.weight" in shapes,
+        pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
     )
 
 
 TIME = "time_text_embed"
 TEXT = "context_embedder"
-DOUBLE = "transformer_blocks.{}"
 SINGLE = "single_transformer_blocks.{}"
 REFINER = "context_embedder.token_refiner.refiner_blocks.{}"
 FILE_REFINER = "txt_in.individual_token_refiner.blocks.{}"
@@ -92,21 +98,7 @@ NAMES = {
     f"{FILE_REFINER}.self_attn.proj": f"{REFINER}.attn.to_out.0",
     f"{FILE_REFINER}.mlp.0": f"{REFINER}.ff.net.0.proj",
     f"{FILE_REFINER}.mlp.2": f"{REFINER}.ff.net.2",
-    "double_blocks.{}.img_mod.lin": f"{DOUBLE}.norm1.linear",
-    "double_blocks.{}.txt_mod.lin": f"{DOUBLE}.norm1_context.linear",
-    "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
-    "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
-    f"{DOUBLE}.attn.add_v_proj",
-    "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
-    "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
-    "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
-    "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
-    "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
-    "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
-    "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.net.0.proj",
-    "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.net.2",
-    "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.net.0.proj",
-    "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.net.2",
+    **DOUBLE_STREAM,
 }
 #: Tencent's own spelling -> ComfyUI's.
 SPELLINGS = (

@@ -11,8 +11,8 @@ from .common.masked_text import MaskedText
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .hunyuan_video import NAMES, SPELLINGS
-from .key_layout import Layout, blocks_of
+from .hunyuan_video import NAMES, SPELLINGS, video_config
+from .key_layout import Layout
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
@@ -71,23 +71,10 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of HunyuanVideo15Transformer3DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    embedding = shapes["img_in.proj.weight"]
-    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-    axis = 56 * head // 128 // 2 * 2
-    return dict(
-        in_channels=embedding[1],
-        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
-        patch_size=embedding[3],
-        patch_size_t=embedding[2],
-        num_attention_heads=embedding[0] // head,
-        attention_head_dim=head,
-        num_layers=blocks_of(shapes, "double_blocks"),
-        num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
-        text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
+    """Arguments of HunyuanVideo15Transformer3DModel."""
+    return video_config(shapes) | dict(
         text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
         image_embed_dim=shapes["vision_in.proj.0.weight"][0],
-        rope_axes_dim=(head - 2 * axis, axis, axis),
     )
 
 
