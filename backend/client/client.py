@@ -71,11 +71,7 @@ class BackendClient:
         self.welcome = self._greet(token, check)
 
     def request(
-        self,
-        message,
-        check=lambda: None,
-        on_progress=lambda progress: None,
-        limit: int = framing.MAX_BODY,
+        self, message, check=lambda: None, on_progress=lambda progress: None, limit: int = framing.MAX_BODY
     ):
         """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this
         thread.

@@ -39,8 +39,5 @@ def with_defaults(cls: type, config: dict) -> dict:
 
 def pipeline_configs(folder: Path) -> dict[str, dict]:
     """Read the configurations next to the transformer's, "scheduler" and "vae", where they are there."""
-    paths = {
-        "scheduler": folder / "scheduler/scheduler_config.json",
-        "vae": folder / "vae/config.json",
-    }
+    paths = {"scheduler": folder / "scheduler/scheduler_config.json", "vae": folder / "vae/config.json"}
     return {name: read_json(path) for name, path in paths.items() if path.is_file()}

@@ -1,8 +1,5 @@
 """The framing of messages: a fixed prefix (magic, header length, body length), a JSON header and a
-safetensors body (tensors.py). No pickle on the wire.
-
-A message's ``tensors`` travel in the body, its other fields in the header.
-"""
+safetensors body (tensor_body.py) with the message's ``tensors``. No pickle on the wire."""
 
 import json
 import math
@@ -22,8 +19,7 @@ MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 34
 #: Before a peer has proved that it knows the token it may not make us allocate more than this.
 MAX_HELLO = 4096
-#: What a declared length makes us allocate before bytes arrive; from then on it is at most twice what has
-#: arrived.
+#: What a declared length makes us allocate before bytes arrive; later it is at most twice what arrived.
 MAX_UNSEEN = 1 << 28
 #: Chunks of a frame below this size are joined: a system call each would cost more.
 SMALL_CHUNK = 1 << 15
@@ -34,11 +30,8 @@ MAX_DIGITS = 21
 
 
 def encode(message) -> list:
-    """The frame of a message as buffers to be sent in order: prefix, header, the tensors' table, and views of
-    their memory. ProtocolError for what has no frame.
-
-    A message that was received goes on in the frame that it came in.
-    """
+    """Return a message's frame as buffers: prefix, header, table, and views of the tensors' memory. A message
+    that was received keeps its frame. Raises ProtocolError for what has no frame."""
     if came := getattr(message, CAME, None):
         return came
     name = type(message).__name__
@@ -59,8 +52,8 @@ def encode(message) -> list:
 
 
 def decode(header: bytes, table: bytes, data: Tensor):
-    """The message of a frame whose body is ``table`` and ``data`` (uint8), of which its tensors are views;
-    ProtocolError where it is not one of ours."""
+    """Return the message of a frame whose body is ``table`` and ``data`` (uint8); its tensors are views of
+    ``data``. Raises ProtocolError."""
     cls, values = _open(header)
     if table:
         values["tensors"] = bodies.unpack(_places(cls, table, len(data)), data)
@@ -95,23 +88,19 @@ def _message(cls: type, values: dict):
         raise ProtocolError(f"not a message of this protocol: {error}") from None
     for f in fields(cls):
         kind: Any = f.type  # a class: the messages' annotations are not strings
-        if not isinstance(getattr(message, f.name), _wire_types(kind)):
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(getattr(message, f.name), accepted):
             raise ProtocolError(f"{cls.__name__}.{f.name} is not of type {kind.__name__}")
     return message
 
 
-def _wire_types(kind: Any) -> Any:
-    return (int, float) if kind is float else kind
-
-
 def _places(cls: type, table: bytes, size: int) -> list[bodies.Place]:
-    """Where the tensors of a ``cls`` lie in ``size`` bytes of data."""
+    """Return where the tensors of a ``cls`` lie in ``size`` bytes of data. Raises ProtocolError."""
     try:
         return bodies.places(table[bodies.LENGTH.size :], size)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(
-            f"the body of a {cls.__name__} is no safetensors of this protocol: {error}"
-        ) from None
+        why = f"the body of a {cls.__name__} is no safetensors of this protocol: {error}"
+        raise ProtocolError(why) from None
 
 
 def send(sock, message):
@@ -121,8 +110,7 @@ def send(sock, message):
 
 
 def _joined(chunks: list):
-    """Yield ``chunks`` with small neighbours in one; none is empty, since a write of nothing still fails once
-    the peer has hung up."""
+    """Yield ``chunks`` with small neighbours in one; none is empty: a write of nothing fails too."""
     small = b""
     for chunk in chunks:
         if len(chunk) < SMALL_CHUNK:
@@ -134,12 +122,8 @@ def _joined(chunks: list):
 
 
 def receive(sock, limit: int = MAX_BODY):
-    """Read one message; ConnectionError at the end of the stream, ProtocolError for anything that is not a
-    frame.
-
-    ``limit`` bounds header and body before they are read, and header and table are checked before the data
-    is, so that a peer cannot make us allocate more.
-    """
+    """Read one message. ``limit`` bounds header and body before they are read; header and table are checked
+    before the data is read. Raises ConnectionError at the end of the stream, ProtocolError for no frame."""
     magic, header_size, body_size = PREFIX.unpack(_read(sock, PREFIX.size))
     if magic != MAGIC:
         raise ProtocolError(f"a frame starts with {MAGIC!r}, not {bytes(magic)!r}")

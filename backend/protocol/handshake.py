@@ -6,11 +6,9 @@
     Proof(HMAC(token, "client", c, s)) ->
                                     <-      Welcome
 
-The backend goes first: who only listens at an address learns nothing that depends on the token. Each side's
-nonce is fresh, so a recorded proof is of no use later, and the two roles have labels of their own, so a proof
-that is sent back to its maker proves nothing.
-
-Shared by the nodes and the backend; standard library only.
+The backend goes first: who only listens at an address learns nothing that depends on the token. Each
+nonce is fresh, so a recorded proof is of no use later. The roles have labels of their own, so a proof
+that is sent back to its maker proves nothing. Standard library only.
 """
 
 import hmac
@@ -18,8 +16,7 @@ import secrets
 
 from .messages import VERSION
 
-#: Shortest token that is taken: a proof can be tried against guesses by whoever has seen one, so a token must
-#: not be guessable. launcher.py makes 64 characters of 256 random bits.
+#: Shortest token that is taken: whoever has seen a proof can try guesses against it.
 MIN_TOKEN = 32
 BACKEND = "backend"
 CLIENT = "client"
@@ -27,24 +24,22 @@ _NONCE_BYTES = 32
 
 
 def new_nonce() -> str:
-    """Return 32 random bytes as 64 hexadecimal digits; each handshake takes its own."""
+    """Return 32 random bytes as 64 hexadecimal digits."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def is_nonce(text: str) -> bool:
-    """Return whether ``text`` has the form of ``new_nonce``: the length is fixed, so that two nonces can be
-    joined in one way only."""
+    """Return whether ``text`` has the form of ``new_nonce``; two of one length join in one way only."""
     return len(text) == 2 * _NONCE_BYTES and all(digit in "0123456789abcdef" for digit in text)
 
 
 def proof(token: str, role: str, client_nonce: str, backend_nonce: str) -> str:
-    """Return the proof that ``role`` (BACKEND or CLIENT) knows ``token``: HMAC-SHA256 over the role and both
-    nonces, as hexadecimal digits."""
+    """Return the proof that ``role`` knows ``token``: HMAC-SHA256 of role and nonces, as hex digits."""
     label = f"parallel-dit {VERSION} {role} {client_nonce} {backend_nonce}"
     return hmac.digest(token.encode(errors="surrogateescape"), label.encode(), "sha256").hex()
 
 
 def is_proof(received: str, token: str, role: str, client_nonce: str, backend_nonce: str) -> bool:
-    """Return whether ``received`` is that proof, in a time that does not depend on where the two differ."""
+    """Return whether ``received`` is that proof; takes the same time wherever the two differ."""
     expected = proof(token, role, client_nonce, backend_nonce)
     return hmac.compare_digest(received.encode(errors="replace"), expected.encode())

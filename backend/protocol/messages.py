@@ -1,7 +1,7 @@
-"""Messages between a client (the nodes, a script) and rank 0: frozen dataclasses, which frames.py brings
-over."""
+"""Messages between a client (the nodes, a script) and rank 0: frozen dataclasses, sent by framing.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
 
 #: Clients and backends of one version understand each other.
 VERSION = 2
@@ -42,7 +42,7 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Proof:
-    """Answer to Challenge; only then the client knows the token."""
+    """Answer to Challenge: the client's proof."""
 
     proof: str
 
@@ -59,20 +59,16 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Arrange:
-    """Run ``config`` (the fields of a ParallelConfig) on the same ranks, in other process groups; the answer
-    is a Welcome. Models of which every rank holds the same part then as now stay loaded, the others are freed
-    (Pong lists what is left)."""
+    """Run ``config`` (a ParallelConfig's fields) on the same ranks in other process groups; the answer is a
+    Welcome. Models of which some rank then holds another part are freed; Pong lists what is left."""
 
     config: dict
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the transformer at ``path`` (a file or a diffusers folder); a no-op where it is loaded already.
-
-    ``loras``, [[path, strength], ...] in the order in which they are added, are checked here and fused when
-    the model is sampled.
-    """
+    """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
+    [[path, strength], ...] in order, are checked now and fused when the model is sampled."""
 
     path: str
     weight_dtype: str = "default"
@@ -81,10 +77,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """``model`` names the loaded transformer in later requests, its LoRAs included; ``info`` is the family's
-    facts for the client, ``info["warnings"]`` has a sentence for each LoRA, empty where nothing of it was
-    left out, and ``info["ranks"]`` what the load cost each rank (loading.report.LoadReport), the same until
-    the degrees change; from then on nothing was read, where the transformer stays loaded."""
+    """``model`` names the transformer with its LoRAs in later requests; ``info`` is what the client needs to
+    know of it. ``info["warnings"]``: a sentence for each LoRA, empty where all of it is used.
+    ``info["ranks"]``: what the load cost each rank (LoadReport)."""
 
     model: str
     family: str
@@ -98,9 +93,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Describe:
-    """What would each rank hold and send while the transformer ``model`` is sampled with these settings?
-    ``latent``: [C, [T,] H, W] of one latent, the first where it takes several; ``prompts``: 2 with a negative
-    one. Nothing is computed."""
+    """Ask what each rank would hold and send while ``model`` is sampled so; nothing is computed. ``latent``:
+    [C, [T,] H, W], of the first where there are several; ``prompts``: 2 with a negative one."""
 
     model: str
     latent: list
@@ -120,7 +114,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Unload:
-    """Free the transformer ``model`` on every rank, whatever its LoRAs (no error where it is not loaded)."""
+    """Free the transformer ``model`` on every rank; no error where it is not loaded."""
 
     model: str
 
@@ -129,18 +123,18 @@ class Unload:
 class Sample:
     """Denoise one latent.
 
-    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space, or (B, 1, L) where a
-    model denoises several latents (video and audio): ``latent_shapes`` are then theirs, [C, [T,] H, W] each,
-    and they lie flattened one after the other; ``sigmas`` (steps + 1,), ``denoise_mask`` (broadcast to the
-    latent's shape) where there is one, ``percent_sigmas`` (the model's noise levels after those fractions of
-    sampling solver_names.PERCENTS, float64) for the solvers that need them, and the conditioning as
-    ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of model arguments (``c_crossattn``, ``y``,
-    ``guidance``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts of a side are
-    ``positive2.KEY``, ``positive3.KEY``, ...; ``prompts`` says how
-    they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which it counts, "until": the
-    lowest} (each may be left out), and a tensor ``weight.NAME`` (broadcast to the latent's shape) where its
-    strength differs from place to place. ``preview_seconds`` is the least time between two x0 previews; 0
-    sends none. ``denoised`` asks for the last step's prediction in the Result.
+    tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space. Several latents (video
+    and audio) lie flattened one after the other, (B, 1, L), with their shapes in ``latent_shapes``.
+    ``sigmas`` (steps + 1,); ``denoise_mask`` (broadcast to the latent's shape), if any; ``percent_sigmas``
+    (float64, noise levels after the fractions solver_names.PERCENTS) for solvers that need them. The
+    conditioning is ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of model arguments
+    (``c_crossattn``, ``y``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts are
+    ``positive2.KEY``, ``positive3.KEY``, ...
+
+    ``prompts`` says how they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which
+    it counts, "until": the lowest}, each optional. A tensor ``weight.NAME`` (broadcast to the latent's shape)
+    is a strength that differs from place to place. ``preview_seconds``: least time between two x0 previews,
+    0 sends none. ``denoised`` asks for the last step's prediction in the Result.
     """
 
     model: str
@@ -160,17 +154,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Evaluate the model once; the Result's tensor ``output`` (B, C, [T,] H, W) is what the model returns, in
-    float32.
+    """Evaluate the model once; the Result's tensor ``output`` is what it returns, float32, in ``x``'s shape.
 
-    tensors: ``x`` (B, C, [T,] H, W), the latent as scaled for the model, where a family has further input
-    channels (c_concat) with those after its own, or several packed (B, 1, L) with their ``latent_shapes``,
-    as in Sample, and ``output`` likewise; ``time`` (B,), the model's time input: the noise level
-    of flow models, the timestep of others; the model's arguments as ``cond.KEY`` with ComfyUI's names, one
-    for each sample, or one for all. The backend caches the tensors that ``keep`` names (name -> key), for
-    this ``client``, until a call's ``forget`` has the key: then ``kept`` (name -> key) stands for a tensor.
-    Where one is no longer there, the Result has no output but the names as ``stats["missing"]``: send them
-    again.
+    tensors: ``x`` (B, C, [T,] H, W), scaled for the model, with a family's further input channels (c_concat)
+    after its own, or (B, 1, L) with ``latent_shapes`` as in Sample; ``time`` (B,), the noise level of flow
+    models, the timestep of others; arguments as ``cond.KEY`` with ComfyUI's names, one for each sample or one
+    for all. The backend caches the tensors that ``keep`` names (name -> key) for this ``client`` until a
+    call's ``forget`` has the key; ``kept`` (name -> key) stands for cached ones. Where some are no longer
+    there, the Result has no output but their names as ``stats["missing"]``: send them again.
     """
 
     model: str
@@ -185,8 +176,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done; tensors may hold ``x0``, in the shape of the request's latent,
-    the latest denoised prediction. While a Load runs: values of values."""
+    """``step`` of ``total`` steps are done, or values of a Load; tensors may hold ``x0``, the latest denoised
+    prediction in the shape of the request's latent."""
 
     step: int
     total: int
@@ -195,9 +186,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """tensors: ``samples`` in the shape of the request's latent, float32, in the model's latent space, and
-    ``denoised`` likewise where it was asked for; ``output`` of a ModelCall.
-    ``stats``: seconds and counters."""
+    """tensors: ``samples`` (float32, shape and space of the request's latent) and ``denoised`` likewise where
+    it was asked for; ``output`` of a ModelCall. ``stats``: seconds and counters."""
 
     stats: dict = field(default_factory=dict)
     tensors: dict = field(default_factory=dict)
@@ -240,28 +230,5 @@ class Shutdown:
     """End every rank."""
 
 
-MESSAGES = {
-    cls.__name__: cls
-    for cls in (
-        Hello,
-        Challenge,
-        Proof,
-        Welcome,
-        Arrange,
-        Load,
-        Loaded,
-        Describe,
-        Described,
-        Unload,
-        Sample,
-        ModelCall,
-        Progress,
-        Result,
-        Cancel,
-        Cancelled,
-        Failure,
-        Ping,
-        Pong,
-        Shutdown,
-    )
-}
+#: Every dataclass above under its name, which travels in the header.
+MESSAGES: dict[str, Any] = {name: cls for name, cls in list(globals().items()) if is_dataclass(cls)}

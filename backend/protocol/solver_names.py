@@ -1,33 +1,10 @@
-"""Names of the solvers that samplers.py has, for the nodes' drop-down; standard library only."""
+"""Names of the solvers, for the nodes' drop-down; standard library only."""
 
 #: In ComfyUI's order.
-SOLVERS = (
-    "euler",
-    "euler_cfg_pp",
-    "euler_ancestral",
-    "heun",
-    "dpm_2",
-    "dpm_2_ancestral",
-    "lms",
-    "dpmpp_2s_ancestral",
-    "dpmpp_sde",
-    "dpmpp_2m",
-    "dpmpp_2m_sde",
-    "dpmpp_3m_sde",
-    "ddpm",
-    "lcm",
-    "ipndm",
-    "ipndm_v",
-    "deis",
-    "res_multistep",
-    "gradient_estimation",
-    "er_sde",
-    "seeds_2",
-    "seeds_3",
-    "sa_solver",
-    "ddim",
-    "uni_pc",
-    "uni_pc_bh2",
+SOLVERS = tuple(
+    "euler euler_cfg_pp euler_ancestral heun dpm_2 dpm_2_ancestral lms dpmpp_2s_ancestral dpmpp_sde dpmpp_2m "
+    "dpmpp_2m_sde dpmpp_3m_sde ddpm lcm ipndm ipndm_v deis res_multistep gradient_estimation er_sde seeds_2 "
+    "seeds_3 sa_solver ddim uni_pc uni_pc_bh2".split()
 )
 #: Solvers that use the negative prompt's prediction by itself, so that it is evaluated at cfg 1.0 too.
 NEEDS_NEGATIVE = frozenset({"euler_cfg_pp"})

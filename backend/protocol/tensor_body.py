@@ -1,9 +1,8 @@
 """Tensors as the body of a frame: valid safetensors, written and read without copying their bytes.
 
-A body is a table (its length in 8 bytes, then JSON: name -> dtype, shape, place) and data. The library's own
-``save`` and ``load`` join all tensors into one ``bytes`` and copy each out of it again, several times the
-cost of the socket; here data to be sent are views of the tensors' memory, and the tensors
-received are views of one buffer. Format: https://huggingface.co/docs/safetensors/index#format
+A body is a table (its length in 8 bytes, then JSON: name -> dtype, shape, place) and data. The library's
+``save`` and ``load`` copy every tensor, which takes several times as long as the socket. Format:
+https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -47,13 +46,9 @@ class Place:
 
 
 def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
-    """The table of ``tensors`` and their bytes in order of the table; ValueError for a dtype that has no
-    place in it.
-
-    The bytes are those of the tensors themselves, which must not change before they are sent. What lies side
-    by side in memory is one chunk, so a body that was received is one chunk again. A tensor under two names
-    is sent twice.
-    """
+    """Return the table of ``tensors`` and views of their bytes in its order; they must not change before they
+    are sent. Neighbours in memory are one chunk, so a body that was received is one chunk again. Raises
+    ValueError for a dtype that has no name in the format."""
     table = {}
     runs = []
     at = 0
@@ -71,7 +66,7 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
             "data_offsets": [at, at + len(data)],
         }
         at += len(data)
-        if runs and len(data) and _side_by_side(runs[-1], data):
+        if runs and len(data) and _adjoin(runs[-1], data):
             runs[-1] = runs[-1].as_strided((len(runs[-1]) + len(data),), (1,))
         elif len(data):
             runs.append(data)
@@ -80,28 +75,24 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
     return LENGTH.pack(len(text)) + text, [memoryview(run.numpy()) for run in runs]
 
 
-def _side_by_side(first: Tensor, then: Tensor) -> bool:
+def _adjoin(first: Tensor, then: Tensor) -> bool:
     same = first.untyped_storage().data_ptr() == then.untyped_storage().data_ptr()
     return same and first.storage_offset() + len(first) == then.storage_offset()
 
 
 def places(text: bytes, size: int) -> list[Place]:
-    """The tensors of a table's JSON, in order; ValueError unless they fill ``size`` bytes of data with
+    """Return the tensors of a table's JSON, in order. Raises ValueError unless they fill ``size`` bytes with
     neither gap nor overlap."""
     table = json.loads(text)
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
-    found = sorted(
-        (_place(name, entry) for name, entry in table.items()), key=lambda place: (place.lo, place.hi)
-    )
+    found = [_place(name, entry) for name, entry in table.items()]
+    found.sort(key=lambda place: (place.lo, place.hi))
     at = 0
     for place in found:
         if place.lo != at:
-            raise ValueError(
-                f"the tensor {place.name!r} begins at byte {place.lo}, not at {at} where the one before it "
-                f"ends"
-            )
+            raise ValueError(f"the tensor {place.name!r} begins at byte {place.lo}, the last ends at {at}")
         at = place.hi
     if at != size:
         raise ValueError(f"the tensors fill {at} bytes of {size}")
@@ -123,7 +114,8 @@ def _place(name: str, entry: dict) -> Place:
         or math.prod(filter(None, shape)) > MAX_ELEMENTS
     ):
         raise ValueError(f"the tensor {name!r} has no valid shape and offsets")
-    dtype, (lo, hi) = DTYPES[entry["dtype"]], offsets
+    dtype = DTYPES[entry["dtype"]]
+    lo, hi = offsets
     if math.prod(shape) * dtype.itemsize != hi - lo or lo % dtype.itemsize:
         raise ValueError(f"the tensor {name!r} of shape {shape} does not fit bytes {lo} to {hi}")
     return Place(name, dtype, tuple(shape), lo, hi)
@@ -134,11 +126,11 @@ def _are_sizes(numbers) -> bool:
 
 
 def unpack(found: list[Place], data: Tensor) -> dict[str, Tensor]:
-    """The tensors at their places of ``data`` (uint8), as views of it."""
-    return {place.name: _view(data[place.lo : place.hi], place) for place in found}
-
-
-def _view(data: Tensor, place: Place) -> Tensor:
-    if place.dtype is torch.bool:
-        return (data != 0).view(place.shape)  # a byte that is neither 0 nor 1 is no bool to index with
-    return data.view(place.dtype).view(place.shape)
+    """Return the tensors at their places of ``data`` (uint8), as views of it."""
+    tensors = {}
+    for place in found:
+        values = data[place.lo : place.hi]
+        # a byte that is neither 0 nor 1 is no bool to index with
+        values = values != 0 if place.dtype is torch.bool else values.view(place.dtype)
+        tensors[place.name] = values.view(place.shape)
+    return tensors
