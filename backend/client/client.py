@@ -1,5 +1,4 @@
-"""The client's end of a backend's socket: one request at a time, with progress and cancel while a sample
-runs.
+"""The client's end of a backend's socket: one request at a time, with progress and cancel while it runs.
 
 Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
 """
@@ -15,24 +14,24 @@ from ..protocol import BackendError, Failure, RefusedError, framing, handshake
 
 #: How often a wait looks whether somebody wants to stop.
 POLL_SECONDS = 0.1
-#: The ranks get this long a start before what is done meanwhile: on a machine whose cores are busy it would
-#: keep them from reading the request.
+#: The ranks' start before ``meanwhile``: on busy cores that would keep them from reading the request.
 START_SECONDS = 0.01
 #: A peer that stops in the middle of a frame for this long is gone.
 FRAME_SECONDS = 60.0
-#: A backend lets a client in within this long, also while its ranks work; another program is not waited for.
+#: A backend lets a client in within this long, also while its ranks work.
 GREET_SECONDS = 30.0
 #: Longest wait for the end of the step that runs when Cancel is sent.
 CANCEL_SECONDS = 120.0
 
 
 def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
-    """A connected socket for "unix:PATH" or "tcp:HOST:PORT"; OSError where nobody listens, ConfigError for
+    """Connect to "unix:PATH" or "tcp:HOST:PORT". Raises OSError where nobody listens, ConfigError for
     another form."""
     scheme, _, place = address.partition(":")
     host, _, port = place.rpartition(":")
     if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
-        family, target = socket.AF_UNIX, place
+        family = socket.AF_UNIX
+        target = place
     elif scheme == "tcp" and host and port.isdigit():
         family = socket.AF_INET
         target = (host, int(port))
@@ -54,11 +53,10 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
 
 
 class BackendClient:
-    """A connection whose two ends have proved to each other that they know the token.
+    """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
-    ``welcome`` says what runs behind it, ``check`` is as in ``request``.
-    Not thread-safe: one caller at a time. Raises OSError where nobody listens at ``address``, BackendError
-    where the peer hangs up or does not let us in.
+    ``welcome`` says what runs behind it, ``check`` is as in ``request``. Raises OSError where nobody listens
+    at ``address``, BackendError where the peer hangs up or does not let us in.
     """
 
     def __init__(self, address: str, token: str, check=lambda: None):
@@ -73,15 +71,13 @@ class BackendClient:
     def request(
         self, message, check=lambda: None, on_progress=lambda progress: None, limit: int = framing.MAX_BODY
     ):
-        """The reply to a message that has one; Progress on the way to it goes to ``on_progress``, on this
-        thread.
+        """Return the reply to a message that has one; Progress before it goes to ``on_progress``.
 
-        ``check()`` is called about ten times a second during the wait. What it raises closes the connection,
-        because the reply that is still to come could be taken for the next one's; so does what
-        ``on_progress`` raises. RefusedError: refused, the backend stays as it was.
-        BackendError: it ended. A reply of more than ``limit`` bytes is not read.
+        ``check()`` is called about ten times a second. What either raises closes the connection, since the
+        reply still to come could be taken for the next one's. Raises RefusedError where the backend stays as
+        it was, BackendError where it ended. A reply of more than ``limit`` bytes is not read.
         """
-        self._send(message)
+        self.send(message)
         try:
             while (reply := self._next(limit)) is None or isinstance(reply, protocol.Progress):
                 if reply is not None:
@@ -99,13 +95,13 @@ class BackendClient:
         should_cancel=lambda: False,
         meanwhile=lambda: None,
     ):
-        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it.
-        ``meanwhile()`` runs once it is sent, while the ranks work.
+        """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it;
+        ``meanwhile()`` runs while the ranks work.
 
-        ``on_progress(Progress)`` runs on this thread. What it raises cancels the request, waits for its end
-        and is raised again, so that the connection stays usable.
+        What ``on_progress(Progress)`` raises cancels the request, waits for its end and is raised again, so
+        that the connection stays usable.
         """
-        self._send(message)
+        self.send(message)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -124,14 +120,18 @@ class BackendClient:
         return None
 
     def send(self, message):
-        """Send a message that has no reply."""
-        self._send(message)
+        """Send a message without waiting for a reply. Raises RefusedError for one that has no frame."""
+        self._check_open()
+        try:
+            framing.send(self._socket, message)
+        except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
+            raise RefusedError(f"The request cannot be sent: {error}") from error
+        except OSError as error:
+            raise self._lost(error) from error
 
     def is_open(self) -> bool:
         """Look at the socket between two requests, without sending anything; close it where the peer hung up.
-
-        Unread bytes count as a hang-up: nobody asked for them, and they would be taken for the next reply.
-        """
+        Unread bytes count as a hang-up: they would be taken for the next reply."""
         if self.closed:
             return False
         if not self._selector.select(0):
@@ -147,8 +147,7 @@ class BackendClient:
             self._socket.close()
 
     def _greet(self, token: str, check) -> protocol.Welcome:
-        """The handshake (handshake.py); the backend proves itself before anything that depends on the token
-        is sent."""
+        """Shake hands (handshake.py): the backend proves itself before anything secret is sent."""
         # one deadline for all of it: a listener that sends a byte now and then must not keep us
         deadline = threading.Timer(GREET_SECONDS, self._hang_up)
         deadline.start()
@@ -171,7 +170,7 @@ class BackendClient:
             deadline.cancel()
 
     def _asked(self, message, kind: type, check):
-        """The answer of the class ``kind`` to a message of the handshake; a short one, whoever it is from."""
+        """Return the answer of the class ``kind`` to a message of the handshake, a short one."""
         reply = self.request(message, check, limit=framing.MAX_HELLO)
         if not isinstance(reply, kind):
             raise BackendError(
@@ -181,14 +180,14 @@ class BackendClient:
         return reply
 
     def _hang_up(self):
-        """End both directions, from another thread; the one that reads sees it and closes."""
+        """End both directions, from another thread; the one that reads closes."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer was faster
 
     def _cancel(self):
-        self._send(protocol.Cancel())
+        self.send(protocol.Cancel())
         deadline = time.monotonic() + CANCEL_SECONDS
         while time.monotonic() < deadline:
             reply = self._next()
@@ -200,30 +199,20 @@ class BackendClient:
         raise BackendError(f"The backend did not stop within {CANCEL_SECONDS:.0f} s of Cancel")
 
     def _next(self, limit: int = framing.MAX_BODY):
-        """The next message, or None where none begins within POLL_SECONDS; a frame that began is read to its
-        end."""
-        if self.closed:
-            raise BackendError(f"The connection to the backend at {self.address} is closed")
+        """Return the next message, all of it, or None where none begins within POLL_SECONDS."""
+        self._check_open()
         try:
             return framing.receive(self._socket, limit) if self._selector.select(POLL_SECONDS) else None
         except OSError as error:
-            self.close()
-            raise BackendError(
-                f"The connection to the backend at {self.address} was lost ({error})"
-            ) from error
+            raise self._lost(error) from error
 
-    def _send(self, message):
+    def _check_open(self):
         if self.closed:
             raise BackendError(f"The connection to the backend at {self.address} is closed")
-        try:
-            framing.send(self._socket, message)
-        except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
-            raise RefusedError(f"The request cannot be sent: {error}") from error
-        except OSError as error:
-            self.close()
-            raise BackendError(
-                f"The connection to the backend at {self.address} was lost ({error})"
-            ) from error
+
+    def _lost(self, error: OSError) -> BackendError:
+        self.close()
+        return BackendError(f"The connection to the backend at {self.address} was lost ({error})")
 
     def _accepted(self, reply):
         if not isinstance(reply, Failure):

@@ -1,5 +1,4 @@
-"""What the backend needs and ComfyUI's environment may lack, reported in one sentence before anything is
-launched."""
+"""Reports in one sentence what the backend needs and ComfyUI's environment lacks."""
 
 import importlib.metadata
 import importlib.util
@@ -17,7 +16,7 @@ class MissingDependencyError(ImportError):
 
 
 def require_dependencies(requirements: Path = REQUIREMENTS):
-    """MissingDependencyError where this interpreter, which also runs the ranks, lacks what they import."""
+    """Raise MissingDependencyError where this interpreter, which also runs the ranks, lacks a package."""
     lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
     unmet = [line for line in filter(None, lines) if not _is_met(line)]
     if unmet:
@@ -28,7 +27,7 @@ def require_dependencies(requirements: Path = REQUIREMENTS):
 
 
 def _is_met(requirement: str) -> bool:
-    """Whether "name" or "name>=1.2.3" is installed (the only forms in requirements.txt)."""
+    """Return whether "name" or "name>=1.2.3" is installed, the only forms in requirements.txt."""
     name, _, least = requirement.partition(">=")
     if importlib.util.find_spec(_IMPORT_NAMES.get(name, name)) is None:
         return False

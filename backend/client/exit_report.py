@@ -1,14 +1,12 @@
-"""Why a backend ended: the first rank that failed, from what torchrun and its ranks left in the backend's
-folder.
+"""Why a backend ended: the first rank that failed, from what torchrun and the ranks left in its folder.
 
-torchrun kills every other rank once one has failed, and a rank whose peer is gone fails too; neither is the
-cause.
+torchrun kills the other ranks once one has failed, and ranks fail whose peer is gone; neither is the cause.
 """
 
 import json
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 #: torchrun's failure table (torch.distributed.elastic.multiprocessing.errors).
@@ -26,8 +24,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank ended: its exit code (negative = a signal), the error that it recorded and when
-    (seconds)."""
+    """How one rank ended: exit code (negative: a signal), recorded error and its time (seconds)."""
 
     rank: int
     code: int = 1
@@ -51,15 +48,14 @@ class RankFailure:
 
 
 def first_failure(folder: Path) -> RankFailure | None:
-    """The failure that ended the backend whose folder this is (backend.log, ranks/); None where nothing is
+    """Return the failure that ended the backend of this folder (backend.log, ranks/); None where nothing is
     recorded."""
     found = {failure.rank: failure for failure in _recorded_errors(folder)}
     for rank, code in _exit_codes(folder).items():
         known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
-        found[rank] = RankFailure(rank, code, known.error, known.seconds)
+        found[rank] = replace(known, code=code)
     causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
-    # a signal leaves no record of its time, yet it comes from outside: what the others recorded followed from
-    # it
+    # a signal comes from outside and leaves no time: what the others recorded followed from it
     return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
 
 
@@ -75,13 +71,12 @@ def _recorded_errors(folder: Path):
             record = json.loads(path.read_text())["message"]
         except ValueError:  # the rank was killed while it wrote
             continue
-        yield RankFailure(
-            int(path.parent.name), 1, _one_line(record["message"]), float(record["extraInfo"]["timestamp"])
-        )
+        seconds = float(record["extraInfo"]["timestamp"])
+        yield RankFailure(int(path.parent.name), 1, _one_line(record["message"]), seconds)
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    """The last line of a rank's stderr, where it failed before it could record why (an import, say)."""
+    """Return the last line of a rank's stderr, for one that failed before it could record why."""
     for path in folder.glob(f"ranks/*/attempt_*/{rank}/stderr.log"):
         lines = path.read_text(errors="replace").split("\n")
         return _one_line(next((line for line in reversed(lines) if line.strip()), ""))

@@ -1,8 +1,5 @@
 """Starts one backend on this machine and ends it: a torchrun agent, its ranks, and the private folder of
-their socket and logs.
-
-Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
-"""
+their socket and logs. Imports neither ComfyUI nor torch.distributed."""
 
 import atexit
 import json
@@ -16,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 from ..config import ParallelConfig
@@ -32,34 +30,23 @@ EXIT_REPORT_SECONDS = 8.0
 _LONGEST_SOCKET_PATH = 100
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_BLOCKING_WAIT",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
     # of this process as a client of other backends, not for those that it starts
-    "PARALLEL_DIT_TOKEN",
-    "PARALLEL_DIT_ADDRESSES",
+    *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def closed_doors(parent: dict) -> dict:
-    """Settings of an agent and ranks of one machine under which none of them listens on a network.
+    """Return settings under which agent and ranks of one machine listen on no network.
 
-    The agent opens no TCPStore of its own for its ranks: they meet in a file, see rendezvous_flags. gloo
-    always listens on loopback. NCCL finds its peers through a socket too, and takes the first network
-    interface for it unless told. What it carries then still goes over NVLink, PCIe or shared memory: it
-    chooses those by where the GPUs are, not by this. Its status service (RAS) would answer anybody on this
-    machine: off. Whoever has set these two of NCCL's keeps his values.
+    The agent opens no TCPStore for its ranks: they meet in a file (rendezvous_flags). gloo listens on
+    loopback. NCCL finds its peers through a socket too, on the first network interface unless told; data
+    still goes over NVLink, PCIe or shared memory. Its status service (RAS) would answer anybody on this
+    machine: off. NCCL's two settings keep the values that ``parent`` has.
     """
     doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if sys.platform == "linux":
@@ -70,8 +57,7 @@ def closed_doors(parent: dict) -> dict:
 
 
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
-    """The environment of the agent and its ranks: ``parent`` without another launcher's settings, with
-    ours."""
+    """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's."""
     env = {
         name: value
         for name, value in parent.items()
@@ -81,9 +67,8 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
-    env["CUDA_VISIBLE_DEVICES"] = (
-        _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), config) if device == "cuda" else ""
-    )
+    visible = parent.get("CUDA_VISIBLE_DEVICES")
+    env["CUDA_VISIBLE_DEVICES"] = _visible_devices(visible, config) if device == "cuda" else ""
     env |= closed_doors(parent)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"
@@ -91,61 +76,38 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
 
 
 def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
-    """The ranks' devices, as seen by a process that may itself see a selection only."""
+    """Return the ranks' devices, of those that this process may see."""
     names = visible.split(",") if visible else None
     return ",".join(names[index].strip() if names else str(index) for index in config.gpu_indices)
 
 
 def rendezvous_flags(folder: Path) -> list[str]:
-    """torchrun's flags for an agent that keeps its state in a file of the private ``folder``.
+    """Return torchrun's flags for an agent that keeps its state in a file of the private ``folder``.
 
-    Its usual store is a TCP server on all interfaces that asks nobody who he is, and the agent unpickles what
-    lies in it: whoever reaches the port could run code. One agent has nobody to show that it lives, so it
-    writes its heartbeat rarely: the file only grows.
+    Its usual store is a TCP server on all interfaces that authenticates nobody, and the agent unpickles what
+    lies in it: whoever reaches the port could run code. The heartbeat is rare, since the file only grows.
     """
-    return [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        str(folder / "rdzv"),
-        "--rdzv-conf",
-        "store_type=file,keep_alive_interval=3600",
-    ]
+    settings = "store_type=file,keep_alive_interval=3600"
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(folder / "rdzv"), "--rdzv-conf", settings]
 
 
 def launch_command(
     config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = ()
 ) -> list[str]:
-    """The command line of the agent; the ranks' output goes to files under ``folder`` and through the agent's
-    own. Everybody on this machine can read it: token and configuration go through the pipe. Files are loaded
-    from below ``models`` alone."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *rendezvous_flags(folder),
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(config.world_size),
-        "--max-restarts",
-        "0",
-        "--monitor-interval",
-        "0.1",
-        "--log-dir",
-        str(folder / "ranks"),
-        "--tee",
-        "3",
-        "-m",
-        "backend.worker",
-        "--address",
-        address,
-        "--store",
-        str(folder / "ranks-store"),
-        "--parent-pipe",
-        "--models",
-        *models,
-    ]
+    """Return the command line of the agent; the ranks' output goes to files under ``folder`` and through the
+    agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
+    loaded from below ``models`` alone."""
+    flags = {
+        "--local-addr": "127.0.0.1",
+        "--nproc-per-node": str(config.world_size),
+        "--max-restarts": "0",
+        "--monitor-interval": "0.1",
+        "--log-dir": str(folder / "ranks"),
+        "--tee": "3",
+    }
+    agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
+    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / "ranks-store")]
+    return [*agent, *rank, "--parent-pipe", "--models", *models]
 
 
 class _NotReady(Exception):
@@ -153,15 +115,12 @@ class _NotReady(Exception):
 
 
 class BackendProcess:
-    """A backend that this process started and owns.
-
-    Every rank inherits the read end of a pipe that only we hold open: token and configuration come through
-    it, and it ends with us, however we end.
-    """
+    """A backend that this process started and owns. Every rank inherits the read end of a pipe that only we
+    hold open: token and configuration come through it, and ranks end when it closes, however we end."""
 
     def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
-        """Start ``config.world_size`` ranks on ``device`` ("cuda" or "cpu", see
-        ParallelConfig.resolve_device). ``models``: folders below which they may load files."""
+        """Start ``config.world_size`` ranks on ``device``, "cuda" or "cpu"; ``models``: the folders below
+        which they may load files."""
         self.models = frozenset(models)
         self.folder = _private_folder()
         self.log = self.folder / "backend.log"
@@ -190,11 +149,9 @@ class BackendProcess:
         atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
-        """A client connected to rank 0, once every rank has loaded its code and joined.
-
-        ``check()`` is called ten times a second and may raise to give up. BackendError, which names the cause
-        and the log, where the backend ends first or needs longer than ``seconds``.
-        """
+        """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
+        second and may raise to give up. Raises BackendError, which names the cause and the log, where the
+        backend ends first or needs longer than ``seconds``."""
         deadline = time.monotonic() + seconds
 
         def wait_on():
@@ -229,8 +186,7 @@ class BackendProcess:
         return self._agent.poll() is None
 
     def failure_cause(self) -> str:
-        """One sentence on why the backend ended, with the rank where it is known; waits until torchrun has
-        written it."""
+        """Return one sentence on why the backend ended, once torchrun has written it."""
         self._log_was_named = True
         try:
             self._agent.wait(EXIT_REPORT_SECONDS)
@@ -240,8 +196,7 @@ class BackendProcess:
         return f"The backend ended because {cause}; its log is {self.log}."
 
     def close(self):
-        """End every rank: ask, then close their pipe, then signal what is left of our own processes. More
-        than once is fine."""
+        """End every rank: ask, then close their pipe, then signal what is left. More than once is fine."""
         atexit.unregister(self.close)
         if self._client is not None and not self._client.closed:
             try:
@@ -268,7 +223,7 @@ class BackendProcess:
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user can enter, short enough for a socket in it."""
+    """Make a folder that only this user can enter, with a path short enough for a socket."""
     folder = tempfile.mkdtemp(prefix="parallel-dit-")
     if len(folder) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
         os.rmdir(folder)

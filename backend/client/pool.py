@@ -1,8 +1,5 @@
 """The backends that this process uses: reused while they live and their topology fits, launched or connected
-otherwise.
-
-Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
-"""
+otherwise. Imports neither ComfyUI nor torch.distributed."""
 
 import logging
 import os
@@ -60,16 +57,16 @@ class Backend:
         loras=(),
         on_progress=lambda progress: None,
     ) -> Loaded:
-        """Load a transformer, or find it loaded. ``keep`` names the (path, weight_dtype) whose weights
-        somebody still needs; with it, all others make room first. ``check`` and ``on_progress`` as in
-        BackendClient.request. ``loras``: (path, strength) of each, in order."""
+        """Load a transformer, or find it loaded. ``keep``: the (path, weight_dtype) that somebody still
+        needs; with it, all others make room first. ``loras``: (path, strength) of each, in order. ``check``
+        and ``on_progress`` as in BackendClient.request."""
         key = (path, weight_dtype)
+        message = Load(path, weight_dtype, [list(lora) for lora in loras])
         with self._busy:
-            for other in [] if keep is None else [k for k in self.models if k != key and k not in keep]:
+            unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
+            for other in unused:
                 self._request(Unload(self.models.pop(other)), check)
-            loaded = self._request(
-                Load(path, weight_dtype, [list(lora) for lora in loras]), check, on_progress
-            )
+            loaded = self._request(message, check, on_progress)
             replaced = self.models.get(key)
             self.models[key] = loaded.base
             if replaced is not None and replaced != loaded.base:  # the file has changed since
@@ -82,8 +79,7 @@ class Backend:
             return self._request(message)
 
     def unload(self, path: str, weight_dtype: str):
-        """Free a transformer on every rank; nothing happens where it is not loaded or while a request
-        runs."""
+        """Free a transformer on every rank, unless it is not loaded or a request runs."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -100,35 +96,30 @@ class Backend:
         should_cancel=lambda: False,
         meanwhile=lambda: None,
     ):
-        """BackendClient.sample, with the rank and the reason where the backend ends."""
+        """Sample as BackendClient does; name the rank and the reason where the backend ends."""
         with self._busy:
             return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
 
     def can_become(self, config: ParallelConfig) -> bool:
-        """Whether our ranks can run ``config`` without starting again."""
+        """Return whether our ranks can run ``config`` without starting again."""
         return self.process is not None and self.may_load and self.config.same_ranks(config)
 
     @property
     def may_load(self) -> bool:
-        """Whether it may load from all folders that are allowed by now; of one that we did not launch, its
-        owner has said from which."""
+        """Whether it may load from all folders allowed by now; who launches another one says from which."""
         return self.process is None or _folders <= self.process.models
 
     def become(self, config: ParallelConfig, check=lambda: None):
-        """Run ``config`` on the same ranks; transformers of which each rank then holds another part are no
-        longer loaded."""
+        """Run ``config`` on the same ranks and forget the models that these have freed for it."""
+        fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
         with self._busy:
-            self.client.welcome = self._request(
-                Arrange(asdict(replace(config, device=self.welcome.device, gpus="", address=""))), check
-            )
+            self.client.welcome = self._request(Arrange(fields), check)
             left = self._request(Ping(), check).models
-        self.config, self.models = config, {key: model for key, model in self.models.items() if model in left}
+        self.config = config
+        self.models = {key: model for key, model in self.models.items() if model in left}
 
     def alive(self) -> bool:
-        """Whether the process runs and the connection is open, without a message; False for good where not.
-
-        A run on a warm backend asks this several times, so it must not cost a round trip.
-        """
+        """Return whether the process runs and the connection is open; costs no round trip."""
         if self.client.closed or (self.process is not None and not self.process.running):
             return False
         if not self._busy.acquire(blocking=False):
@@ -160,18 +151,16 @@ class Backend:
 
 
 def allow(*folders: str | os.PathLike):
-    """Let backends that are launched from now on load files below ``folders``. One that was launched before
-    ends when it is next needed. Without a call nothing can be loaded: what a client may read is for this
-    process to say, not for who reaches the backend's socket."""
+    """Let backends load files below ``folders``; without a call nothing can be loaded. One that was launched
+    before ends when it is next needed."""
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 
 def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
-    """A live backend of this topology: the one at hand, a new connection to ``config.address``, or a new
-    launch.
+    """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
+    new launch, during which ``check`` is called ten times a second and may raise to give up.
 
-    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up. ``check``
-    is called ten times a second during a launch and may raise to give up.
+    Raises ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
     with _lock:
@@ -179,14 +168,16 @@ def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
         if backend is not None and backend.may_load and backend.alive():
             return backend
         _drop(key)
-        _backends[key] = (
-            _connect(config) if config.address else _changed(config, check) or _launch(config, check)
-        )
-        return _backends[key]
+        if config.address:
+            backend = _connect(config)
+        else:
+            backend = _changed(config, check) or _launch(config, check)
+        _backends[key] = backend
+        return backend
 
 
 def keeps_weights(config: ParallelConfig) -> bool:
-    """Whether ``backend_for(config)`` would find the weights of a backend that runs where they belong."""
+    """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
     return any(
         running.can_become(config) and running.config.same_weights(config) and running.alive()
         for running in list(_backends.values())
@@ -194,7 +185,7 @@ def keeps_weights(config: ParallelConfig) -> bool:
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
-    """The backend of this topology where there is one already, alive or not; never starts anything."""
+    """Return the backend of this topology if there is one, alive or not."""
     return _backends.get(config.topology())
 
 
@@ -212,30 +203,23 @@ def _drop(key: tuple):
 
 
 def _changed(config: ParallelConfig, check) -> Backend | None:
-    """The backend that we launched, changed into ``config``; None where there is none or it has to end, since
-    GPUs are ours once."""
+    """Change the backend that we launched into ``config``; None where there is none or it has to end."""
     for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
         before = running.config
+        names = (before.product, config.product)
         if running.can_become(config) and running.alive():
             try:
                 running.become(config, check)
             except BackendError as error:
                 logging.warning("parallel-dit: %s", error)
             else:
-                logging.info(
-                    "parallel-dit: the ranks for %s go on as %s: %s",
-                    before.product,
-                    config.product,
-                    "each keeps its weights, which are the same"
-                    if before.same_weights(config)
-                    else "the model is loaded again, since each rank's share of the weights is another",
-                )
+                what = "the model is loaded again, since each rank's share of the weights is another"
+                if before.same_weights(config):
+                    what = "each keeps its weights, which are the same"
+                logging.info("parallel-dit: the ranks for %s go on as %s: %s", *names, what)
                 return _backends.pop(key)
-        logging.info(
-            "parallel-dit: the ranks for %s end and the model is loaded again: %s are other ranks",
-            before.product,
-            config.product,
-        )
+        what = "the ranks for %s end and the model is loaded again: %s are other ranks"
+        logging.info("parallel-dit: " + what, *names)
         _drop(key)
     return None
 
@@ -252,8 +236,8 @@ def _launch(config: ParallelConfig, check) -> Backend:
 
 
 def _check_address(address: str):
-    """ConfigError for an address that whoever started this process has not listed: graphs come from
-    strangers, and one that names any host could have this machine speak to it."""
+    """Refuse an address that whoever started this process has not listed: graphs come from strangers. Raises
+    ConfigError."""
     allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
     if address not in allowed:
         raise ConfigError(

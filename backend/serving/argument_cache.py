@@ -1,8 +1,7 @@
-"""Cache of model arguments that clients refer to in later calls instead of sending them again: a sampling's
-prompts are the same at every step.
+"""Cache of model arguments, such as prompts, that clients refer to in later calls instead of sending them.
 
-A client says what to cache, under which key, and what to forget; nothing is cached without a key. Every rank
-gets the same calls in the same order, so all cache the same.
+A client says what to cache, under which key, and what to forget. Every rank gets the same calls in the same
+order, so all cache the same.
 """
 
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..protocol import ModelCall
 
-#: Clients whose arguments are cached, those that called last; another one's are asked for again.
+#: Clients whose arguments are cached: those that called last.
 MOST_CLIENTS = 4
 
 
@@ -28,9 +27,8 @@ class ArgumentCache:
     def check(call: ModelCall):
         """Refuse references that no rank could follow. Raises UnsupportedError."""
         keys = [*call.keep.values(), *call.kept.values(), *call.forget]
-        strange = [name for name in call.keep if name not in call.tensors] + [
-            key for key in keys if not isinstance(key, str)
-        ]
+        strange = [name for name in call.keep if name not in call.tensors]
+        strange += [key for key in keys if not isinstance(key, str)]
         if strange:
             raise UnsupportedError(
                 f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors nor a key, "
@@ -38,25 +36,22 @@ class ArgumentCache:
             )
 
     def missing(self, call: ModelCall) -> list[str]:
-        """Names of the arguments that ``call`` refers to and that are not here."""
+        """Return the names of arguments that ``call`` refers to and that are not here."""
         return [name for name, key in call.kept.items() if key not in self.clients.get(call.client, {})]
 
     def filled(self, call: ModelCall) -> ModelCall:
-        """``call`` with the tensors that it refers to; changes nothing."""
+        """Return ``call`` with the tensors that it refers to."""
         cached = self.clients.get(call.client, {})
-        return replace(
-            call, tensors={**call.tensors, **{name: cached[key] for name, key in call.kept.items()}}
-        )
+        return replace(call, tensors=call.tensors | {name: cached[key] for name, key in call.kept.items()})
 
     def update(self, call: ModelCall):
-        """Forget and keep what ``call`` says."""
+        """Forget and cache what ``call`` says."""
         cached = self.clients.pop(call.client, {})
         for key in call.forget:
             cached.pop(key, None)
         for name, key in call.keep.items():
-            cached[key] = call.tensors[name].to(
-                self.device, copy=True
-            )  # a copy: what came over the socket is a view of the whole message
+            # a copy: what came over the socket is a view of the whole message
+            cached[key] = call.tensors[name].to(self.device, copy=True)
         if cached:
             self.clients[call.client] = cached
         while len(self.clients) > MOST_CLIENTS:

@@ -1,5 +1,4 @@
-"""Broadcast of a client's messages from rank 0 to the other ranks, over the gloo control group, in the
-protocol's own frames."""
+"""Broadcast of clients' messages from rank 0 to the other ranks, in the protocol's frames, over gloo."""
 
 import json
 import struct
@@ -11,18 +10,15 @@ from torch import Tensor
 from ..protocol.framing import decode, encode
 from .shared_memory import SharedBuffer
 
-#: Bytes of header, table and body, and the body's number in the shared memory; 0 where it follows by
-#: broadcast.
+#: Bytes of header, table and body, and the body's number in shared memory; 0: it follows by broadcast.
 SIZES = struct.Struct("!QQQQ")
-#: Bytes of the first broadcast: these sizes, and of header and table what fits, which is nearly always all.
+#: Bytes of the first broadcast: sizes, and of header and table what fits, which is nearly always all.
 FIRST = 4096
 
 
 class Dispatcher:
-    """Broadcast messages from rank 0, and gather small values from every rank.
-
-    Bodies go through shared memory where all ranks are on one machine. Every rank makes one at the same time.
-    """
+    """Broadcast messages from rank 0, and gather small values from every rank. Bodies go through shared
+    memory where all ranks are on one machine. Every rank makes one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -33,7 +29,8 @@ class Dispatcher:
         """Return memory that every rank has, or None."""
         buffer = address = None
         try:
-            buffer, address = SharedBuffer.make(self.ranks) if rank == 0 else (None, None)
+            if rank == 0:
+                buffer, address = SharedBuffer.make(self.ranks)
         except (OSError, AttributeError):
             pass
         address = self.all_gather_object(address)[0]
@@ -51,13 +48,11 @@ class Dispatcher:
         chunks = [torch.frombuffer(chunk, dtype=torch.uint8) for chunk in data]
         number = self.buffer.write(chunks) if self.buffer and chunks else 0
         head = SIZES.pack(len(header), len(table), sum(map(len, chunks)), number) + header + table
-        self._broadcast_bytes(torch.frombuffer(bytearray(head[:FIRST].ljust(FIRST)), dtype=torch.uint8))
+        self._broadcast_bytes(_as_tensor(head[:FIRST].ljust(FIRST)))
         if len(head) > FIRST:
-            self._broadcast_bytes(torch.frombuffer(bytearray(head[FIRST:]), dtype=torch.uint8))
-        if chunks and not number:
-            self._broadcast_bytes(
-                chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-            )  # what came over the socket is one chunk
+            self._broadcast_bytes(_as_tensor(head[FIRST:]))
+        if chunks and not number:  # what came over the socket is one chunk
+            self._broadcast_bytes(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
 
     def receive(self):
         """On other ranks: wait for the next message of rank 0 and return it."""
@@ -66,9 +61,8 @@ class Dispatcher:
         size = SIZES.size + header + table
         if size > FIRST:
             head += self._broadcast_bytes(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
-        return decode(
-            head[SIZES.size : SIZES.size + header], head[SIZES.size + header : size], self._body(number, body)
-        )
+        table_start = SIZES.size + header
+        return decode(head[SIZES.size : table_start], head[table_start:size], self._body(number, body))
 
     def _body(self, number: int, size: int) -> Tensor:
         if number:
@@ -83,14 +77,15 @@ class Dispatcher:
 
     def all_gather_object(self, value) -> list:
         """Gather every rank's ``value`` (anything that JSON holds) on every rank, in order of ranks."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = _as_tensor(json.dumps(value).encode())
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
         gathered = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(gathered, padded, group=self.group)
-        return [
-            json.loads(data_of_rank[: int(size)].numpy().tobytes())
-            for data_of_rank, size in zip(gathered, sizes)
-        ]
+        return [json.loads(own[: int(size)].numpy().tobytes()) for own, size in zip(gathered, sizes)]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -9,37 +9,24 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from ..protocol import (
-    VERSION,
-    Cancel,
-    Challenge,
-    Failure,
-    Hello,
-    Ping,
-    Pong,
-    Progress,
-    Proof,
-    ProtocolError,
-    Welcome,
-    handshake,
-)
+from .. import protocol
+from ..protocol import ProtocolError, handshake
 from ..protocol.framing import MAX_HELLO, receive, send
 
 #: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
-#: A client that does not come through the handshake is written to the log this often at most (seconds): it
-#: must not fill the disk.
+#: Least time between two lines in the log on clients that fail the handshake: they must not fill the disk.
 STRANGER_LOG_SECONDS = 10.0
 #: Connections at a time, and requests of one that may wait; a graph uses one of each.
 MAX_CLIENTS = 16
 MAX_WAITING = 16
-#: How long a client that leaves, or is shut out, may take to read what is still to be written.
+#: How long a client that leaves may take to read what is still to be written.
 LEAVE_SECONDS = 5.0
 
 
 @dataclass
 class Job:
-    """A request of a client, waiting or running. ``reply`` may be called from any thread."""
+    """A client's request, waiting or running. ``reply`` may be called from any thread."""
 
     message: object
     client: "Client"
@@ -50,7 +37,7 @@ class Job:
 
     @property
     def client_keeps_up(self) -> bool:
-        """False while earlier replies wait: then previews are left out."""
+        """Return whether no earlier reply waits; previews are left out while one does."""
         return self.client.outbox.empty()
 
 
@@ -64,14 +51,14 @@ class Client:
         self.writer = threading.Thread(target=self._write, daemon=True)
 
     def serve(self):
-        """Runs in the connection's thread until it closes; every job of a client that left is cancelled."""
+        """Read requests until the connection closes; then cancel all jobs of this client."""
         try:
             self._greet()
             self.writer.start()
             while True:
                 self._handle(receive(self.connection))
         except ProtocolError as error:
-            self.outbox.put(Failure(str(error)))
+            self.outbox.put(protocol.Failure(str(error)))
         except OSError:
             pass  # the client went away: nobody is left to be told
         finally:
@@ -84,13 +71,13 @@ class Client:
         if self.writer.is_alive():
             self.writer.join(LEAVE_SECONDS)
         else:
-            self._write()  # it never got in: say why
+            self._write()  # it never got in: write why
         self.hang_up()  # ends the write to a client that does not read
         self.connection.close()
         self.server.clients.release()
 
     def _greet(self):
-        # one deadline for the whole greeting: a peer that sends a byte now and then must not keep its place
+        # one deadline for all: a peer that sends a byte now and then must not keep its place
         deadline = threading.Timer(HELLO_SECONDS, self.hang_up)
         deadline.start()
         try:
@@ -101,28 +88,27 @@ class Client:
         send(self.connection, self.server.welcome)
 
     def _let_in(self):
-        """Prove to the peer that we know the token, and have it prove the same; ProtocolError where it does
-        not."""
+        """Prove to the peer that we know the token, and have it prove the same. Raises ProtocolError."""
         hello = receive(self.connection, limit=MAX_HELLO)
-        if not isinstance(hello, Hello) or not handshake.is_nonce(hello.nonce):
+        if not isinstance(hello, protocol.Hello) or not handshake.is_nonce(hello.nonce):
             raise ProtocolError(
                 "a connection begins with Hello and 64 hexadecimal digits; this one is closed."
             )
-        if hello.version != VERSION:
+        if hello.version != protocol.VERSION:
             raise ProtocolError(
-                f"the client speaks protocol {hello.version}, this backend {VERSION}; restart both from "
-                f"the same version of the pack."
+                f"the client speaks protocol {hello.version}, this backend {protocol.VERSION}; restart "
+                f"both from the same version of the pack."
             )
         nonce = handshake.new_nonce()
         token = self.server.token
         ours = handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)
-        send(self.connection, Challenge(nonce, ours))
+        send(self.connection, protocol.Challenge(nonce, ours))
         try:
             answer = receive(self.connection, limit=MAX_HELLO)
         except OSError:
             self.server.log_stranger("did not answer this backend's proof; its token may be another")
             raise
-        if not isinstance(answer, Proof) or not handshake.is_proof(
+        if not isinstance(answer, protocol.Proof) or not handshake.is_proof(
             answer.proof, token, handshake.CLIENT, hello.nonce, nonce
         ):
             self.server.log_stranger("does not know this backend's token")
@@ -130,9 +116,9 @@ class Client:
 
     def _handle(self, message):
         self.jobs = [job for job in self.jobs if job.message is not None]
-        if isinstance(message, Ping):
-            self.outbox.put(Pong(sorted(self.server.models())))
-        elif isinstance(message, Cancel):
+        if isinstance(message, protocol.Ping):
+            self.outbox.put(protocol.Pong(sorted(self.server.models())))
+        elif isinstance(message, protocol.Cancel):
             for job in self.jobs:
                 job.cancelled.set()
         elif len(self.jobs) == MAX_WAITING:
@@ -147,12 +133,12 @@ class Client:
             try:
                 send(self.connection, message)
             except ProtocolError as error:  # a reply that has no frame
-                self.outbox.put(Failure(str(error)))
+                self.outbox.put(protocol.Failure(str(error)))
             except OSError:
                 return  # the reading thread sees the same and cleans up
 
     def hang_up(self):
-        """End both directions of the connection; its thread cleans up."""
+        """End both directions; the connection's thread cleans up."""
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -162,13 +148,13 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: Welcome, models):
+    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models):
         self.token = token
         self.welcome = welcome
         self.models = models
         self.jobs: queue.Queue[Job] = queue.Queue()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
-        #: Those of them that have not proved anything yet, in the order in which they came.
+        #: Clients that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Client, None] = {}
         self._next_log = 0.0
         self.listener = _listen(address)
@@ -191,8 +177,7 @@ class Server:
             threading.Thread(target=client.serve, daemon=True).start()
 
     def _has_place(self) -> bool:
-        """Take a place for one more peer; where there is none, that of the one which has proved
-        nothing for the longest time."""
+        """Take a place for one more peer, if need be that of the one that has proved nothing the longest."""
         if self.clients.acquire(blocking=False):
             return True
         for client in list(self.strangers)[:1]:
@@ -202,12 +187,13 @@ class Server:
 
     def log_stranger(self, what: str):
         """Write to the log that a client ``what`` and was not let in, unless the last such line is new."""
-        if (now := time.monotonic()) >= self._next_log:
+        now = time.monotonic()
+        if now >= self._next_log:
             self._next_log = now + STRANGER_LOG_SECONDS
             print(f"A client was not let in: it {what}.", file=sys.stderr)
 
     def next_job(self, timeout: float) -> Job | None:
-        """The oldest waiting job, or None after ``timeout`` seconds without one."""
+        """Return the oldest waiting job, or None after ``timeout`` seconds without one."""
         try:
             return self.jobs.get(timeout=timeout)
         except queue.Empty:
@@ -219,7 +205,7 @@ class Server:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen at "unix:PATH" or "tcp:HOST:PORT", where no HOST is this machine's own 127.0.0.1."""
+    """Listen at "unix:PATH" or "tcp:HOST:PORT", where an empty HOST is 127.0.0.1."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         folder = os.path.dirname(where)
@@ -238,17 +224,17 @@ def _listen(address: str) -> socket.socket:
 
 
 class Previews:
-    """Bounds the rate of previews: at most one in ``seconds``, and none while the client lags. Counts them,
-    and the seconds that the ranks waited for them."""
+    """Allow one preview in ``seconds``; count them, and the seconds that the ranks waited for them."""
 
     def __init__(self, seconds: float, clock):
         self.seconds = seconds
         self.clock = clock
         self.last = float("-inf")
-        self.count, self.spent = 0, 0.0
+        self.count = 0
+        self.spent = 0.0
 
     def due(self) -> bool:
-        """True where a preview is wanted now; then the next one is ``seconds`` away."""
+        """Return whether a preview is wanted now; then the next one is ``seconds`` away."""
         if not self.seconds or self.clock() - self.last < self.seconds:
             return False
         self.last = self.clock()
@@ -256,16 +242,16 @@ class Previews:
 
     @property
     def stats(self) -> dict:
-        """For a Result: how many, and what they cost."""
+        """Return their number and cost for a Result."""
         return {"previews": self.count, "preview_seconds": self.spent}
 
 
 def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
-    """Tell the client that ``step`` of ``total`` steps are done, with the latest x0 where a preview is
-    due."""
+    """Reply that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
     if not (job.client_keeps_up and previews.due()):
-        job.reply(Progress(step, total))
+        job.reply(protocol.Progress(step, total))
         return
     began = previews.clock()
-    job.reply(Progress(step, total, {"x0": make_x0()}))
-    previews.count, previews.spent = previews.count + 1, previews.spent + previews.clock() - began
+    job.reply(protocol.Progress(step, total, {"x0": make_x0()}))
+    previews.count += 1
+    previews.spent += previews.clock() - began

@@ -1,8 +1,7 @@
-"""A shared-memory buffer of the ranks of one machine: rank 0 writes a message's body, and every other rank
-copies it out.
+"""A shared-memory buffer of the ranks of one machine: rank 0 writes a message's body, the others copy it out.
 
-Through gloo's sockets a body takes several times as long. The memory has no name in a file system: it is a
-memfd, which the others open through /proc, as only processes of one user on one machine can.
+gloo's sockets take several times as long. The memory is a memfd without a name, which the others open through
+/proc, as only processes of one user on one machine can.
 """
 
 import mmap
@@ -32,11 +31,8 @@ class SharedBuffer:
 
     @classmethod
     def make(cls, ranks: int) -> tuple["SharedBuffer", list]:
-        """Make the buffer, and return it with the address that the other ranks ``join``: [pid, file,
-        signature].
-
-        Raises OSError or AttributeError where this system has no memfd.
-        """
+        """Return a new buffer and the address that the other ranks ``join``: [pid, file, signature]. Raises
+        OSError or AttributeError where this system has no memfd."""
         file = os.memfd_create("parallel-dit")
         sign = secrets.token_bytes(16)
         os.ftruncate(file, HEAD + MAX_BYTES)
@@ -54,10 +50,8 @@ class SharedBuffer:
         return buffer
 
     def write(self, chunks: list[Tensor]) -> int:
-        """On rank 0: write ``chunks`` (uint8) one after the other and return the body's number.
-
-        Returns 0 where it does not fit, or where some rank has not read the body before.
-        """
+        """On rank 0: write ``chunks`` (uint8) one after the other and return the body's number, or 0 where it
+        does not fit or some rank has not read the last body."""
         if sum(map(len, chunks)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
             return 0
         at = 0
@@ -70,15 +64,11 @@ class SharedBuffer:
     def read(self, number: int, size: int) -> Tensor:
         """On another rank: copy out the body of that number, of ``size`` bytes."""
         body = self.data[:size].clone()
-        self.confirm(number)
-        return body
-
-    def confirm(self, number: int):
-        """Mark the body as read by this rank. A system call, so no earlier read is reordered after it."""
+        # a system call, so no earlier read is reordered after it
         os.pwrite(self.file.fileno(), COUNT.pack(number), COUNT.size * self.rank)
+        return body
 
     def _counts(self) -> list[int]:
         """Return the number of the last body that each other rank has read."""
-        return [
-            count for (count,) in COUNT.iter_unpack(os.pread(self.file.fileno(), COUNT.size * self.ranks, 0))
-        ][1:]
+        counts = os.pread(self.file.fileno(), COUNT.size * self.ranks, 0)
+        return [count for (count,) in COUNT.iter_unpack(counts)][1:]

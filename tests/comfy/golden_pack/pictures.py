@@ -251,12 +251,12 @@ class TestBackendState:
 
     def run(self, samples):
         module = next(
-            module for name, module in sys.modules.items() if name.endswith("parallel-dit.nodes.backends")
+            module for name, module in sys.modules.items() if name.endswith("parallel-dit.backend.client.pool")
         )
         client = module.BackendClient
         if not hasattr(client, "counted"):
-            client.counted, send = True, client._send
-            client._send = lambda self, message: (
+            client.counted, send = True, client.send
+            client.send = lambda self, message: (
                 TestBackendState.sent.update([type(message).__name__]),
                 send(self, message),
             )[1]
