@@ -9,22 +9,21 @@ from ..errors import UnsupportedError, quoted, reason, some
 
 @dataclass(frozen=True)
 class Folders:
-    """``roots``: absolute paths of folders; None: no limit, as for whoever started the backend by hand."""
+    """``roots``: absolute paths of folders; None: no limit, for a backend that was started by hand."""
 
     roots: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, roots: list[str] | None) -> "Folders":
-        """``roots`` of a command line, made absolute; None where the option was not given."""
+        """Make ``roots`` of a command line absolute; None where the option was not given."""
         return cls(None if roots is None else tuple(os.path.abspath(root) for root in roots))
 
     def check(self, path: str):
         """Refuse a path that a client names, before anything there is looked at. Raises UnsupportedError.
 
-        A path is allowed where it lies below a root as it is written, or once links are followed. As it is
-        written: users keep models on other disks and link to them, and only who may write in a root can have
-        made the link. With links followed: a root may itself be reached by another name. A path with ".."
-        is neither, since after a link it does not lead where it seems to.
+        A path is allowed where it lies below a root as it is written: users link to models on other disks,
+        and only who may write in a root made the link. Or once links are followed: a root may have another
+        name. A path with ".." is neither: after a link it does not lead where it seems to.
         """
         if self.roots is None:
             return
@@ -34,8 +33,7 @@ class Folders:
             raise UnsupportedError(f"{quoted(path)} is no path ({reason(error)}); choose another.") from None
         if not os.path.isabs(path) or ".." in PurePath(path).parts:
             raise UnsupportedError(
-                f"the path {quoted(path, 200)} is not absolute, or has '..' in it; name the file by its full "
-                f"path."
+                f"the path {quoted(path, 200)} is not absolute, or has '..' in it; name the file's full path."
             )
         if not (_below(path, self.roots) or self.holds(real)):
             raise UnsupportedError(
@@ -45,7 +43,7 @@ class Folders:
             )
 
     def holds(self, real: str | Path) -> bool:
-        """Whether a path without links lies below a root; False where there are no roots to lie below."""
+        """Return whether a path without links lies below a root; False where there are no roots."""
         return _below(real, [os.path.realpath(root) for root in self.roots or ()])
 
 

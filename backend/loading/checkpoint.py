@@ -38,11 +38,8 @@ from .safetensors_files import TensorFiles, Weights, folder_files
 @dataclass
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
-    keys: the layout's keys -> the file's, where they differ.
-
-    pipeline: configurations next to a diffusers folder's transformer: "scheduler", "vae", where
-    they are there.
-    """
+    keys: the layout's keys -> the file's, where they differ; pipeline: configurations next to a diffusers
+    folder's transformer, "scheduler" and "vae"."""
 
     name: str
     family: Family
@@ -55,7 +52,7 @@ class Checkpoint:
 
     @property
     def generic(self) -> dict | None:
-        """What a client needs to know of a transformer that no family file describes; None where one does."""
+        """Facts for clients on a transformer that no family file describes; None where one does."""
         if self.family.name in FAMILIES:
             return None
         video = inputs.is_video(getattr(diffusers, self.family.transformer))
@@ -70,9 +67,10 @@ class Checkpoint:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The transformer without weights (buffers are real). Raises UnsupportedError where the
-        configuration makes none, or none that the files could fill."""
-        cls, patch_module = getattr(diffusers, self.family.transformer), self.family.build.patch_module
+        """The transformer without weights (buffers are real). Raises UnsupportedError where the configuration
+        makes none that the files could fill."""
+        cls = getattr(diffusers, self.family.transformer)
+        patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parameters if self.single_file else 1
         with init_empty_weights(include_buffers=False):
@@ -100,7 +98,7 @@ class Checkpoint:
         return [*block_cost.block_costs(self.empty, self.family, self.config)]
 
     def modulation(self, block: str) -> list[str]:
-        """The modulation layers (family.cache.modulation) of a block."""
+        """Name the modulation layers (family.cache.modulation) of a block."""
         return [
             f"{block}.{name}"
             for name, _ in self.empty.get_submodule(block).named_modules()
@@ -108,39 +106,34 @@ class Checkpoint:
         ]
 
     def stages(self, config: ParallelConfig) -> Stages:
-        """What every pipeline stage holds: the blocks that the configuration lists, or a split by their work
-        and weights."""
+        """Split the blocks over pipeline stages, as the configuration lists them or by work and weights."""
 
         def size(name):
             return sum(parameter.numel() for parameter in self.empty.get_submodule(name).parameters())
 
+        degree = config.pipefusion_degree
         layers = [
-            {name: size(name) for name in self.modulation(block)} if config.pipefusion_degree > 1 else {}
+            {name: size(name) for name in self.modulation(block)} if degree > 1 else {}
             for block in self.block_names
         ]
         weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
-        return stage_split.plan(
-            self.block_costs, weights, layers, config.pipefusion_degree, config.stage_counts
-        )
+        return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole parameters and stored tables, whatever pieces of them are loaded."""
+        """Shapes of the whole parameters and stored tables."""
         return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        """Parameter -> where it is read from; UnsupportedError where the file lacks some."""
+        """Parameter -> where it is read from. Raises UnsupportedError where the file lacks some."""
         shapes = self.shapes
-        found = (
-            sources(self.family.layout, shapes)
-            if self.single_file
-            else {name: Source(name) for name in shapes}
-        )
+        found = {name: Source(name) for name in shapes}
+        if self.single_file:
+            found = sources(self.family.layout, shapes)
         found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
-        missing = [
-            name for name, _ in self.empty.named_parameters() if name not in found
-        ]  # tables that are buffers can be computed
+        # tables that are buffers can be computed
+        missing = [name for name, _ in self.empty.named_parameters() if name not in found]
         if missing:
             raise UnsupportedError(
                 f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, "
@@ -166,7 +159,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype of most of the file's values; fp8 counts as bf16, in which it is computed."""
+        """The floating dtype of most of the file's values; bf16 for fp8, which is computed in it."""
         values: Counter[torch.dtype] = Counter()
         for key in {self._key(source) for source in self.sources.values()}:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
@@ -182,40 +175,34 @@ class Checkpoint:
         held: Mapping[str, bool] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> int:
-        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers, and return the bytes read;
-        other blocks stay without weights.
+        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers; return the bytes read.
 
-        ``shards``: module -> the piece of its weight that this rank keeps; nothing else of that weight is
-        read. ``held``: modules that are loaded, or not, whichever block they are in. ``on_progress`` is given
-        how many values of how many are loaded.
+        ``shards``: module -> the piece of its weight that this rank keeps and reads. ``held``: modules that
+        are loaded, or not, whichever block they are in. ``on_progress`` is given how many values of how many
+        are loaded.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
-        wanted = [
-            name
-            for name in self.sources
-            if held.get(name.rpartition(".")[0], not name.startswith(absent or ("\0",)))
-        ]
-        self.files.bytes_read = 0
-        weights, empty = {}, self.empty.state_dict()
-        done, total = 0, sum(empty[name].numel() for name in wanted)
+        modules = {name: name.rpartition(".")[0] for name in self.sources}
+        wanted = [name for name in modules if held.get(modules[name], not name.startswith(absent))]
+        read_before = self.files.bytes_read
+        weights = {}
+        empty = self.empty.state_dict()
+        done = 0
+        total = sum(empty[name].numel() for name in wanted)
         for name in wanted:
-            weights[name] = self.read(
-                name,
-                torch.float32 if self.family.build.is_float32(name) else dtype,
-                device,
-                shards.get(name.rpartition(".")[0]),
-            )
+            own_dtype = torch.float32 if self.family.build.is_float32(name) else dtype
+            weights[name] = self.read(name, own_dtype, device, shards.get(modules[name]))
             done += weights[name].numel()
             on_progress(done, total)
         self.empty.load_state_dict(weights, strict=False, assign=True)
         for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)
-        return self.files.bytes_read
+        return self.files.bytes_read - read_before
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
-        """A parameter's values, or the piece of them that ``shard`` keeps, from the file."""
+        """Read a parameter, or the piece of it that ``shard`` keeps."""
         source = self.sources[name]
         key = self._key(source)
         if shard is None:
@@ -224,8 +211,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
-    """Recognise the file or folder at ``path``, reading headers only; what a folder's index names may be
-    links to what is ``allowed``. Raises UnsupportedError."""
+    """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
+    is ``allowed``. Raises UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
@@ -275,8 +262,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
 
 
 def _fallback(name: str, cls: type, config: dict, files: Weights, pipeline: dict) -> Family:
-    """The family of a class without a family file, which is found out by running blocks of the sizes that the
-    configuration says: those of ``files``, or it is refused."""
+    """Find the family of a class without a family file by running blocks, once ``files`` fit its sizes."""
     trial = Checkpoint(name, fallback.unknown(cls), config, files)
     _ = trial.sources
     return fallback.family(cls, config, pipeline.get("scheduler"))
@@ -287,9 +273,8 @@ def _open_single_file(path: Path) -> Checkpoint:
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)
         if keys is not None:
-            config = family.layout.config(
-                {ours: files.shapes[theirs] for ours, theirs in keys.items()}
-            ) | family.layout.metadata(files.metadata)
+            shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
+            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
             return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
     checkpoint = _with_diffusers_names(path, files)
     if checkpoint is not None:
@@ -308,25 +293,23 @@ def _open_single_file(path: Path) -> Checkpoint:
 
 
 def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
-    """A single file whose keys are the diffusers class's own: its configuration is derived from the shapes,
-    as that of the family's other layout is.
+    """Open a single file whose keys are the diffusers class's own; None where they are no family's.
 
-    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the
-    file's tensors. UnsupportedError where a family's names are there but no configuration of it has these
-    shapes; None where there is no family's.
+    The configuration is derived from the shapes. Of several families whose names are there (LTX-Video's are
+    among LTX-2's) it is the one with most of the file's tensors. Raises UnsupportedError where a family's
+    names are there but no configuration of it has these shapes.
     """
-    found, why = [], None
+    found = []
+    why = None
     bare = {
         prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         for prefix in PREFIXES
     }
-    shapes_of = {
-        prefix: {name: files.shapes[key] for name, key in keys.items()} for prefix, keys in bare.items()
-    }
+    stored = {p: {name: files.shapes[key] for name, key in keys.items()} for p, keys in bare.items()}
     blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = bare[prefix]
-        shapes = from_diffusers(family.layout, shapes_of[prefix], blocks[prefix])
+        shapes = from_diffusers(family.layout, stored[prefix], blocks[prefix])
         if any(key not in shapes for key in family.layout.signature) or any(
             key in shapes for key in (*family.layout.absent, *family.layout.variants)
         ):

@@ -1,6 +1,5 @@
-"""Whether a configuration can be that of the tensors next to it, asked before a transformer is built from it:
-building costs time for every layer that the configuration counts, and memory for the tables that a class
-computes."""
+"""Checks that a configuration can be that of the tensors next to it, before a transformer is built from it:
+building costs time for every layer, and memory for the tables that a class computes."""
 
 import inspect
 import math
@@ -19,27 +18,29 @@ Shapes = Mapping[str, tuple[int, ...]]
 NUMBERS = ("*theta*", "*period*", "*base*", "*max_position*", "*scale*", "*factor*", "*_id")
 #: Entries that count blocks, of which each has tensors in the file.
 BLOCKS = ("*layers", "*blocks", "*depth")
-#: Blocks that a configuration may count though the file names fewer: parts that have no tensors.
+#: Blocks that a configuration may count beyond those that the file names.
 SPARE_BLOCKS = 128
-#: What any count may be, however small the file's tensors are (sampling rates, lengths of tables), and any
-#: number that counts nothing.
-COUNT, NUMBER = 16_384, 1e12
-#: Entries of a list, and nested lists.
-LENGTH, NESTED = 4_096, 4
-#: Sides of the grid for which some classes compute a table of positions with a row for each of its cells.
+#: What any count may be, however small the file's tensors are (sampling rates, lengths of tables).
+COUNT = 16_384
+#: What any number may be that counts nothing.
+NUMBER = 1e12
+#: Entries of a list, and depth of nested lists.
+LENGTH = 4_096
+NESTED = 4
+#: Sides of the grid for which some classes compute a table of positions with a row for each cell.
 SIDES = (("sample_height", "sample_width"), ("sample_size",) * 2, ("pos_embed_max_size",) * 2)
 #: Longest of these sides, and values of such a table (Stable Diffusion 3.5's has 226 million).
 SIDE = 1_024
 TABLE = 1 << 28
 #: Classes that mean rows of a table by pos_embed_max_size.
 SIZED_BY_TOKENS = ("AuraFlowTransformer2DModel",)
-#: Parameters that a transformer may have without tensors in the file (some families replace layers).
+#: Parameters that may lack tensors in the file (some families replace layers).
 SPARE_PARAMETERS = 1_024
 
 
 def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
-    """Refuse a configuration of the class ``transformer`` that counts more than the file ``name`` has, whose
-    tensors have these ``shapes``. Raises UnsupportedError."""
+    """Refuse a configuration of the class ``transformer`` that counts more than the ``shapes`` of the file
+    ``name`` have. Raises UnsupportedError."""
     widest = max((side for shape in shapes.values() for side in shape), default=0)
     numbers = {int(word) for key in shapes for word in key.split(".") if is_number(word)}
     most = max(COUNT, widest)
@@ -52,8 +53,7 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
         else:
             limit = most
             what = f"but no tensor of its file has more than {widest:,} rows or columns"
-        largest = _largest(name, entry, value)
-        if not largest <= limit:
+        if not _largest(name, entry, value) <= limit:
             _refuse(name, entry, value, what)
     _check_width(name, config, most)
     _check_tables(name, transformer, config, most)
@@ -67,7 +67,7 @@ def _refuse(name, entry, value, what):
 
 
 def _largest(name: str, entry: str, value, depth: int = 0) -> float:
-    """The largest number in ``value``, however deep in lists; NaN counts as infinite."""
+    """Return the largest number in ``value``, however deep in lists; NaN counts as infinite."""
     if isinstance(value, (int, float)):
         return math.inf if value != value else abs(value)
     if isinstance(value, Mapping):
@@ -83,16 +83,14 @@ def _largest(name: str, entry: str, value, depth: int = 0) -> float:
 
 
 def _check_width(name: str, config: Mapping, most: int):
-    for heads, size in (
-        (heads, heads.replace("num_attention_heads", "attention_head_dim"))
-        for heads in config
-        if heads.endswith("num_attention_heads")
-    ):
+    for heads in config:
+        if not heads.endswith("num_attention_heads"):
+            continue
+        size = heads.replace("num_attention_heads", "attention_head_dim")
         width = _product(config, heads, size)
         if width is not None and width > most:
-            _refuse(
-                name, heads, config[heads], f"of {config[size]} each, but no tensor of its file is as wide"
-            )
+            what = f"of {config[size]} each, but no tensor of its file is as wide"
+            _refuse(name, heads, config[heads], what)
 
 
 def _check_tables(name: str, transformer: str, config: Mapping, most: int):
@@ -109,9 +107,8 @@ def _check_tables(name: str, transformer: str, config: Mapping, most: int):
             cells = frames * cells // patch**2
         rotates = config.get("use_rotary_positional_embeddings")
         if cells and (max(config[side] for side in sides) > SIDE or cells * width > TABLE and not rotates):
-            _refuse(
-                name, sides[0], config[sides[0]], "which makes a larger table of positions than any model has"
-            )
+            what = "which makes a larger table of positions than any model has"
+            _refuse(name, sides[0], config[sides[0]], what)
 
 
 def _product(config: Mapping, *entries: str) -> int | None:
@@ -120,8 +117,8 @@ def _product(config: Mapping, *entries: str) -> int | None:
 
 
 def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
-    """A transformer of ``cls`` with the entries of ``config`` that it takes; ``tensors`` are there to fill
-    it. Raises UnsupportedError."""
+    """Build a transformer of ``cls`` with the entries of ``config`` that it takes, for a file of ``tensors``.
+    Raises UnsupportedError."""
     accepted = inspect.signature(cls.__init__).parameters
     try:
         with _few_parameters(name, tensors):
@@ -137,9 +134,9 @@ def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
 
 @contextmanager
 def _few_parameters(name: str, tensors: int) -> Iterator[None]:
-    """While a transformer is built: refuse it once it has more parameters than ``tensors`` can fill, however
-    its configuration says so. Raises UnsupportedError."""
-    left = tensors + SPARE_PARAMETERS
+    """Refuse a transformer, while it is built, once it has more parameters than ``tensors`` can fill. Raises
+    UnsupportedError."""
+    left = most = tensors + SPARE_PARAMETERS
     register = nn.Module.register_parameter
 
     def counted(module, key, parameter):
@@ -147,10 +144,9 @@ def _few_parameters(name: str, tensors: int) -> Iterator[None]:
         left -= parameter is not None
         if left < 0:
             raise UnsupportedError(
-                f"the configuration of {quoted(name)} makes a transformer of more than "
-                f"{tensors + SPARE_PARAMETERS:,} "
-                f"parameters, which the tensors of its file cannot fill; it belongs to another model, or was "
-                f"damaged: download it again."
+                f"the configuration of {quoted(name)} makes a transformer of more than {most:,} parameters, "
+                f"which the tensors of its file cannot fill; it belongs to another model, or was damaged: "
+                f"download it again."
             )
         register(module, key, parameter)
 

@@ -1,13 +1,11 @@
-"""GGUF files as ComfyUI-GGUF writes them: the original keys, weights in blocks of few bits. Read by blocks
-and dequantized as they are read.
-
-Header and types are the gguf package's, dequantization is diffusers' (in float32); both are needed for these
-files alone.
+"""GGUF files as ComfyUI-GGUF writes them: the original keys, weights in blocks of few bits that are
+dequantized as they are read. Header and types are the gguf package's, dequantization (in float32) diffusers'.
 """
 
 import importlib.util
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +17,16 @@ from .gguf_header import check_gguf
 from .header_limits import check_names
 from .safetensors_files import ALL, CPU
 
-#: Where a tensor was stored in another shape, for blocks to fit, its own is in the metadata under this name.
+#: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
 SHAPE = "comfy.gguf.orig_shape."
-#: Values that are dequantized at once: bounds what dequantization needs besides its result.
+#: Values that are dequantized at once, to bound memory.
 CHUNK = 1 << 22
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file: its type's name, its shape, its bytes (mapped), and how many values a block has
-    and in how many bytes."""
+    """A tensor of the file: type, shape, mapped bytes; ``block`` values are stored in ``size`` bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -39,7 +36,7 @@ class Stored:
 
 
 class GGUFFile:
-    """The tensors of one GGUF file (see files.Weights)."""
+    """The tensors of one GGUF file (see safetensors_files.Weights)."""
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
@@ -49,25 +46,18 @@ class GGUFFile:
             )
         self.bytes_read = 0
         self.name = path.name
-        self.metadata = {}
+        self.metadata: Mapping[str, str] = {}
         self.size = path.stat().st_size
         check_gguf(path)
         self._stored = _open(path)
         check_names(self.name, self._stored)
-        self.shapes = {key: stored.shape for key, stored in self._stored.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {k: stored.shape for k, stored in self._stored.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; quantized values are computed in bfloat16 by default."""
         return PLAIN.get(self._stored[key].kind, torch.bfloat16)
 
-    def read(
-        self,
-        key: str,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        dtype: torch.dtype | None = None,
-        device: torch.device = CPU,
-    ) -> Tensor:
+    def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights; of quantized tensors the blocks that hold these rows and columns."""
         stored = self._stored[key]
         dtype = dtype or self.dtype(key)
@@ -83,12 +73,10 @@ class GGUFFile:
         lo = first * width // stored.block
         hi = -(-last * width // stored.block)
         values = self._values(stored, stored.data.view(-1, stored.size)[lo:hi], dtype, device)
+        if not stored.shape:
+            return values.view(())
         start = first * width - lo * stored.block
-        values = (
-            values[start : start + (last - first) * width].view(last - first, *stored.shape[1:])
-            if stored.shape
-            else values.view(())
-        )
+        values = values[start : start + (last - first) * width].view(last - first, *stored.shape[1:])
         return values if columns == ALL else values[:, columns]
 
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -96,19 +84,14 @@ class GGUFFile:
         blocks = blocks.reshape(-1, stored.size).to(device)
         if stored.kind in PLAIN:
             return blocks.view(PLAIN[stored.kind]).reshape(-1).to(dtype)
+        import gguf
+        from diffusers.quantizers.gguf.utils import dequantize_functions
+
+        dequantize = dequantize_functions[gguf.GGMLQuantizationType[stored.kind]]
         values = torch.empty(len(blocks) * stored.block, dtype=dtype, device=device)
         for into, chunk in zip(values.split(CHUNK), blocks.split(CHUNK // stored.block)):
-            into.copy_(_dequantize(stored, chunk).view(-1))
+            into.copy_(dequantize(chunk, stored.block, stored.size, torch.float32).view(-1))
         return values
-
-
-def _dequantize(stored: Stored, blocks: Tensor) -> Tensor:
-    import gguf
-    from diffusers.quantizers.gguf.utils import dequantize_functions
-
-    return dequantize_functions[gguf.GGMLQuantizationType[stored.kind]](
-        blocks, stored.block, stored.size, torch.float32
-    )
 
 
 def _open(path: Path) -> dict[str, Stored]:
@@ -116,9 +99,8 @@ def _open(path: Path) -> dict[str, Stored]:
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     try:
-        reader = gguf.GGUFReader(
-            path, "c"
-        )  # private, so that torch takes it for writable; pages that nobody writes stay shared
+        # private, so that torch takes it for writable; pages that nobody writes stay shared
+        reader = gguf.GGUFReader(path, "c")
         shapes = {
             name.removeprefix(SHAPE): tuple(field.contents())
             for name, field in reader.fields.items()
@@ -133,12 +115,10 @@ def _open(path: Path) -> dict[str, Stored]:
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name
         if kind not in PLAIN and tensor.tensor_type not in dequantize_functions:
-            known = ", ".join(
-                [*PLAIN, *(each.name for each in dequantize_functions if each.name not in PLAIN)]
-            )
+            known = dict.fromkeys([*PLAIN, *(each.name for each in dequantize_functions)])
             raise UnsupportedError(
                 f"{path.name}: the tensor {quoted(tensor.name)} is stored as {kind}, which is not supported; "
-                f"supported are {known}. Use another file of this model."
+                f"supported are {', '.join(known)}. Use another file of this model."
             )
         shape = shapes.get(tensor.name, tuple(reversed(tensor.shape.tolist())))
         if math.prod(shape) != tensor.n_elements or any(side < 0 for side in shape):

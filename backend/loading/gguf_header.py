@@ -1,5 +1,4 @@
-"""The header of a GGUF file, walked once before the gguf package reads it: that trusts every count in it, and
-makes objects of each entry of an array.
+"""Checks the header of a GGUF file before the gguf package reads it, which trusts every count in it.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -20,7 +19,7 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING = 8
 ARRAY = 9
 UINT32 = 4
-#: Metadata, entries of all of its arrays together, and tensors; a language model's tokenizer has more.
+#: Most metadata, entries of all of its arrays together, and tensors; a tokenizer has more.
 MOST_FIELDS = 4_096
 MOST_ENTRIES = 65_536
 MOST_TENSORS = 16_384
@@ -29,7 +28,7 @@ ALIGNMENT = "general.alignment"
 
 
 def check_gguf(path: Path):
-    """Refuse a file whose header claims what is not there, or more than any transformer has. Raises
+    """Refuse a header that claims what is not there, or more than any transformer has. Raises
     UnsupportedError."""
     with open_regular(path) as file:
         _Header(path.name, file).check()
@@ -40,7 +39,8 @@ class _Header:
         self.name = name
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
-        self.entries, self.alignment = 0, 32
+        self.entries = 0
+        self.alignment = 32
 
     def check(self):
         if self.take(4) != b"GGUF":
@@ -87,18 +87,18 @@ class _Header:
             self.refuse(f"its metadata has a value of type {kind}" + " in an array" * inside)
 
     def tensor(self) -> int:
-        """Walk over one tensor's entry; where its bytes end, counted from the first of all."""
+        """Walk over one tensor's entry; return where its bytes end, from the first of all."""
         import gguf
 
         name = self.string()
         dimensions = self.number("<I")
         if dimensions > MOST_DIMENSIONS:
-            self.refuse(f"the tensor {quoted(_text(name))} has {dimensions} dimensions")
+            self.refuse(f"the tensor {_text(name)} has {dimensions} dimensions")
         values = math.prod(self.number("<Q") for _ in range(dimensions))
         kind = self.number("<I")
         offset = self.number("<Q")
         if kind not in set(gguf.GGMLQuantizationType):
-            self.refuse(f"the tensor {quoted(_text(name))} is of the type {kind}, which is none")
+            self.refuse(f"the tensor {_text(name)} is of the type {kind}, which is none")
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         return offset + values // block * size
 
@@ -134,4 +134,4 @@ class _Header:
 
 
 def _text(name: bytes) -> str:
-    return name.decode(errors="replace")
+    return quoted(name.decode(errors="replace"))

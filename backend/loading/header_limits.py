@@ -1,5 +1,5 @@
-"""How files are opened that somebody else has made: their kind and the sizes that they claim are checked
-before anything is read by them, so that no file holds a rank up or fills its memory."""
+"""Limits of the files that others have made: what their headers claim is checked before anything is read, so
+that no file holds a rank up or fills its memory."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -9,25 +9,23 @@ from ..errors import UnsupportedError, quoted
 from .allowed_folders import ANYWHERE, Folders
 from .regular_files import open_regular, read_json
 
-#: Bytes of the header of a safetensors or GGUF file, or of all files of a folder: the largest that are
-#: published have about one MB, LoRAs with a log of their training a few.
+#: Bytes of the headers of all files of a model; published ones have about one MB, LoRAs a few.
 MOST_HEADER = 16 << 20
-#: Tensors of a checkpoint: the largest that are published have some thousands, quantized ones with their
-#: scales about fifteen thousand.
+#: Tensors of a checkpoint; published ones have thousands, with scales about fifteen thousand.
 MOST_TENSORS = 32_768
 #: Files of a folder.
 MOST_SHARDS = 1_024
 #: Bytes of an index of shards, which names every tensor.
 MOST_INDEX = 16 << 20
-#: Blocks are numbered in the names of their tensors; published models have up to about a hundred.
+#: Highest number of a block; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
-#: Parts of a name, between dots; published ones have up to about ten.
+#: Parts of a name between dots; published ones have up to about ten.
 MOST_WORDS = 32
 
 
 def check_headers(paths: Iterable[Path]):
-    """Refuse safetensors files that are none, or whose headers are together larger than any model's.
-    Raises UnsupportedError."""
+    """Refuse files that are no safetensors, or whose headers are larger than any model's. Raises
+    UnsupportedError."""
     total = tensors = 0
     for path in paths:
         with open_regular(path) as file:
@@ -51,8 +49,8 @@ def check_headers(paths: Iterable[Path]):
 
 
 def check_names(name: str, keys: Mapping[str, object]):
-    """Refuse more tensors, longer names or higher block numbers than a transformer has: they become loops.
-    ``name``: the file's. Raises UnsupportedError."""
+    """Refuse more tensors, longer names or higher block numbers than a transformer has in the file ``name``:
+    they become loops. Raises UnsupportedError."""
     if len(keys) > MOST_TENSORS:
         raise _many(name, len(keys))
     for key in keys:
@@ -81,15 +79,16 @@ def _is_high(word: str) -> bool:
 
 
 def is_number(word: str) -> bool:
-    """Is this part of a name the number of a block? ASCII alone: other digits are not what Python counts
-    by."""
+    """Return whether a part of a name is the number of a block, in ASCII digits alone."""
     return word.isascii() and word.isdecimal()
 
 
 def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
-    """The files that an index of shards names, which lie in its own folder. Raises UnsupportedError."""
+    """Return the files that an index of shards names, in its own folder. Raises UnsupportedError."""
     weights = read_json(index, MOST_INDEX).get("weight_map")
-    names = set(weights.values()) if isinstance(weights, dict) and _all_strings(weights) else set()
+    names = set()
+    if isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values()):
+        names = set(weights.values())
     if not 0 < len(names) <= MOST_SHARDS:
         raise UnsupportedError(
             f"{quoted(index.name)} has no weight_map that names the files of its tensors, {MOST_SHARDS:,} at "
@@ -98,14 +97,9 @@ def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
     return [_next_to(index, name, folders) for name in sorted(names)]
 
 
-def _all_strings(weights: dict) -> bool:
-    return all(isinstance(name, str) for name in weights.values())
-
-
 def _next_to(index: Path, name: str, folders: Folders) -> Path:
-    """The file ``name`` of an index. A name may not leave the folder, and a link there only to where this
-    model's files are: its own folder, its folder in Hugging Face's cache (whose snapshots are links to blobs
-    next to them), or a folder that was allowed."""
+    """Return the file ``name`` of an index. A name may not leave the folder; a link there may lead to the
+    model's folder, its blobs in Hugging Face's cache, or a folder that was allowed."""
     parts = PurePath(name).parts
     if not parts or "\0" in name or ".." in parts or PurePath(name).is_absolute():
         raise UnsupportedError(
@@ -125,8 +119,8 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
 
 
 def _cached(folder: PurePath) -> str | None:
-    """The blobs of the model in Hugging Face's cache that this folder is a part of; None where it is none:
-    models--OWNER--NAME/snapshots/REVISION/..."""
+    """Return the blobs of the model in Hugging Face's cache (models--OWNER--NAME/snapshots/REVISION/...) that
+    this folder is a part of; None where it is none."""
     for above in folder.parents:
         if above.name == "snapshots" and above.parent.name.startswith("models--"):
             return os.path.realpath(above.parent / "blobs")

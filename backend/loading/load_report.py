@@ -8,16 +8,15 @@ import torch
 
 
 def blocks_text(blocks: tuple[int, int]) -> str:
-    """First and last + 1 of a stage's blocks, for people; a transformer that runs whole counts none."""
+    """Write a stage's blocks (first, last + 1) for people; a transformer that runs whole counts none."""
     return f"blocks {blocks[0]}-{blocks[1] - 1}" if blocks[1] > blocks[0] else "all blocks"
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
-    checkpoint; weight_bytes: what the rank now holds;
-    peak_bytes: most memory that the device gave it meanwhile (of the process in all, where the device is the
-    CPU; 0 where the system does not say)."""
+    checkpoint; weight_bytes: what the rank now holds; peak_bytes: most device memory meanwhile (on the CPU,
+    of the process in all; 0 where the system does not say)."""
 
     rank: int
     stage: int
@@ -53,8 +52,6 @@ def peak_bytes(device: torch.device) -> int:
     if sys.platform != "linux":
         return 0
     # not getrusage, whose maximum a process inherits from the one that started it
-    return 1024 * int(
-        next(
-            line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
-        ).split()[1]
-    )
+    lines = Path("/proc/self/status").read_text().splitlines()
+    highest = next(line for line in lines if line.startswith("VmHWM"))
+    return 1024 * int(highest.split()[1])

@@ -10,7 +10,7 @@ from .safetensors_files import Weights
 def read_whole(
     files: Weights, key: str, source: Source, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Read the rows of the tensor ``key`` that ``source`` says, in the parameter's own order and shape."""
+    """Read the rows of the tensor ``key`` that ``source`` names, in the parameter's order and shape."""
     rows = slice(source.lo, source.hi) if source.hi is not None else slice(None)
     tensor = files.read(key, rows, dtype=dtype, device=device)
     if source.swap:

@@ -1,10 +1,8 @@
-"""ComfyUI's quantized layers, values of few bits with their scales, read as the weights that they stand
-for.
+"""ComfyUI's quantized layers, values of few bits with their scales, read as the weights that they stand for.
 
 A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
 files ("scaled fp8") just have X.scale_weight next to float8 values. Values are multiplied by their scales in
-the order and precision in which ComfyUI dequantizes them. It computes on quantized activations where the GPU
-can, which needs input_scale; here activations stay as they are.
+ComfyUI's order and precision. Activations are not quantized here, so input_scale is not needed.
 """
 
 import json
@@ -19,8 +17,7 @@ from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
 from .safetensors_files import ALL, CPU, TensorFiles
 
-#: Leaves of a layer besides its weight and bias: scales of the weight, and what only quantized activations
-#: need.
+#: Leaves of a layer besides weight and bias: scales of the weight; what activations or formats need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -28,6 +25,8 @@ FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
+#: End of refusals.
+BADLY = "the file was converted badly: use another one of this model"
 #: Bytes of a layer's description (a few dozen as published), and values that are rotated together.
 MOST_SETTINGS, MOST_ROTATED = 4_096, 4_096
 
@@ -49,8 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of a layer's weight, wanted in ``dtype`` on ``device``; columns begin and end with a
-    block."""
+    """Rows and columns (whole blocks) of a layer's weight, wanted in ``dtype`` on ``device``."""
 
     files: TensorFiles
     layer: Layer
@@ -60,14 +58,14 @@ class Piece:
     device: torch.device
 
     def values(self, packed: int = 1) -> Tensor:
-        """The stored values, ``packed`` of them in an element."""
+        """Read the stored values, ``packed`` of them in an element."""
         whole = len(self.layer.shape) != 2 or self.columns == range(self.layer.shape[1])
         columns = ALL if whole else slice(self.columns.start // packed, self.columns.stop // packed)
         rows = ALL if self.rows == range(self.layer.shape[0]) else slice(self.rows.start, self.rows.stop)
         return self.files.read(f"{self.layer.name}.weight", rows, columns, device=self.device)
 
     def scale(self, leaf: str = "weight_scale") -> Tensor:
-        """One number, or one for each row (rows, 1, ...)."""
+        """Read one number, or one for each row (rows, 1, ...)."""
         key = f"{self.layer.name}.{leaf}"
         if self.files.shapes[key] and self.files.shapes[key][0] == self.layer.shape[0] > 1:
             rows = self.files.read(key, slice(self.rows.start, self.rows.stop), device=self.device)
@@ -75,66 +73,54 @@ class Piece:
         return self.files.read(key, device=self.device).reshape(())
 
     def block_scales(self) -> Tensor:
-        """(rows, blocks of columns), as bytes."""
+        """Read (rows, blocks of columns), as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
+        last = -(-self.rows.stop // TILE_ROWS) * TILE_ROWS
         tiles = self.files.read(
-            f"{self.layer.name}.weight_scale",
-            slice(first, -(-self.rows.stop // TILE_ROWS) * TILE_ROWS),
-            device=self.device,
-        )
+            f"{self.layer.name}.weight_scale", slice(first, last), device=self.device
+        ).contiguous()
         width = tiles.shape[1]
-        tiles = (
-            tiles.contiguous()
-            .view(torch.uint8)
-            .reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
-            .permute(0, 3, 2, 1, 4)
-        )
+        tiles = tiles.view(torch.uint8).reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
+        scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, width)
         block = self.layer.block
-        return tiles.reshape(-1, width)[
-            self.rows.start - first : self.rows.stop - first,
-            self.columns.start // block : self.columns.stop // block,
-        ]
+        columns = slice(self.columns.start // block, self.columns.stop // block)
+        return scales[self.rows.start - first : self.rows.stop - first, columns]
 
 
 def _float8(piece: Piece) -> Tensor:
     legacy = f"{piece.layer.name}.scale_weight" in piece.files.shapes
-    return piece.values().to(piece.dtype) * piece.scale("scale_weight" if legacy else "weight_scale").to(
-        piece.dtype
-    )
+    scale = piece.scale("scale_weight" if legacy else "weight_scale")
+    return piece.values().to(piece.dtype) * scale.to(piece.dtype)
 
 
 def _int8(piece: Piece) -> Tensor:
     weight = piece.values().float() * piece.scale().float()
     size = _rotation(piece.layer.settings)
-    return (
-        weight
-        if size is None
-        else (weight.unflatten(1, (-1, size)) @ _hadamard(size, weight.device)).flatten(1)
-    )
+    if size is None:
+        return weight
+    return (weight.unflatten(1, (-1, size)) @ _hadamard(size, weight.device)).flatten(1)
 
 
 def _mxfp8(piece: Piece) -> Tensor:
-    """Blocks of 32 E4M3 values under a power of two (OCP Microscaling Formats 1.0): the scale's byte is a
-    float's exponent."""
+    """Dequantize blocks of 32 E4M3 values under a power of two (OCP Microscaling Formats 1.0), whose byte is
+    a float's exponent."""
     scales = (piece.block_scales().int() << 23).view(torch.float32)
     return (piece.values().float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
 
 
 def _nvfp4(piece: Piece) -> Tensor:
-    """Blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the first value
-    of a byte is in its high bits."""
+    """Dequantize blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the
+    first value of a byte is in its high bits."""
     pairs = piece.values(packed=2)
-    values = E2M1.to(piece.device, piece.dtype)[
-        torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
-    ]
-    scales = piece.scale("weight_scale_2").to(piece.dtype) * piece.block_scales().contiguous().view(
-        torch.float8_e4m3fn
-    ).to(piece.dtype)
+    bits = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
+    values = E2M1.to(piece.device, piece.dtype)[bits]
+    block_scales = piece.block_scales().contiguous().view(torch.float8_e4m3fn)
+    scales = piece.scale("weight_scale_2").to(piece.dtype) * block_scales.to(piece.dtype)
     return (values.unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1)
 
 
 def _rotation(settings: Mapping) -> int | None:
-    """Group size of the rotation under which an int8 layer was quantized; None where it was not rotated."""
+    """Return the group size of an int8 layer's rotation; None where it was not rotated."""
     nested = settings.get("params")
     settings = {**(nested if isinstance(nested, dict) else {}), **settings}
     size = settings.get("convrot_groupsize", 256)
@@ -149,7 +135,7 @@ def _rotation(settings: Mapping) -> int | None:
 
 
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    """The regular Hadamard matrix of ``size``, a power of four; symmetric and its own inverse."""
+    """Return the regular Hadamard matrix of ``size``, a power of four; symmetric and its own inverse."""
     four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], device=device) / 2
     matrix = four
     while len(matrix) < size:
@@ -159,8 +145,8 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """stored: the file's dtypes; needs: leaves without which it cannot be read; block: a layer's settings ->
-    Layer.block; packed: values in an element."""
+    """stored: the file's dtypes; needs: leaves that must be there; block: a layer's settings -> Layer.block;
+    packed: values in an element."""
 
     weight: Callable[[Piece], Tensor]
     stored: tuple[str, ...]
@@ -179,8 +165,8 @@ FORMATS = {
 
 
 class ScaledFiles:
-    """``files`` with every quantized layer as the weight that it stands for (see files.Weights).
-    UnsupportedError for a format that is not in FORMATS."""
+    """``files`` with every quantized layer as the weight that it stands for (see safetensors_files.Weights).
+    Raises UnsupportedError for a format that is not in FORMATS."""
 
     def __init__(self, files: TensorFiles):
         self.files = files
@@ -197,68 +183,51 @@ class ScaledFiles:
         if orphan:
             raise UnsupportedError(
                 f"{files.name} is quantized with scales ({quoted(orphan)}), but the weight that they belong "
-                f"to is not; the file was converted badly: use another one of this model."
+                f"to is not; {BADLY}."
             )
-        self.shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
+        weights = {key: layer.shape for key, layer in self.layers.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes | weights
 
     @property
     def bytes_read(self) -> int:
         return self.files.bytes_read
 
-    @bytes_read.setter
-    def bytes_read(self, count: int):
-        self.files.bytes_read = count
-
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; quantized values are computed in bfloat16, as ComfyUI does."""
         return torch.bfloat16 if key in self.layers else self.files.dtype(key)
 
-    def read(
-        self,
-        key: str,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        dtype: torch.dtype | None = None,
-        device: torch.device = CPU,
-    ) -> Tensor:
+    def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights."""
         layer = self.layers.get(key)
         if layer is None:
             return self.files.read(key, rows, columns, dtype, device)
         dtype = dtype or self.dtype(key)
+        block = layer.block
         width = layer.shape[1] if len(layer.shape) == 2 else 1
         wanted = range(*columns.indices(width))
-        blocks = range(
-            wanted.start // layer.block * layer.block, -(-wanted.stop // layer.block) * layer.block
-        )
-        weight = layer.format.weight(
-            Piece(self.files, layer, range(*rows.indices(layer.shape[0])), blocks, dtype, device)
-        ).to(dtype)
+        blocks = range(wanted.start // block * block, -(-wanted.stop // block) * block)
+        piece = Piece(self.files, layer, range(*rows.indices(layer.shape[0])), blocks, dtype, device)
+        weight = layer.format.weight(piece).to(dtype)
         if len(layer.shape) == 2:
             weight = weight[:, wanted.start - blocks.start : wanted.stop - blocks.start]
         # of the layer's input, which may as well be scaled in the weight's columns
         smoothing = f"{layer.name}.pre_quant_scale"
-        return (
-            weight
-            if smoothing not in self.files.shapes
-            else weight * self.files.read(smoothing, columns, dtype=dtype, device=device)
-        )
+        if smoothing in self.files.shapes:
+            weight = weight * self.files.read(smoothing, columns, dtype=dtype, device=device)
+        return weight
 
 
 def _layers(files: TensorFiles) -> list[Layer]:
-    """The quantized layers of ``files``, checked."""
+    """Return the quantized layers of ``files``, checked."""
     found = dict(_described_in_header(files))
     for key in files.shapes:
         name, _, leaf = key.rpartition(".")
+        weight = f"{name}.weight"
         if leaf == "comfy_quant":
             found[name] = _settings(files, key, _bytes(files, key))
-        elif (
-            leaf in ("scale_weight", "weight_scale")
-            and name not in found
-            and files.shapes.get(f"{name}.weight")
-            and files.stored(f"{name}.weight") in FLOAT8
-        ):
-            found.setdefault(name, {"format": FLOAT8[files.stored(f"{name}.weight")]})
+        elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
+            if files.stored(weight) in FLOAT8:
+                found[name] = {"format": FLOAT8[files.stored(weight)]}
     return [_checked(files, name, settings) for name, settings in found.items()]
 
 
@@ -267,8 +236,7 @@ def _bytes(files: TensorFiles, key: str) -> bytes:
     if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
         raise UnsupportedError(
             f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}, and "
-            f"describes a layer in {MOST_SETTINGS:,} bytes at most; the file was converted badly: use "
-            f"another one of this model."
+            f"describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}."
         )
     return bytes(files.read(key).flatten().tolist())
 
@@ -278,14 +246,13 @@ def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnsupportedError(
-            f"{files.name}: {quoted(where)} is no JSON ({reason(error)}); the file was converted badly: use "
-            f"another one of this model."
+            f"{files.name}: {quoted(where)} is no JSON ({reason(error)}); {BADLY}."
         ) from None
     return found if isinstance(found, dict) else {}
 
 
 def _described_in_header(files: TensorFiles):
-    """Layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
+    """Yield the layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
     where = "_quantization_metadata"
     layers = _settings(files, where, files.metadata.get(where, "{}")).get("layers", {})
     for name, settings in (layers if isinstance(layers, dict) else {}).items():
@@ -304,17 +271,13 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         )
     if stored not in form.stored:
         raise UnsupportedError(
-            f"{files.name}: the layer {quoted(name)} is said to be {kind} but is stored as {stored}; "
-            f"the file was converted badly: use another one of this model."
+            f"{files.name}: the layer {quoted(name)} is said to be {kind} but is stored as {stored}; {BADLY}."
         )
-    leaves = {
-        leaf: files.shapes[f"{name}.{leaf}"] for leaf in WEIGHT_SCALES if f"{name}.{leaf}" in files.shapes
-    }
-    missing = [
-        leaf
-        for leaf in form.needs
-        if leaf not in leaves and not (leaf == "weight_scale" and "scale_weight" in leaves)
-    ]
+    shapes = {leaf: files.shapes.get(f"{name}.{leaf}") for leaf in WEIGHT_SCALES}
+    leaves = {leaf: shape for leaf, shape in shapes.items() if shape is not None}
+    if "scale_weight" in leaves:
+        leaves.setdefault("weight_scale", leaves["scale_weight"])
+    missing = [leaf for leaf in form.needs if leaf not in leaves]
     if missing:
         raise UnsupportedError(
             f"{files.name}: the layer {quoted(name)} is quantized as {kind} but lacks {', '.join(missing)}; "
@@ -323,13 +286,11 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
     layer = Layer(name, form, settings, shape)
-    _check_scales(files, layer, kind, leaves)
+    _check_scales(files, layer, kind, leaves["weight_scale"])
     return layer
 
 
-def _check_scales(files: TensorFiles, layer: Layer, kind: str, leaves: Mapping[str, tuple[int, ...]]):
-    have = leaves.get("weight_scale", leaves.get("scale_weight"))
-    assert have is not None  # every form needs it, and lacks were refused
+def _check_scales(files: TensorFiles, layer: Layer, kind: str, have: tuple[int, ...]):
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
         fits = columns % layer.block == 0 and have == (

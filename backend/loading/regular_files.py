@@ -1,5 +1,4 @@
-"""Opening what others have put on the disk: files alone, and no more of a configuration than one has.
-Standard library only."""
+"""Opening what others have put on the disk: regular files alone, of bounded size. Standard library only."""
 
 import json
 import os
@@ -14,10 +13,10 @@ MOST_CONFIG = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. UnsupportedError for what is none: opening a pipe waits for its writer, and a
-    device has no end."""
+    """Open a regular file for reading. Raises UnsupportedError: a pipe waits for its writer, and a device has
+    no end."""
     try:
-        # without waiting; what it is is asked of the open file, which nobody can exchange any more
+        # without waiting; the open file is checked, which nobody can exchange any more
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"{quoted(path.name)} cannot be opened ({reason(error)}).") from None
@@ -30,8 +29,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(folder: Path):
-    """Refuse a folder with anything but files in it: a library that is given the folder opens what it finds.
-    Raises UnsupportedError, OSError."""
+    """Refuse a folder with pipes, sockets or devices, which a library would open. Raises UnsupportedError,
+    OSError."""
     for where, _, names in os.walk(folder):
         for name in names:
             if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):
@@ -39,7 +38,7 @@ def check_regular(folder: Path):
 
 
 def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
-    """The object in a JSON file of ``most`` bytes. Raises UnsupportedError."""
+    """Return the object in a JSON file of at most ``most`` bytes. Raises UnsupportedError."""
     with open_regular(path) as file:
         text = file.read(most + 1)
     if len(text) > most:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from .allowed_folders import ANYWHERE, Folders
@@ -28,40 +29,24 @@ class Weights(Protocol):
     files; bytes_read: what was read of them so far."""
 
     size: int
+    shapes: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, str]
 
     @property
     def bytes_read(self) -> int: ...
 
-    @bytes_read.setter
-    def bytes_read(self, count: int): ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    @property
-    def metadata(self) -> Mapping[str, str]: ...
-
     def dtype(self, key: str) -> torch.dtype:
-        """The floating dtype of a tensor, that of the values which it stands for where it is quantized.
-        UnsupportedError where it is none."""
+        """Return a tensor's floating dtype, of its values where it is quantized. Raises UnsupportedError."""
         ...
 
-    def read(
-        self,
-        key: str,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        dtype: torch.dtype | None = None,
-        device: torch.device = CPU,
-    ) -> torch.Tensor:
-        """Rows and columns of a tensor (all of it by default) in ``dtype`` (the stored one by default) on
-        ``device``; nothing else of it is read."""
+    def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
+        """Read rows and columns (slices) of a tensor in ``dtype``, the stored one by default; nothing else of
+        it is read."""
         ...
 
 
 class TensorFiles:
-    """The tensors of one or several safetensors files under one set of names. Headers are read at once, data
-    when asked for."""
+    """The tensors of safetensors files under one set of names. Headers are read at once, data on demand."""
 
     def __init__(self, paths: list[Path]):
         self.bytes_read = 0
@@ -73,16 +58,16 @@ class TensorFiles:
         self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
         check_names(self.name, self._where)
-        self.metadata = {
-            key: value
-            for handle in self._handles.values()
-            for key, value in (handle.metadata() or {}).items()
+        metadata = {}
+        for handle in self._handles.values():
+            metadata |= handle.metadata() or {}
+        self.metadata: Mapping[str, str] = metadata
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()
         }
-        self.shapes = {key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """Stored dtype of a tensor; UnsupportedError for one that torch arithmetic does not take (packed
-        integers)."""
+        """As in Weights; packed integers are refused."""
         name = self.stored(key)
         if name not in DTYPES:
             raise UnsupportedError(
@@ -92,23 +77,12 @@ class TensorFiles:
         return DTYPES[name]
 
     def stored(self, key: str) -> str:
-        """The file's own name of a tensor's dtype ("BF16", "U8", ...)."""
+        """Return the file's own name of a tensor's dtype ("BF16", "U8", ...)."""
         return self._where[key].get_slice(key).get_dtype()
 
-    def read(
-        self,
-        key: str,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        dtype: torch.dtype | None = None,
-        device: torch.device = CPU,
-    ) -> torch.Tensor:
+    def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
         of a machine share."""
-        tensor = self._mapped(key, rows, columns).to(device)  # few bytes travel, then become many
-        return tensor if dtype is None else tensor.to(dtype)
-
-    def _mapped(self, key, rows, columns):
         handle = self._where[key]
         if columns != ALL:
             tensor = handle.get_slice(key)[rows, columns]
@@ -117,7 +91,8 @@ class TensorFiles:
         else:
             tensor = handle.get_tensor(key)
         self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
+        tensor = tensor.to(device)  # few bytes travel, then become many
+        return tensor if dtype is None else tensor.to(dtype)
 
 
 def _check_kind(path: Path):
@@ -141,8 +116,8 @@ def _open(path: Path):
 
 
 def folder_files(*folders: Path, allowed: Folders = ANYWHERE) -> TensorFiles:
-    """The weights of diffusers folders: of each one safetensors file, or several with an index, which may be
-    links to what is ``allowed``."""
+    """Open diffusers folders' weights: of each one safetensors file, or several with an index, which may
+    be links to what is ``allowed``."""
     return TensorFiles([path for folder in folders for path in _paths(folder, allowed)])
 
 

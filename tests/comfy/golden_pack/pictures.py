@@ -251,7 +251,9 @@ class TestBackendState:
 
     def run(self, samples):
         module = next(
-            module for name, module in sys.modules.items() if name.endswith("parallel-dit.backend.client.pool")
+            module
+            for name, module in sys.modules.items()
+            if name.endswith("parallel-dit.backend.client.pool")
         )
         client = module.BackendClient
         if not hasattr(client, "counted"):
