@@ -1,5 +1,4 @@
-"""What a LoRA file adds to one matrix of weights: the kinds of adapters, each of which gives any rows and
-columns of its difference.
+"""The kinds of adapters in a LoRA file, each of which gives any rows and columns of its difference.
 
 The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa and LoKr (arXiv
 2309.14859), whole differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
@@ -23,15 +22,14 @@ SCALES = {"alpha", "dora_scale"}
 
 
 def matrix(shape: tuple[int, ...]) -> Matrix:
-    """A tensor's shape as rows and everything else: (n,) is (n, 1), a convolution (out, in, h, w) is (out, in
-    h w)."""
+    """View a shape as rows and everything else: (n,) as (n, 1), a convolution as (out, in h w)."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 @dataclass(frozen=True)
 class Adapter(ABC):
-    """Of ``files``: ``keys``, role -> key. The tensor that it belongs to is seen as a matrix of ``shape``.
-    strength * scale * difference is added to it."""
+    """strength * scale * difference is added to a tensor, seen as a matrix of ``shape``. ``keys``: role ->
+    key in ``files``."""
 
     files: TensorFiles
     keys: Mapping[str, str]
@@ -48,13 +46,13 @@ class Adapter(ABC):
         """Rows and columns of the difference, from the headers alone."""
 
     @property
-    @abstractmethod
     def rank(self) -> int | None:
         """What alpha is divided by; None where this kind has no alpha."""
+        return None
 
     @abstractmethod
     def difference(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
-        """These rows and columns of the difference, in float32; of the file only what they need is read."""
+        """Compute these rows and columns of the difference, in float32; read only what they need."""
 
     @property
     def products(self) -> list[tuple[str, str]]:
@@ -63,7 +61,7 @@ class Adapter(ABC):
 
     @property
     def outer(self) -> set[Matrix]:
-        """Sizes that must be one: of matrices that are multiplied entry by entry."""
+        """Sizes of the matrices that are multiplied entry by entry, which must be one."""
         return {self.size}
 
     @property
@@ -72,17 +70,15 @@ class Adapter(ABC):
         return [role for role in self.keys if role not in SCALES]
 
     def shape_of(self, role: str) -> Matrix:
-        """The file's tensor of that role, seen as a matrix."""
+        """Return the shape of the file's tensor of that role, seen as a matrix."""
         return matrix(self.files.shapes[self.keys[role]])
 
     @property
     def scale(self) -> float:
         """alpha / rank; 1 where the file names no alpha."""
-        return (
-            self.files.read(self.keys["alpha"]).float().item() / self.rank
-            if "alpha" in self.keys and self.rank
-            else 1.0
-        )
+        if "alpha" not in self.keys or not self.rank:
+            return 1.0
+        return self.files.read(self.keys["alpha"]).float().item() / self.rank
 
     @property
     def needs_the_whole(self) -> bool:
@@ -90,33 +86,33 @@ class Adapter(ABC):
         return "dora_scale" in self.keys
 
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
-        """``weight`` (float32), these rows and columns of it, with the adapter."""
+        """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
         return weight + strength * self.scale * self.difference(rows, columns, weight.device)
 
     def applied_to(self, weight: Tensor, strength: float) -> Tensor:
-        """The whole ``weight`` (float32, of ``shape``) with the adapter."""
+        """Return the whole ``weight`` (float32, of ``shape``) with the adapter."""
         everything = (Span(0, self.shape[0]),), (Span(0, self.shape[1]),)
         if not self.needs_the_whole:
             return self.add_to(weight, strength, *everything)
         magnitude = self._read("dora_scale", weight.device)
         updated = weight + self.scale * self.difference(*everything, weight.device)
-        by_row = magnitude.shape[0] == weight.shape[0]
-        norm = (
-            weight.norm(dim=1, keepdim=True) if by_row else updated.norm(dim=0, keepdim=True)
-        ) + torch.finfo(torch.float32).eps
+        if magnitude.shape[0] == weight.shape[0]:
+            norm = weight.norm(dim=1, keepdim=True)
+        else:
+            norm = updated.norm(dim=0, keepdim=True)
+        norm = norm + torch.finfo(torch.float32).eps
         return weight + strength * (updated * (magnitude / norm) - weight)
 
     def _read(
         self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None
     ) -> Tensor:
-        """Rows and columns (all by default) of the file's tensor, as a matrix in float32."""
+        """Read rows and columns (all by default) of the file's tensor, as a matrix in float32."""
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
             blocks = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
-        else:
-            whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
-            blocks = [[whole[r, c] for c in _slices(columns)] for r in _slices(rows)]
-        return torch.cat([torch.cat(row, dim=1) for row in blocks]).to(device, torch.float32)
+            return torch.cat([torch.cat(row, dim=1) for row in blocks]).to(device, torch.float32)
+        whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
+        return cut(whole, rows, columns).to(device, torch.float32)
 
 
 class LoRA(Adapter):
@@ -156,11 +152,11 @@ class LoHa(Adapter):
         return self.shape_of("hada_w1_b")[0]
 
     def difference(self, rows, columns, device):
-        one, two = (
-            self._read(f"hada_{w}_a", device, rows=rows) @ self._read(f"hada_{w}_b", device, columns=columns)
-            for w in ("w1", "w2")
-        )
-        return one * two
+        factors = [
+            self._read(left, device, rows=rows) @ self._read(right, device, columns=columns)
+            for left, right in self.products
+        ]
+        return factors[0] * factors[1]
 
 
 class LoKr(Adapter):
@@ -182,9 +178,8 @@ class LoKr(Adapter):
 
     @property
     def rank(self):
-        return next(
-            (self.shape_of(role)[0] for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys), None
-        )
+        roles = [role for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys]
+        return self.shape_of(roles[0])[0] if roles else None
 
     def difference(self, rows, columns, device):
         one = self._factor("lokr_w1", device)
@@ -193,28 +188,25 @@ class LoKr(Adapter):
 
     @staticmethod
     def _block(one, two, rows, columns):
-        """Of the product: the blocks that meet ``rows`` and ``columns``, cut to them."""
-        tall, broad = two.shape
-        top = rows.lo // tall
-        left = columns.lo // broad
-        blocks = torch.kron(one[top : -(-rows.hi // tall), left : -(-columns.hi // broad)].contiguous(), two)
-        return blocks[
-            rows.lo - top * tall : rows.hi - top * tall, columns.lo - left * broad : columns.hi - left * broad
-        ]
+        """Compute the blocks of the product that meet ``rows`` and ``columns``, cut to them."""
+        height, width = two.shape
+        first = rows.lo // height
+        left = columns.lo // width
+        blocks = one[first : -(-rows.hi // height), left : -(-columns.hi // width)]
+        product = torch.kron(blocks.contiguous(), two)
+        top = first * height
+        edge = left * width
+        return product[rows.lo - top : rows.hi - top, columns.lo - edge : columns.hi - edge]
 
     def _factor_shape(self, name):
-        return (
-            self.shape_of(name)
-            if name in self.keys
-            else (self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1])
-        )
+        if name in self.keys:
+            return self.shape_of(name)
+        return self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1]
 
     def _factor(self, name, device):
-        return (
-            self._read(name, device)
-            if name in self.keys
-            else self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
-        )
+        if name in self.keys:
+            return self._read(name, device)
+        return self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
 
 
 class Difference(Adapter):
@@ -227,18 +219,19 @@ class Difference(Adapter):
         shape = self.files.shapes[self.keys["difference"]]
         return self.shape if shape == (math.prod(self.shape),) else matrix(shape)
 
-    @property
-    def rank(self):
-        return None
-
     def difference(self, rows, columns, device):
         if len(self.files.shapes[self.keys["difference"]]) == 2:
             return self._read("difference", device, rows, columns)
         whole = self.files.read(self.keys["difference"]).reshape(self.shape).to(device, torch.float32)
-        return torch.cat([torch.cat([whole[r, c] for c in _slices(columns)], dim=1) for r in _slices(rows)])
+        return cut(whole, rows, columns)
 
 
 KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
+
+
+def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:
+    """Return rows and columns (None: all) of a matrix."""
+    return torch.cat([torch.cat([whole[r, c] for c in _slices(columns)], dim=1) for r in _slices(rows)])
 
 
 def _slices(spans: Spans | None) -> list[slice]:

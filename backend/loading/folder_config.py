@@ -21,17 +21,15 @@ def transformer_class(folder: Path, config: dict) -> type:
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
         raise UnsupportedError(
             f"the folder {folder} holds a {name[:80] or 'model without a class name'}, which is no "
-            f"transformer "
-            f"of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade diffusers."
+            f"transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade "
+            f"diffusers."
         )
     return cls
 
 
 def with_defaults(cls: type, config: dict) -> dict:
-    """Return ``config`` without its private entries, and with the class's defaults for what it does not name.
-
-    Older folders do not name arguments that came later.
-    """
+    """Return ``config`` without its private entries, with the class's defaults: older folders do not name
+    arguments that came later."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | {key: value for key, value in config.items() if not key.startswith("_")}

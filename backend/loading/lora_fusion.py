@@ -1,10 +1,10 @@
-"""A rank's weights with LoRAs in them: made from the checkpoint's own, which are read again, so that what is
-taken out is gone to the last bit."""
+"""A rank's weights with LoRAs in them, made from the checkpoint's own, which are read again: what is taken
+out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..parallel import fsdp
 from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
-from .adapters import Adapter, matrix
+from .adapters import Adapter, cut, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Target, Targets, open_lora
 from .lora_validation import check_values
@@ -36,11 +36,10 @@ Patches = Mapping[str, list[Patch]]
 
 
 class FusedWeights:
-    """The parameters that this rank holds of a loaded ``checkpoint``, and the ``stack`` of LoRAs that is in
-    them.
+    """The parameters that this rank holds of a loaded ``checkpoint``, with the LoRAs of ``stack`` in them.
 
     ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the
-    checkpoint was read to, again the same for the same bits.
+    checkpoint was read to, for the same bits.
     """
 
     def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
@@ -54,19 +53,17 @@ class FusedWeights:
             for name, parameter in parameters.items()
             if not parameter.is_meta
         }
-        self.targets = Targets(
-            checkpoint.family.layout, {name: checkpoint.shapes[name] for name in parameters}
-        )
+        shapes = {name: checkpoint.shapes[name] for name in parameters}
+        self.targets = Targets(checkpoint.family.layout, shapes)
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
-        """The LoRAs of a stack, from their headers. Raises UnsupportedError."""
+        """Open the LoRAs of a stack, reading headers only. Raises UnsupportedError."""
         return [open_lora(use.path, self.targets, self.checkpoint.name) for use in stack]
 
     def check(self, stack: Stack) -> list[Lora]:
-        """As ``open``, and every value that would be added is looked at, once for each file. Raises
-        UnsupportedError."""
+        """Open the LoRAs and check every value that would be added. Raises UnsupportedError."""
         loras = self.open(stack)
         for use, lora in zip(stack, loras):
             check_values(lora.path, use.strength, lora.adapters)
@@ -74,8 +71,8 @@ class FusedWeights:
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them
     def fuse(self, stack: Stack):
-        """Have the LoRAs of ``stack`` in the weights and no others; parameters for which that changes nothing
-        are left alone. Raises UnsupportedError.
+        """Have the LoRAs of ``stack`` in the weights and no others, changing only the parameters that differ.
+        Raises UnsupportedError.
 
         A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to
         the parameter's dtype.
@@ -83,11 +80,8 @@ class FusedWeights:
         if stack == self.stack:
             return
         patches = self._patches(stack)
-        wanted = {
-            name: tuple(patch.use for patch in self._concerning(name, patches))
-            for name in patches
-            if name in self.places
-        }
+        held = [name for name in patches if name in self.places]
+        wanted = {name: tuple(patch.use for patch in self._concerning(name, patches)) for name in held}
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
 
         def together(name):
@@ -97,31 +91,27 @@ class FusedWeights:
             fsdp.reshard(self.checkpoint.empty)
         for _, names in groupby(sorted(changed, key=together), key=together):
             self._put(list(names), patches)
-        self._held, self.stack = wanted, stack
+        self._held = wanted
+        self.stack = stack
 
     def _patches(self, stack: Stack) -> Patches:
-        pairs = [
-            (use, *pair)
-            for use, lora in zip(stack, self.open(stack))
-            if use.strength
-            for pair in lora.adapters
-        ]
         found = defaultdict(list)
-        for order, pair in enumerate(pairs):
-            patch = Patch(order, *pair)
-            for name in patch.target.pieces:
-                found[name].append(patch)
+        order = count()
+        for use, lora in zip(stack, self.open(stack)):
+            for target, adapter in lora.adapters if use.strength else ():
+                patch = Patch(next(order), use, target, adapter)
+                for name in target.pieces:
+                    found[name].append(patch)
         return dict(found)
 
     def _concerning(self, name: str, patches: Patches) -> list[Patch]:
-        """All patches on which a parameter's value depends, in order."""
+        """Return all patches on which a parameter's value depends, in order."""
         mine = patches.get(name, [])
         if not any(patch.adapter.needs_the_whole for patch in mine):
             return mine
-        return sorted(
-            {patch for piece in self.targets.together[name].pieces for patch in patches.get(piece, ())},
-            key=lambda patch: patch.order,
-        )
+        pieces = self.targets.together[name].pieces
+        concerning = {patch for piece in pieces for patch in patches.get(piece, ())}
+        return sorted(concerning, key=lambda patch: patch.order)
 
     def _put(self, names: list[str], patches: Patches):
         """Give parameters that the single file keeps in one tensor their values under ``patches``."""
@@ -135,13 +125,11 @@ class FusedWeights:
             here = fsdp.rows(parameter)
             if name in special:
                 rows, columns = self._local_spans(name, shard, here)
-                value = _cut(wholes[name], rows, columns).reshape(
-                    parameter.shape if here is None else (len(here), *parameter.shape[1:])
-                )
+                shape = parameter.shape if here is None else (len(here), *parameter.shape[1:])
+                value = cut(wholes[name], rows, columns).reshape(shape)
             else:
-                value = self.checkpoint.read(
-                    name, torch.float32 if name in patches else parameter.dtype, self.device, shard
-                )
+                dtype = torch.float32 if name in patches else parameter.dtype
+                value = self.checkpoint.read(name, dtype, self.device, shard)
                 value = value if here is None else value[here.lo : here.hi]
                 if name in patches and value.numel():
                     value = self._sum(name, value, patches[name], *self._local_spans(name, shard, here))
@@ -150,7 +138,7 @@ class FusedWeights:
     def _local_spans(
         self, name: str, shard: Shard | None, here: Span | None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Rows and columns of a parameter that this rank keeps."""
+        """Return the rows and columns of a parameter that this rank keeps."""
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:
             return (here or Span(0, height),), (Span(0, width),)
@@ -160,21 +148,17 @@ class FusedWeights:
         total = value.reshape(matrix(value.shape))
         height = self.checkpoint.shapes[name][0]
         for patch in patches:
-            total = patch.adapter.add_to(
-                total, patch.use.strength, patch.target.pieces[name].rows(rows, height), columns
-            )
+            where = patch.target.pieces[name].rows(rows, height)
+            total = patch.adapter.add_to(total, patch.use.strength, where, columns)
         return total.reshape(value.shape)
 
     def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
-        """A parameter and those that the single file keeps in the same tensor, as whole matrices: for
-        adapters that look at more than the entry that they change."""
-        group = self.targets.together[name].pieces
-        values = {
-            piece: self.checkpoint.read(piece, torch.float32, self.device).reshape(
-                matrix(self.checkpoint.shapes[piece])
-            )
-            for piece in group
-        }
+        """Compute a parameter and those of the same tensor in the single file as whole matrices, for adapters
+        that read more than the entry that they change."""
+        values = {}
+        for piece in self.targets.together[name].pieces:
+            value = self.checkpoint.read(piece, torch.float32, self.device)
+            values[piece] = value.reshape(matrix(self.checkpoint.shapes[piece]))
         for patch in self._concerning(name, patches):
             whole = torch.empty(patch.target.shape, device=self.device)
             rows = {
@@ -190,7 +174,3 @@ class FusedWeights:
 
 def _indices(spans: list[Span]) -> list[int]:
     return [index for span in spans for index in range(span.lo, span.hi)]
-
-
-def _cut(whole: Tensor, rows: tuple[Span, ...], columns: tuple[Span, ...]) -> Tensor:
-    return torch.cat([torch.cat([whole[r.lo : r.hi, c.lo : c.hi] for c in columns], dim=1) for r in rows])

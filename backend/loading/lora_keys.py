@@ -28,22 +28,11 @@ ROLES = {
     r"|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
     "difference": r"\.diff|\.w_norm",
     "bias": r"\.diff_b|\.b_norm|\.lora_B(?:\.[^.]+)?\.bias",
+    **{name: rf"\.{name}" for name in ("alpha", "dora_scale", "lokr_w1", "lokr_w2")},
     **{
-        name: rf"\.{name}"
-        for name in (
-            "alpha",
-            "dora_scale",
-            "hada_w1_a",
-            "hada_w1_b",
-            "hada_w2_a",
-            "hada_w2_b",
-            "lokr_w1",
-            "lokr_w2",
-            "lokr_w1_a",
-            "lokr_w1_b",
-            "lokr_w2_a",
-            "lokr_w2_b",
-        )
+        f"{kind}_{factor}": rf"\.{kind}_{factor}"
+        for kind in ("hada", "lokr")
+        for factor in ("w1_a", "w1_b", "w2_a", "w2_b")
     },
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
     r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
@@ -60,9 +49,8 @@ REFUSED = {
     "lora_magnitude_vector": "PEFT's DoRA",
     "": "GLoRA",
 }
-KEY = re.compile(
-    r"(?P<stem>.+?)(?:" + "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items()) + ")"
-)
+_ENDS = "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items())
+KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
 PREFIX = re.compile(
     r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|"
@@ -81,8 +69,7 @@ MOST_STRENGTH = 1_000_000
 
 @dataclass(frozen=True)
 class LoraUse:
-    """A LoRA file and how much of it is added. ``stamp`` changes with the file; it is empty where there is
-    none."""
+    """A LoRA file and how much of it is added. ``stamp`` changes with the file; empty where there is none."""
 
     path: str
     strength: float
@@ -91,8 +78,8 @@ class LoraUse:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that a LoRA can name, seen as a matrix of ``shape``: ``pieces``, parameters -> their rows of
-    it. ``name`` is for messages."""
+    """A tensor that a LoRA can name, seen as a matrix of ``shape``. ``pieces``: parameters -> their rows of
+    it; ``name`` is for messages."""
 
     name: str
     shape: Matrix
@@ -101,8 +88,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and what it changes of one transformer, from its header and its alphas alone; ``unmatched``
-    are keys that name nothing there."""
+    """A LoRA file and what it changes of one transformer. ``unmatched``: keys that name nothing there."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
@@ -138,15 +124,12 @@ class Targets:
         self.together = {name: target for target in self.theirs.values() for name in target.pieces}
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
-        """The tensor that a key without its role names; ``leaf``: another of the module's parameters than its
-        weight."""
+        """Find the tensor that a key without its role names; ``leaf``: a parameter other than the weight."""
         prefix = PREFIX.match(stem)
         assert prefix  # it matches the empty string too
         stem = stem[prefix.end() :] + leaf
-        names = [
-            stem.replace(".", "_"),
-            self.layout.spell(f"{stem}.weight").removesuffix(".weight").replace(".", "_"),
-        ]
+        spelled = self.layout.spell(f"{stem}.weight").removesuffix(".weight")
+        names = [stem.replace(".", "_"), spelled.replace(".", "_")]
         names += [names[0].replace(other, ours) for other, ours in ALIASES]
         orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
         return next((found[name] for name in names for found in orders if name in found), None)
@@ -154,51 +137,48 @@ class Targets:
     @property
     def examples(self) -> str:
         """Modules under their first and second names, for messages."""
-        both = [
-            [
+        examples = []
+        for found in (self.theirs, self.ours):
+            names = [
                 target.name.removesuffix(".weight")
                 for name, target in found.items()
                 if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1
             ]
-            for found in (self.theirs, self.ours)
-        ]
-        return ", ".join(
-            dict.fromkeys(
-                name for names in both for name in sorted(names, key=lambda name: "att" not in name)[:2]
-            )
-        )
+            examples += sorted(names, key=lambda name: "att" not in name)[:2]
+        return ", ".join(dict.fromkeys(examples))
 
 
 def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
-    """The ``loras`` of a message, [[path, strength], ...], all below ``folders``. Raises UnsupportedError."""
+    """Check the ``loras`` of a message, [[path, strength], ...], all below ``folders``. Raises
+    UnsupportedError."""
+    uses = []
     for lora in loras:
-        if (
-            not isinstance(lora, (list, tuple))
-            or len(lora) != 2
-            or not isinstance(lora[0], str)
-            or isinstance(lora[1], bool)
-            or not isinstance(lora[1], (int, float))
-            or not abs(lora[1]) <= MOST_STRENGTH
-        ):
+        if not _is_use(lora):
             raise UnsupportedError(
                 f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength (a finite "
                 f"number, at most {MOST_STRENGTH:,})."
             )
-        folders.check(lora[0])
-    return tuple(LoraUse(path, float(strength), _stamp(Path(path))) for path, strength in loras)
+        path, strength = lora
+        folders.check(path)
+        file = Path(path)
+        stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else ()
+        uses.append(LoraUse(path, float(strength), stamp))
+    return tuple(uses)
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
+def _is_use(lora) -> bool:
+    match lora:
+        case [str(), bool()]:
+            return False
+        case [str(), int() | float() as strength]:
+            return abs(strength) <= MOST_STRENGTH  # False for NaN
+    return False
 
 
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
-    """The LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names that
-    in messages.
-
-    UnsupportedError where it names nothing of the transformer, has other sizes or a kind of adapter that is
-    not supported.
-    """
+    """Open the LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names
+    that in messages. Raises UnsupportedError where it names nothing of the transformer, has other sizes or an
+    unsupported kind of adapter."""
     where = Path(path)
     if not where.is_file():
         raise UnsupportedError(
@@ -224,11 +204,10 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
                 unmatched += roles.values()
     if not adapters:
         raise UnsupportedError(
-            f"the LoRA {where.name} has nothing for {model}: its keys begin with "
-            f"{some(files.shapes)}, while this model has modules like {targets.examples}, looked "
-            f"for "
-            "with and without the prefixes diffusion_model., transformer., lora_unet_, lora_transformer_ "
-            "and lycoris_; it was made for another model."
+            f"the LoRA {where.name} has nothing for {model}: its keys begin with {some(files.shapes)}, while "
+            f"this model has modules like {targets.examples}, looked for with and without the prefixes "
+            f"diffusion_model., transformer., lora_unet_, lora_transformer_ and lycoris_; it was made for "
+            f"another model."
         )
     return Lora(path, adapters, unmatched)
 
@@ -255,14 +234,12 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"the LoRA {name} was made for another model: its change of {target.name} is "
             f"{_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
         )
-    if "dora_scale" in keys and matrix(files.shapes[keys["dora_scale"]]) not in (
-        (target.shape[0], 1),
-        (1, target.shape[1]),
-    ):
+    magnitudes = keys.get("dora_scale")
+    height, width = target.shape
+    if magnitudes and matrix(files.shapes[magnitudes]) not in ((height, 1), (1, width)):
         raise UnsupportedError(
-            f"the LoRA {name} has {quoted(keys['dora_scale'])} of "
-            f"{_times(files.shapes[keys['dora_scale']])}, "
-            f"which is neither a row nor a column of a tensor of {_times(target.shape)}."
+            f"the LoRA {name} has {quoted(magnitudes)} of {_times(files.shapes[magnitudes])}, which is "
+            f"neither a row nor a column of a tensor of {_times(target.shape)}."
         )
     return adapter
 
@@ -272,8 +249,7 @@ def _stack(shapes: list[tuple[int, ...]]) -> Matrix:
 
 
 def _by_name(targets: Iterable[Target]) -> dict[str, Target]:
-    """Every target under its module's name and under its own."""
-    targets = list(targets)
+    """Return every target under its module's name and under its own."""
     return {
         name.replace(".", "_"): target
         for target in targets

@@ -1,8 +1,5 @@
-"""What a LoRA file must be before any rank adds it: shapes that multiply, an alpha that is one number, and
-values that are numbers. Refusals name the file and its key.
-
-Rank 0 alone looks, when a client names the file: on the ranks an error of one would end all.
-"""
+"""Checks a LoRA file before any rank adds it: shapes that multiply, an alpha that is one number, and finite
+values. Rank 0 alone checks, when a client names the file: on the ranks an error of one would end all."""
 
 import math
 from collections.abc import Iterable
@@ -20,15 +17,19 @@ from .safetensors_files import DTYPES
 INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 #: Most that an adapter may add to a weight: float32 holds it with room to spare.
 LARGEST = 1e30
-#: Files whose values are remembered.
+#: Files whose largest values are cached.
 FILES = 64
 
 
 def check_form(name: str, adapter: Adapter):
-    """Refuse an adapter of the file ``name`` whose tensors have no form that can be added, from the header
-    alone. Raises UnsupportedError."""
+    """Refuse an adapter of the file ``name`` whose tensors cannot be added, from the header alone. Raises
+    UnsupportedError."""
     for role, key in adapter.keys.items():
-        _check_stored(name, adapter, role, (*DTYPES, *INTEGERS) if role == "alpha" else DTYPES)
+        allowed = (*DTYPES, *INTEGERS) if role == "alpha" else DTYPES
+        stored = adapter.files.stored(key)
+        if stored not in allowed:
+            what = f"stored as {stored}, but {', '.join(allowed)} are what is added"
+            raise _malformed(name, f"{_describe(adapter, role)} and {what}")
         if role in adapter.weights and role != "difference" and len(adapter.files.shapes[key]) < 2:
             raise _malformed(name, f"{_describe(adapter, role)}, but a matrix is needed")
     _check_products(name, adapter)
@@ -42,27 +43,20 @@ def _check_products(name: str, adapter: Adapter):
     for left, right in adapter.products:
         (_, inner), (other, _) = adapter.shape_of(left), adapter.shape_of(right)
         if inner != other:
-            raise _malformed(
-                name,
-                f"{_describe(adapter, left)} and {_describe(adapter, right)}, whose inner sizes "
-                f"{inner} and {other} differ",
-            )
+            both = f"{_describe(adapter, left)} and {_describe(adapter, right)}"
+            raise _malformed(name, f"{both}, whose inner sizes {inner} and {other} differ")
         if not inner:
             raise _malformed(name, f"{_describe(adapter, left)}, which is of rank 0")
     if len(adapter.outer) > 1:
-        raise _malformed(
-            name,
-            f"the factors of {adapter.keys[adapter.products[0][0]]!r:.120} are of "
-            f"{' and '.join(map(_times, sorted(adapter.outer)))}, which cannot be multiplied one by one",
-        )
+        key = adapter.keys[adapter.products[0][0]]
+        sizes = " and ".join(map(_times, sorted(adapter.outer)))
+        what = f"the factors of {key!r:.120} are of {sizes}, which cannot be multiplied one by one"
+        raise _malformed(name, what)
 
 
 def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Adapter]]):
-    """Refuse values that are NaN or infinite, or too large to be multiplied, in the ``adapters`` (target,
-    adapter) of the file at ``path``. Raises UnsupportedError.
-
-    Every tensor is read once for a file, one after the other, and nothing is copied.
-    """
+    """Refuse values that are NaN, infinite or too large to be multiplied in the ``adapters`` (target,
+    adapter) of the file at ``path``, each tensor of which is read once. Raises UnsupportedError."""
     where = Path(path)
     stamp = where.stat()
     known = _largest_values(path, stamp.st_mtime_ns, stamp.st_size)
@@ -77,36 +71,24 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
         most = abs(strength * adapter.scale) * inner * math.prod(values)
         if not most <= LARGEST:
             key = adapter.keys[adapter.weights[0]]
-            raise _malformed(
-                where.name,
-                f"what it adds with {key!r:.120} at strength {strength:g} can be as large as {most:.1g}, "
-                f"more than {LARGEST:g}",
-            )
+            what = f"what it adds with {key!r:.120} at strength {strength:g} can be as large as {most:.1g}"
+            raise _malformed(where.name, f"{what}, more than {LARGEST:g}")
 
 
 @lru_cache(FILES)
 def _largest_values(path: str, changed: int, size: int) -> dict[str, float]:
-    """Key -> largest magnitude, of one state of a file; who looks at a tensor puts it in."""
+    """Return key -> largest magnitude of one state of a file, to be filled by the caller."""
     return {}
 
 
 def largest(x: Tensor) -> float:
-    """The largest magnitude in ``x``; NaN where it holds one."""
+    """Return the largest magnitude in ``x``; NaN where it holds one."""
     if not x.numel():
         return 0.0
     if not x.is_floating_point() or x.element_size() == 1:  # torch has no extremes of float8
         x = x.float()
     low, high = torch.aminmax(x)
     return max(-low.item(), high.item()) if low == low else math.nan
-
-
-def _check_stored(name: str, adapter: Adapter, role: str, allowed):
-    stored = adapter.files.stored(adapter.keys[role])
-    if stored not in allowed:
-        raise _malformed(
-            name,
-            f"{_describe(adapter, role)} and stored as {stored}, but {', '.join(allowed)} are what is added",
-        )
 
 
 def _describe(adapter: Adapter, role: str) -> str:

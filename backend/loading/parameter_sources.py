@@ -1,4 +1,4 @@
-"""Where a single file keeps each parameter of the diffusers transformer, by the key layout of its family."""
+"""Where a single file keeps each parameter of the diffusers transformer, by its family's key layout."""
 
 import re
 from collections import defaultdict
@@ -12,8 +12,8 @@ from .header_limits import is_number
 
 @dataclass(frozen=True)
 class Source:
-    """Rows lo..hi of the file's tensor ``key`` (hi None: all of it); ``swap``: exchange the halves of the
-    rows; ``shape``: view it so."""
+    """Rows lo..hi of the file's tensor ``key`` (hi None: all); ``swap``: exchange the halves of the rows;
+    ``shape``: view it so."""
 
     key: str
     lo: int = 0
@@ -22,7 +22,7 @@ class Source:
     shape: tuple[int, ...] | None = None
 
     def rows(self, spans: Iterable[Span], count: int) -> list[Span]:
-        """Where the file keeps the rows ``spans`` of a parameter that has ``count``."""
+        """Return where the file keeps the rows ``spans`` of a parameter that has ``count``."""
         if not self.swap:
             return [Span(self.lo + span.lo, self.lo + span.hi) for span in spans]
         half = count // 2
@@ -36,33 +36,22 @@ class Source:
 
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
-    """Parameter name -> Source, for a transformer with these parameter shapes."""
-    found = {}
-    blocks = 1 + max(
-        (int(part) for name in parameters for part in name.split(".") if part.isdigit()), default=0
-    )
-    layout = replace(
-        layout,
-        swapped=tuple(
-            _number_last(name, parameters).replace("{}", str(i))
-            for name in layout.swapped
-            for i in range(blocks)
-        ),
-    )
+    """Return parameter name -> Source, for a transformer with these parameter shapes."""
+    found = {name: Source(name) for name in parameters}
+    numbers = (int(part) for name in parameters for part in name.split(".") if part.isdigit())
+    blocks = range(1 + max(numbers, default=0))
+    last = [_number_last(name, parameters) for name in layout.swapped]
+    swapped = tuple(name.replace("{}", str(i)) for name in last for i in blocks)
+    layout = replace(layout, swapped=swapped)
     for file_name, targets in layout.names.items():
-        for i in range(blocks if "{}" in file_name else 1):
-            _add(
-                found,
-                layout,
-                parameters,
-                file_name.replace("{}", str(i)),
-                [t.replace("{}", str(i)) for t in targets.split()],
-            )
-    return {name: Source(name) for name in parameters} | found
+        for i in map(str, blocks if "{}" in file_name else [0]):
+            modules = targets.replace("{}", i).split()
+            _add(found, layout, parameters, file_name.replace("{}", i), modules)
+    return found
 
 
 def numbered(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names with {} in the place of a number -> the numbers that are there, as they are written."""
+    """Return names with {} in the place of a number -> the numbers that are there, as written."""
     found = defaultdict(list)
     for name in names:
         parts = name.split(".")
@@ -75,8 +64,8 @@ def numbered(names: Iterable[str]) -> dict[str, list[str]]:
 def from_diffusers(
     layout: Layout, parameters: Shapes, blocks: Mapping[str, list[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes that a file of ``layout`` would have, of those that a file with diffusers' own names has:
-    rows of stacked modules added up. ``blocks``: ``numbered(parameters)``."""
+    """Return the shapes of a file of ``layout``, from those of a file with diffusers' own names: rows of
+    stacked modules are added up. ``blocks``: ``numbered(parameters)``."""
     found = {}
     left = dict(parameters)
     for file_name, targets in layout.names.items():
@@ -86,9 +75,8 @@ def from_diffusers(
                 names = [target.replace("{}", i) + leaf for target in targets.split()]
                 if all(name in left for name in names):
                     shapes = [left.pop(name) for name in names]
-                    found[file_name.replace("{}", i) + leaf] = (
-                        (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-                    )
+                    rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
+                    found[file_name.replace("{}", i) + leaf] = (*rows, *shapes[0][1:])
     return left | found
 
 
@@ -104,20 +92,15 @@ def _number_last(name: str, parameters: Shapes) -> str:
 def _add(found, layout, parameters, file_name, targets):
     if targets[0] in parameters:  # whole tensors, named in full
         pattern = re.sub(r"\.\d+\.", ".{}.", targets[0])
-        found[targets[0]] = Source(
-            file_name, shape=parameters[targets[0]] if pattern in layout.reshaped else None
-        )
+        shape = parameters[targets[0]] if pattern in layout.reshaped else None
+        found[targets[0]] = Source(file_name, shape=shape)
         return
     for leaf in (".weight", ".bias"):
         row = 0
-        for target in (t + leaf for t in targets):
-            if target in parameters:
-                rows = parameters[target][0]
-                whole = len(targets) == 1
-                found[target] = Source(
-                    file_name + leaf,
-                    row,
-                    None if whole else row + rows,
-                    swap=target.removesuffix(leaf) in layout.swapped,
-                )
-                row += rows
+        for target in targets:
+            if target + leaf in parameters:
+                next_row = row + parameters[target + leaf][0]
+                end = None if len(targets) == 1 else next_row
+                swap = target in layout.swapped
+                found[target + leaf] = Source(file_name + leaf, row, end, swap)
+                row = next_row

@@ -1,5 +1,4 @@
-"""What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone: nothing
-is loaded, no rank is started."""
+"""What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,10 +9,11 @@ from ..loading.checkpoint import Checkpoint, open_checkpoint
 from ..loading.load_report import blocks_text
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.mesh import layout
+from ..parallel.stage_split import Stages
 from .traffic import sent
-from .workload import Workload
+from .workload import Place, Workload
 
-#: Calls of the model in a request that gives no number of them.
+#: Calls of the model in a request, by default.
 CALLS = 28
 
 
@@ -22,11 +22,8 @@ class RankPlan:
     """What one rank holds and sends. Bytes are per rank.
 
     patches: (text tokens, tokens of the image stream) of this rank in each patch. host_bytes: weights that
-    wait in host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once.
-    bytes_per_step: in the steady state, by mechanism.
-
-    Samples are taken to have one prompt, whose modulation they share. Where it depends on the time alone,
-    positive and negative prompts share theirs too, which halves both.
+    wait in host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once,
+    for one prompt that all samples share. bytes_per_step: in the steady state, by mechanism.
     """
 
     rank: int
@@ -46,18 +43,18 @@ class RankPlan:
         return asdict(self)
 
     def __str__(self) -> str:
-        sent = (
-            ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.bytes_per_step.items())
-            or "nothing"
-        )
-        host = f" (and {self.host_bytes / 1e6:.1f} MB in host memory)" if self.host_bytes else ""
-        ahead = f", modulation {self.modulation_bytes / 1e6:.1f} MB" if self.modulation_bytes else ""
+        sent = ", ".join(f"{name} {_mb(size)}" for name, size in self.bytes_per_step.items())
+        host = f" (and {_mb(self.host_bytes)} in host memory)" if self.host_bytes else ""
+        ahead = f", modulation {_mb(self.modulation_bytes)}" if self.modulation_bytes else ""
         return (
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
-            f"{len(self.patches)} patches, "
-            f"weights {self.weight_bytes / 1e6:.1f} MB{host}, keys and values {self.kv_bytes / 1e6:.1f} "
-            f"MB{ahead}, sends per step: {sent}"
+            f"{len(self.patches)} patches, weights {_mb(self.weight_bytes)}{host}, keys and values "
+            f"{_mb(self.kv_bytes)}{ahead}, sends per step: {sent or 'nothing'}"
         )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
 
 
 def describe(
@@ -73,8 +70,8 @@ def describe(
     """Describe every rank of ``config`` with the transformer at ``model``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
-    prompt. dtype: of the weights (the file's by default). calls: of the model with each prompt, one a step
-    for most solvers. Raises ConfigError and UnsupportedError as loading does.
+    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. Raises
+    ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     work = Workload(
@@ -88,14 +85,15 @@ def describe(
         calls,
     )
     ranks = layout(config)
-    places = [
-        dict(zip(config.degrees, (ranks == rank).nonzero()[0].tolist())) for rank in range(config.world_size)
-    ]
-    return [_plan(work, rank, place) for rank, place in enumerate(places)]
+    stages = checkpoint.stages(config)
+    plans = []
+    for rank in range(config.world_size):
+        place = dict(zip(config.degrees, (ranks == rank).nonzero()[0].tolist()))
+        plans.append(_plan(work, rank, place, stages))
+    return plans
 
 
-def _plan(work: Workload, rank: int, place: dict[str, int]) -> RankPlan:
-    stages = work.checkpoint.stages(work.config)
+def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
     blocks = stages.blocks[place["pp"]]
     patches = work.patches(place)
     traffic = sent(work, place, stages, patches)

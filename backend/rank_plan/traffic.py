@@ -1,5 +1,4 @@
-"""The bytes that a rank sends in one step of the steady state, by mechanism; formulas: see the modules of
-parallel/ that send them."""
+"""The bytes that a rank sends in one step of the steady state, by mechanism (see parallel/)."""
 
 import math
 from collections import Counter
@@ -38,8 +37,7 @@ def _samples(work: Workload) -> int:
 def _attention(
     work: Workload, place: Place, blocks: int, now: TokenShards, patch: TokenShards
 ) -> Counter[str]:
-    """The all-to-all of Ulysses, and what travels around the ring: all keys and values of the patch, static
-    text among them."""
+    """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
     u = work.config.ulysses_degree
     r = work.config.ring_degree
     heads = work.heads(place)
@@ -61,7 +59,7 @@ def _attention(
 
 
 def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
-    """What token_mixing.py sends for one patch; an image is taken to be square."""
+    """Count what token_mixing.py sends for one patch of a square image."""
     ranks = patch.sp_size
     calls = blocks * work.batch * work.branches
     own = len(patch.local.image)
@@ -70,17 +68,13 @@ def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
     others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     if tokens == own:
         others = ranks - 1
-    return Counter(
-        {
-            "linear-attention state": calls * 2 * (ranks - 1) * work.state_bytes // ranks,
-            "halo": calls * others * tokens * work.width * work.dtype.itemsize,
-        }
-    )
+    state = calls * 2 * (ranks - 1) * work.state_bytes // ranks
+    halo = calls * others * tokens * work.width * work.dtype.itemsize
+    return Counter({"linear-attention state": state, "halo": halo})
 
 
 def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str]:
-    """Model outputs, float32: from the last stage to the first, gathered over SP there, then exchanged
-    between the CFG ranks."""
+    """Count model outputs (float32): to the first stage, gathered over SP there, then between CFG ranks."""
     config = work.config
     latent = work.family.latent
     channels = latent.channels(work.checkpoint.config)
@@ -96,7 +90,7 @@ def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str
 
 
 def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> int:
-    """Numbers that all-reduce and all-gather of tensor parallelism send for one prompt and its samples."""
+    """Count the numbers that tensor parallelism sends for one prompt and its samples."""
     text = sum(len(patch.local.text) for patch in patches)
     image = sum(patch.local.stream for patch in patches)
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
@@ -118,7 +112,7 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
 
 
 def _tokens_of(work: Workload, block: str, module: str, text: int, image: int) -> int:
-    """Tokens of a step, of all samples, through a linear layer; modulation has one embedding."""
+    """Count a step's tokens of all samples through a linear layer; modulation has one embedding."""
     inner = module.removeprefix(block + ".")
     if any(fnmatchcase(inner, pattern) for pattern in work.family.cache.modulation):
         return 1

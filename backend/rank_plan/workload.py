@@ -1,5 +1,4 @@
-"""The work of a request on a configuration's ranks, and the memory that it takes there: weights, keys and
-values, modulation. Sizes come from a checkpoint's headers."""
+"""The work of a request on a configuration's ranks and its memory: weights, keys and values, modulation."""
 
 from dataclasses import dataclass, replace
 
@@ -20,8 +19,7 @@ Place = dict[str, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """The request and model that the plans are for; batch and branches are those of one replica and CFG
-    rank."""
+    """The request and model that the plans are for; batch and branches are of one replica and CFG rank."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -123,8 +121,7 @@ class Workload:
         return -(-on_device * self.dtype.itemsize // ranks), on_host * self.dtype.itemsize
 
     def kv_bytes(self, place: Place, blocks: int, patches: list[TokenShards]) -> int:
-        """Count the bytes of the K/V buffers; without them those of static text, of the tokens of a Ulysses
-        group."""
+        """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
         samples = self.batch * blocks * self.branches
         token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
         if not self.buffered:
@@ -140,8 +137,8 @@ class Workload:
         return buffers * samples * token * sequence.joint
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
-        """Count the bytes of modulation that this rank's blocks cache at once (modulation_cache.py); where
-        weights are sharded, of one evaluation."""
+        """Count the bytes of modulation that this rank caches at once; of one evaluation where weights are
+        sharded."""
         widths = [
             sum(
                 self.features(layer, place)
@@ -165,7 +162,7 @@ class Workload:
 
 
 def _values(parameter: torch.nn.Parameter, cut: tensor_parallel.Shard | None) -> int:
-    """Numbers of a parameter that one rank holds."""
+    """Count the numbers of a parameter that one rank holds."""
     if cut:
         rows = sum(map(len, cut.outputs))
         columns = sum(map(len, cut.inputs))

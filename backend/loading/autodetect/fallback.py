@@ -1,10 +1,9 @@
-"""Transformers that no data file describes: any diffusers class that takes a latent, a timestep and a prompt.
+"""Transformers that no family file describes: diffusers classes that take a latent, a timestep and a prompt.
 
 The family is made from the class's signature and from what a shallow copy with random weights does
-(probe.py). CFG and data parallelism are always there; the methods that cut the sequence (Ulysses, ring,
-PipeFusion) where a self-check passes: every patch run alone against full key/value buffers equals the full
-forward. What a structure cannot tell, the meaning of the output, is taken from the pipeline's scheduler, and
-as velocity where there is none.
+(probe.py). CFG and data parallelism always work; methods that cut the sequence (Ulysses, ring, PipeFusion)
+where a self-check passes: every patch run alone against full K/V buffers equals the full forward. The meaning
+of the output comes from the pipeline's scheduler; without one it is velocity.
 """
 
 import inspect
@@ -21,17 +20,16 @@ from ...models.discrete_schedule import DiscreteSchedule
 from ...models.family import Conditioning, Family, Latent, ModelIO, Noise
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
-from .inputs import CONDITIONING, WIDTHS, Inputs, inputs_of
+from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
 from .structure import Whole, check_patches, structure
 
-#: (height, width) in tokens, and tokens of the prompt, in the two probes. No two sizes are equal, so that a
-#: size shows what it counts.
+#: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
 
 
 def unknown(cls: type) -> Family:
-    """A family of which nothing is known but its class: enough to compare a configuration with a file."""
+    """Return a family of which only the class is known, to compare a configuration with a file."""
     return Family(
         name=cls.__name__,
         transformer=cls.__name__,
@@ -44,12 +42,9 @@ def unknown(cls: type) -> Family:
 
 
 def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
-    """The Family of a diffusers class that no data file names. ``scheduler``: the pipeline's
-    scheduler_config.json, where there is one.
-
-    Raises UnsupportedError for a class that cannot be filled or run. Where the sequence cannot be cut,
-    Blocks.whole_only says why.
-    """
+    """Return the Family of a diffusers class without a family file; ``scheduler``: the pipeline's
+    scheduler_config.json, if any. Raises UnsupportedError for a class that cannot be filled or run. Where the
+    sequence cannot be cut, Blocks.whole_only says why."""
     return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
 
 
@@ -63,12 +58,11 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
     schedule = _schedule(scheduler)
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
-    channels, patch, heads, head_size = (
-        probe.channels,
-        probe.patch,
-        first.heads,
-        first.head_size,
-    )  # nothing below may hold on to the probe
+    # functions below must not hold on to the probe
+    channels = probe.channels
+    patch = probe.patch
+    heads = first.heads
+    head_size = first.head_size
     widths = {CONDITIONING[name]: probe.width(name) for name in WIDTHS if name in inputs.names}
     inputs = replace(
         inputs,
@@ -102,8 +96,7 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
 
 
 def _checked(family: Family, probe: "_Probe") -> Family:
-    """The family, once its patches have been checked; blocks that fail on a text stream without tokens are
-    given one."""
+    """Check the family's patches; give blocks that fail on an empty text stream a dummy token."""
     request = probe.request(*PROBES[0])
     try:
         check_patches(probe.transformer, family, *request)
@@ -116,21 +109,15 @@ def _checked(family: Family, probe: "_Probe") -> Family:
 
 
 def _check_inputs(cls: type, first: Trace):
-    """Refuse a class that would run, but on inputs of which it cannot be seen whether they are right."""
+    """Refuse a class that would run on inputs that may be wrong. Raises UnsupportedError."""
     if not first.timestep:
-        raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
-            f"timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000. "
-            f"docs/adding_a_model.md says how to add a family."
-        )
+        why = "its timestep passes no Timesteps layer, so nothing tells whether it counts to 1 or to 1000"
+        raise cannot_run(cls, why)
     for call in first.blocks:
         for name, value in call.arguments.items():
             if value is None and ("rotary" in name or "rope" in name):
-                raise UnsupportedError(
-                    f"the transformer class {cls.__name__} has no family file, and cannot run without one: "
-                    f"its pipeline computes {name!r}, which the blocks are not given here. "
-                    f"docs/adding_a_model.md says how to add a family."
-                )
+                why = f"its pipeline computes {name!r}, which the blocks are not given here"
+                raise cannot_run(cls, why)
 
 
 class _Probe:
@@ -145,19 +132,12 @@ class _Probe:
         time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
         self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else (time, sides[0], sides[1])
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
-        self.transformer = self._try(
-            lambda: shallow(
-                cls,
-                {
-                    key: value
-                    for key, value in config.items()
-                    if key in inspect.signature(cls.__init__).parameters
-                },
-            )
-        )
+        accepted = inspect.signature(cls.__init__).parameters
+        arguments = {key: value for key, value in config.items() if key in accepted}
+        self.transformer = self._try(lambda: shallow(cls, arguments))
 
     def width(self, name: str) -> int:
-        """Features of an argument that comes from a CONDITIONING."""
+        """Return the features of an argument that comes from a CONDITIONING."""
         known = [self.config[key] for key in WIDTHS[name] if isinstance(self.config.get(key), int)]
         if not known:
             raise UnsupportedError(
@@ -167,23 +147,19 @@ class _Probe:
         return known[0]
 
     def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
-        """A grid of ``counts`` tokens (two frames of them for video) and arguments with random tensors;
+        """Return a grid of ``counts`` tokens (of two frames for video) and arguments with random tensors;
         ``seed`` is the latent's."""
         sizes = [count * step for count, step in zip(counts, self.patch[1:])]
-        shape = (self.channels, *([2 * self.patch[0]] if self.inputs.video else []), *sizes)
-        grid = TokenGrid(shape, self.patch)
+        frames = [2 * self.patch[0]] if self.inputs.video else []
+        grid = TokenGrid((self.channels, *frames, *sizes), self.patch)
         generator = torch.Generator().manual_seed(100)
-        cond = {
-            CONDITIONING[name]: torch.randn(
-                1, *([text] if name == "encoder_hidden_states" else []), self.width(name), generator=generator
-            )
-            for name in WIDTHS
-            if name in self.inputs.names
-        }
-        latent = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
-        return grid, self.inputs(
-            self.config, grid, latent, torch.tensor(0.5), {**cond, "guidance": torch.tensor([3.5])}
-        )
+        cond = {"guidance": torch.tensor([3.5])}
+        for name in WIDTHS:
+            if name in self.inputs.names:
+                tokens = [text] if name == "encoder_hidden_states" else []
+                cond[CONDITIONING[name]] = torch.randn(1, *tokens, self.width(name), generator=generator)
+        latent = torch.randn(1, self.channels, *frames, *sizes, generator=torch.Generator().manual_seed(seed))
+        return grid, self.inputs(self.config, grid, latent, torch.tensor(0.5), cond)
 
     def run(self, counts, text, seed: int = 0) -> Trace:
         return self._try(lambda: trace(self.transformer, self.request(counts, text, seed)[1]))
@@ -204,9 +180,8 @@ class _Probe:
 def _prediction(scheduler: Mapping | None) -> str:
     if not scheduler or "FlowMatch" in scheduler.get("_class_name", ""):
         return "flow"
-    kind = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}.get(
-        scheduler.get("prediction_type", "epsilon")
-    )
+    kinds = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}
+    kind = kinds.get(scheduler.get("prediction_type", "epsilon"))
     if kind is None:
         raise UnsupportedError(
             f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}; epsilon, "

@@ -1,5 +1,4 @@
-"""How the forward of a diffusers class that no family file describes is filled: which of its arguments are
-known, and what they are made of."""
+"""How the forward of a diffusers class without a family file is filled: the arguments that are known."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,14 +13,8 @@ from ...models.latent_tokens import TokenGrid
 #: Parameter of a forward -> names that configurations have for its width.
 WIDTHS = {
     "encoder_hidden_states": (
-        "joint_attention_dim",
-        "text_embed_dim",
-        "caption_channels",
-        "caption_projection_dim",
-        "cross_attention_dim",
-        "text_dim",
-        "cap_feat_dim",
-        "context_in_dim",
+        *("joint_attention_dim", "text_embed_dim", "caption_channels", "caption_projection_dim"),
+        *("cross_attention_dim", "text_dim", "cap_feat_dim", "context_in_dim"),
     ),
     "pooled_projections": ("pooled_projection_dim",),
 }
@@ -32,8 +25,7 @@ CONDITIONING = {
     "guidance": "guidance",
     "encoder_attention_mask": "attention_mask",
 }
-#: Class whose pipeline computes positions -> (does the text count, on both axes; does the image stand
-#: after it), which its forward does not tell.
+#: Class whose pipeline computes positions -> (text is numbered on both axes, the image comes after it).
 POSITIONS = {
     "FluxTransformer2DModel": (False, False),
     "ChromaTransformer2DModel": (False, False),
@@ -47,9 +39,8 @@ PIXELS = 8
 @dataclass(frozen=True)
 class Inputs:
     """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
-    latent has a time axis; scale: of sigma to its timestep;
-    inverted: time counts from noise (0) to image (1), and the output leads there (Mochi's scheduler);
-    counts, image_last: as in POSITIONS."""
+    latent has a time axis; scale: timestep / sigma; inverted: time counts from noise (0) to image (1), and
+    the output leads there (Mochi's scheduler); counts, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -63,23 +54,17 @@ class Inputs:
     def __call__(
         self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
     ) -> dict:
-        """Arguments of the forward; latent (B, C, [T,] H, W) padded to whole tokens here."""
+        """Return the arguments of the forward; latent (B, C, [T,] H, W) is padded to whole tokens here."""
         batch = latent.shape[0]
+        time = (1.0 - sigma if self.inverted else sigma) * self.scale
         values = {
             "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
             "encoder_hidden_states": lambda: cond["c_crossattn"],
-            "timestep": lambda: (
-                ((1.0 - sigma if self.inverted else sigma) * self.scale).expand(batch).to(latent.device)
-            ),
+            "timestep": lambda: time.expand(batch).to(latent.device),
             "pooled_projections": lambda: cond["y"],
             "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
-            "encoder_attention_mask": lambda: cond.get(
-                "attention_mask",
-                torch.ones(cond["c_crossattn"].shape[:2], dtype=torch.long, device=latent.device),
-            ),
-            "img_ids": lambda: _positions(
-                grid, latent.device, cond["c_crossattn"].shape[1] if self.image_last else 0
-            ),
+            "encoder_attention_mask": lambda: cond.get("attention_mask", _ones(cond["c_crossattn"])),
+            "img_ids": lambda: _positions(grid, cond["c_crossattn"], self.image_last),
             "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
             "original_size": lambda: _pixels(grid, latent),
             "target_size": lambda: _pixels(grid, latent),
@@ -93,29 +78,32 @@ class Inputs:
 
 #: What Inputs can fill.
 FILLABLE = (
-    "hidden_states",
-    "timestep",
-    "img_ids",
-    "txt_ids",
-    "original_size",
-    "target_size",
-    "crop_coords",
-    "num_frames",
-    "height",
-    "width",
-    *CONDITIONING,
+    *("hidden_states", "timestep", "img_ids", "txt_ids", "original_size", "target_size", "crop_coords"),
+    *("num_frames", "height", "width", *CONDITIONING),
 )
 
 
-def _positions(grid, device, start):
-    """(tokens, 3) of (kind, y, x); ``start``: tokens of text in front."""
-    y, x = torch.meshgrid(
-        *(
-            torch.arange(start, start + count, device=device, dtype=torch.float32)
-            for count in grid.counts[1:]
-        ),
-        indexing="ij",
+def cannot_run(cls: type, why: str) -> UnsupportedError:
+    """Return the refusal of a class that would need a family file."""
+    return UnsupportedError(
+        f"the transformer class {cls.__name__} has no family file, and cannot run without one: {why}. "
+        f"docs/adding_a_model.md says how to add a family."
     )
+
+
+def _ones(text):
+    return text.new_ones(text.shape[:2], dtype=torch.long)
+
+
+def _pixels(grid, latent):
+    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
+
+
+def _positions(grid, text, image_last):
+    """Return (tokens, 3) of (kind, y, x)."""
+    start = text.shape[1] if image_last else 0
+    sides = [torch.arange(start, start + n, device=text.device, dtype=torch.float32) for n in grid.counts[1:]]
+    y, x = torch.meshgrid(*sides, indexing="ij")
     return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
 
 
@@ -124,21 +112,12 @@ def _text_positions(text, counts):
     return torch.cat([torch.zeros_like(numbers), numbers, numbers], dim=1)
 
 
-def _pixels(grid, latent):
-    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
-
-
 def inputs_of(cls, config) -> Inputs:
-    parameters = [
-        p for p in inspect.signature(cls.forward).parameters.values() if p.name not in ("self", "return_dict")
-    ]
+    """Return how the forward of ``cls`` is filled. Raises UnsupportedError."""
+    parameters = inspect.signature(cls.forward).parameters.values()
     for p in parameters:
-        if p.default is p.empty and p.name not in FILLABLE:
-            raise UnsupportedError(
-                f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
-                f"forward needs {p.name!r}, which nothing here fills. docs/adding_a_model.md says how to "
-                f"add a family."
-            )
+        if p.default is p.empty and p.name not in ("self", "return_dict", *FILLABLE):
+            raise cannot_run(cls, f"its forward needs {p.name!r}, which nothing here fills")
     names = tuple(p.name for p in parameters if p.name in FILLABLE)
     if "hidden_states" not in names or "timestep" not in names:
         raise UnsupportedError(
@@ -146,11 +125,7 @@ def inputs_of(cls, config) -> Inputs:
             f"hidden_states and timestep; it is no denoiser of latents."
         )
     if "img_ids" in names and cls.__name__ not in POSITIONS:
-        raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and cannot run without one: its "
-            f"pipeline computes 'img_ids', and nothing here tells how. docs/adding_a_model.md says how to "
-            f"add a family."
-        )
+        raise cannot_run(cls, "its pipeline computes 'img_ids', and nothing here tells how")
     counts, image_last = POSITIONS.get(cls.__name__, (False, False))
     return Inputs(
         names,
@@ -163,5 +138,5 @@ def inputs_of(cls, config) -> Inputs:
 
 
 def is_video(cls: type) -> bool:
-    """Has the latent of this class a time axis?"""
+    """Return whether the latent of this class has a time axis."""
     return "3D" in cls.__name__

@@ -1,10 +1,5 @@
-"""What a transformer of any diffusers class does inside, seen by running a shallow copy of it with random
-weights.
-
-Streams are found by identity: what one block returns is the very tensor that the next one takes, as in
-diffusers' TransformerBlockRegistry. Which tokens they have is found by running two sizes of latent and
-prompt.
-"""
+"""Records what a transformer of any diffusers class does inside, in runs of a shallow copy with random
+weights."""
 
 import inspect
 from collections.abc import Callable
@@ -18,15 +13,15 @@ from torch import Tensor, nn
 
 #: Blocks of each list that a shallow copy keeps: one hands its output to the other.
 DEPTH = 2
-#: Random numbers that weights are made of, again and again (a prime, so that no two rows are alike):
-#: drawing each anew takes a minute for a large model.
+#: Random numbers that all weights repeat (a prime, so that no two rows are alike): drawing each anew takes a
+#: minute for a large model.
 POOL = 1_000_003
 
 
 @dataclass
 class BlockCall:
-    """One block's arguments by name, its outputs, the tokens of queries and keys of each attention call in
-    it, and those that its layers were given in turn (one: no tokens, a vector a sample)."""
+    """One block's arguments by name, its outputs, the tokens of queries and keys of its attention calls, and
+    the tokens that its layers were given (1: a vector a sample)."""
 
     list_name: str
     arguments: dict
@@ -38,8 +33,8 @@ class BlockCall:
 
 @dataclass
 class Trace:
-    """One forward: its blocks in the order of their calls, the first attention's keys (B, H, tokens, D), and
-    what the timestep embedding was given."""
+    """One forward: its blocks in call order, the first attention's keys (B, H, tokens, D), and the timestep
+    embedding's input."""
 
     blocks: list[BlockCall]
     keys: Tensor | None
@@ -50,27 +45,19 @@ class Trace:
 
 
 def shallow(cls: type, config: dict) -> nn.Module:
-    """A transformer of ``cls`` with DEPTH blocks in each list and random float32 weights (seed 0), on the
-    CPU."""
+    """Make a transformer of ``cls`` with DEPTH blocks in each list and random float32 weights, on the CPU."""
     with init_empty_weights(include_buffers=False):
         transformer = cls(**config)
     for name, modules in transformer.named_children():
-        if (
-            isinstance(modules, nn.ModuleList)
-            and len(modules) > DEPTH
-            and len({type(module) for module in modules}) == 1
-        ):
+        if isinstance(modules, nn.ModuleList) and len({type(module) for module in modules}) == 1:
             setattr(transformer, name, modules[:DEPTH])
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
     for module in transformer.modules():
         for name, parameter in module.named_parameters(recurse=False):
             value = numbers.repeat(-(-parameter.numel() // POOL))[: parameter.numel()].view(parameter.shape)
             value = value / max(1, parameter[0].numel() if parameter.ndim > 1 else 10) ** 0.5
-            setattr(
-                module,
-                name,
-                nn.Parameter(value + float(parameter.ndim == 1 and name == "weight"), requires_grad=False),
-            )
+            value = value + float(parameter.ndim == 1 and name == "weight")
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
     return transformer.eval()
 
 
@@ -78,12 +65,13 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
     """Run a forward and record the arguments and results of its blocks."""
     calls: list[BlockCall] = []
     found = Trace(calls, None, 0, 0, None, torch.empty(0))
-    hooks = [hook for name, block in _blocks(transformer) for hook in _watch(name, block, calls)]
-    hooks += [
-        module.register_forward_pre_hook(lambda module, args: _note_timestep(found, module, args))
-        for module in transformer.modules()
-        if type(module).__name__.endswith("Timesteps")
-    ]
+    hooks = []
+    for name, modules in transformer.named_children():
+        for block in modules if isinstance(modules, nn.ModuleList) else ():
+            hooks += _watch(name, block, calls)
+    for module in transformer.modules():
+        if type(module).__name__.endswith("Timesteps"):
+            hooks.append(module.register_forward_pre_hook(partial(_note_timestep, found)))
     attend = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _watched(attend, calls, found)
     try:
@@ -95,15 +83,6 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
             hook.remove()
     found.output = output if isinstance(output, Tensor) else output[0]
     return found
-
-
-def _blocks(transformer):
-    return [
-        (name, block)
-        for name, modules in transformer.named_children()
-        if isinstance(modules, nn.ModuleList)
-        for block in modules
-    ]
 
 
 def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
@@ -131,7 +110,7 @@ def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
 
 
 def _note_timestep(found: Trace, module: nn.Module, args: tuple):
-    """Timesteps' own scale counts too: some classes take 0..1 and multiply there."""
+    """Note the timestep, times the layer's own scale: some classes take 0..1 and multiply there."""
     if found.timestep is None:
         found.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
 
@@ -141,10 +120,10 @@ def _watched(attend: Callable, calls: list[BlockCall], found: Trace) -> Callable
         if calls and not calls[-1].outputs:  # inside a block
             calls[-1].attention.append((query.shape[2], key.shape[2]))
             calls[-1].masks += [] if attn_mask is None else [attn_mask]
-            if found.heads == 0:
+            if found.keys is None:
                 found.heads = query.shape[1]
                 found.head_size = query.shape[3]
-            found.keys = found.keys if found.keys is not None else key.clone()
+                found.keys = key.clone()
         return attend(query, key, value, attn_mask, *args, **kwargs)
 
     return watched

@@ -1,5 +1,8 @@
-"""How a transformer's blocks are taken apart, read from their arguments and results (probe.py), and the
-check that it is so."""
+"""How a transformer's blocks are taken apart, from their arguments and results (probe.py), and a self-check.
+
+Streams are found by identity, as in diffusers' TransformerBlockRegistry: what one block returns is the tensor
+that the next one takes. Which tokens they have is found by running two sizes of latent and prompt.
+"""
 
 from collections.abc import Callable
 
@@ -17,26 +20,24 @@ class Whole(Exception):
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Fields of Blocks, from forwards of two sizes; Whole where they are of no known
-    form.
+    """Return fields of Blocks, from forwards of two sizes. Raises Whole where they are of no known form.
 
-    sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent and the
-    same prompt.
+    sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent.
     """
     calls = list(zip(small.blocks, large.blocks))
     kinds = {call.list_name: _streams(call, again, sizes) for call, again in calls}
     lists = [
         name for name, streams in kinds.items() if "joint" in streams or {"image", "text"} <= set(streams)
-    ] or [name for name, streams in kinds.items() if "image" in streams]
+    ]
+    lists = lists or [name for name, streams in kinds.items() if "image" in streams]
     if not lists:
         raise Whole("no list of blocks passes tokens of the latent from one to the next")
     calls = [pair for pair in calls if pair[0].list_name in lists]
     joined = tuple(name for name in lists if "joint" in kinds[name])
     apart = [name for name in lists if name not in joined]
     streams = kinds[apart[0]] if apart else {"image": kinds[joined[0]]["joint"]}
-    if any(kinds[name] != streams for name in apart) or any(
-        kinds[name]["joint"] != streams["image"] for name in joined
-    ):
+    same_names = all(kinds[name] == streams for name in apart)
+    if not same_names or any(kinds[name]["joint"] != streams["image"] for name in joined):
         raise Whole("its lists of blocks name their arguments differently")
     texts = bool(joined) or "text" in streams
     return dict(
@@ -52,8 +53,7 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
 
 
 def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
-    """Kind of stream -> name of the argument, of the three-dimensional ones that the block also returns in
-    the same shape."""
+    """Return kind of stream -> argument, of the 3-dimensional ones that the block returns in that shape."""
     shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
     found = {}
     for name, value in call.arguments.items():
@@ -65,8 +65,7 @@ def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
 
 
 def _kind(tokens: tuple[int, int], sizes) -> str | None:
-    """What a pair of sizes counts in the two probes; a prompt may have got further tokens inside the model,
-    the same in both."""
+    """Return what a pair of sizes counts in the two probes; the model may add tokens to a prompt."""
     (image, text), (image2, text2) = sizes
     if tokens == (image, image2):
         return "image"
@@ -78,13 +77,12 @@ def _kind(tokens: tuple[int, int], sizes) -> str | None:
 
 
 def _returns(calls, streams, apart) -> tuple[str, ...]:
-    """The order in which blocks that keep text apart return their streams."""
+    """Return the order in which blocks that keep text apart return their streams."""
     for call, _ in calls:
         if call.list_name in apart:
             shapes = {tuple(call.arguments[name].shape): kind for kind, name in streams.items()}
-            kinds = tuple(
-                shapes.get(tuple(output.shape)) for output in call.outputs if isinstance(output, Tensor)
-            )
+            outputs = [output for output in call.outputs if isinstance(output, Tensor)]
+            kinds = [shapes.get(tuple(output.shape)) for output in outputs]
             if sorted(kinds, key=str) != sorted(streams, key=str):
                 raise Whole(
                     f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
@@ -94,17 +92,15 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
 
 
 def _attention(calls, sizes) -> tuple[str, ...]:
-    """Kinds of the attention calls of a block, the same in every block."""
+    """Return the kinds of a block's attention calls, the same in every block."""
     kinds = {
         tuple(_attention_kind(tokens, again, sizes) for tokens, again in zip(call.attention, other.attention))
         for call, other in calls
     }
-    if len(kinds) > 1 or kinds == {()}:
-        raise Whole(
-            "its blocks do not attend through scaled_dot_product_attention alone"
-            if kinds == {()}
-            else "its blocks attend in different ways"
-        )
+    if kinds == {()}:
+        raise Whole("its blocks do not attend through scaled_dot_product_attention alone")
+    if len(kinds) > 1:
+        raise Whole("its blocks attend in different ways")
     return kinds.pop()
 
 
@@ -121,8 +117,7 @@ def _attention_kind(tokens, again, sizes):
 
 
 def _layers(calls, sizes) -> dict:
-    """Layers of a block that tokens of text alone pass, and those that no tokens do, wherever there are
-    blocks that have them; the others are counted as the latent's or as all tokens'."""
+    """Return the layers of a block that only text tokens pass, and those that no tokens pass."""
     kinds: dict[str, set] = {}
     for call, again in calls:
         for name, tokens in call.layers.items():
@@ -136,20 +131,16 @@ def _layers(calls, sizes) -> dict:
 
 
 def _per_token(calls, streams, sizes, texts) -> dict:
-    """Arguments, besides the streams and masks, that have a row for every token, and in which dimension."""
+    """Return arguments, besides streams and masks, with an entry for every token -> kind and dimension."""
     found = {}
     for call, again in calls:
         masks = {mask.data_ptr() for mask in call.masks}
         for name, value in call.arguments.items():
-            tensors, others = (
-                v if isinstance(v, (tuple, list)) else [v] for v in (value, again.arguments[name])
-            )
-            if (
-                name in streams.values()
-                or not tensors
-                or not all(isinstance(tensor, Tensor) for tensor in tensors)
-                or any(tensor.data_ptr() in masks for tensor in tensors)
-            ):
+            tensors = _listed(value)
+            others = _listed(again.arguments[name])
+            if name in streams.values() or not all(isinstance(tensor, Tensor) for tensor in tensors):
+                continue
+            if any(tensor.data_ptr() in masks for tensor in tensors):
                 continue
             places = [_place(tensor.shape, other.shape, sizes) for tensor, other in zip(tensors, others)]
             counted = [place for place in places if place]
@@ -160,38 +151,40 @@ def _per_token(calls, streams, sizes, texts) -> dict:
                     )
                 kinds = tuple(kind for kind, _ in counted)
                 found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
-    if not texts and any(kind == "text" for kind, _ in found.values()):
-        found = {
-            name: place for name, place in found.items() if place[0] != "text"
-        }  # the prompt itself, whole on every rank
+    if not texts:  # the prompt itself is whole on every rank
+        found = {name: place for name, place in found.items() if place[0] != "text"}
     return found
 
 
+def _listed(value) -> list | tuple:
+    return value if isinstance(value, (tuple, list)) else [value]
+
+
 def _place(shape, other, sizes):
-    """(kind, dimension) of the first dimension that counts tokens, or None."""
-    kinds = [(_kind((a, b), sizes), dim) for dim, (a, b) in enumerate(zip(shape, other)) if a != b]
-    return next(((kind, dim) for kind, dim in kinds if kind), None)
+    """Return (kind, dimension) of the first dimension that counts tokens, or None."""
+    for dim, (a, b) in enumerate(zip(shape, other)):
+        kind = _kind((a, b), sizes) if a != b else None
+        if kind:
+            return kind, dim
+    return None
 
 
 def _text_position(small: Trace, other: Trace, size) -> str:
-    """Where text sits among the keys of the first attention: the tokens that another latent leaves as they
-    are."""
-    changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0]
-    image = size[0]
-    tokens = len(changed)
-    for position, expected in (
-        ("first", [False] * (tokens - image) + [True] * image),
-        ("last", [True] * image + [False] * (tokens - image)),
-    ):
-        if changed.tolist() == expected:
-            return position
+    """Return where text is among the first attention's keys: those that another latent does not change."""
+    changed = (small.keys != other.keys).any(dim=-1).any(dim=1)[0].tolist()
+    image = [True] * size[0]
+    text = [False] * (len(changed) - size[0])
+    if changed == text + image:
+        return "first"
+    if changed == image + text:
+        return "last"
     raise Whole("tokens of the prompt and of the latent are mixed in its attention")
 
 
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
-    """Patch consistency: with every key and value in the buffers, each patch by itself gives its tokens of
-    the full forward. Raises Whole."""
+    """Check that each patch by itself, with all keys and values in the buffers, gives its tokens of the full
+    forward. Raises Whole."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
@@ -200,7 +193,7 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
     from ...parallel.step_context import StepContext
 
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
-    total = sum(len(getattr(transformer, name)) for name in cut.blocks.lists)
+    total = sum(map(len, lists.values()))
     with torch.inference_mode():
         reference = cut.io.output(model_output(transformer, cut, arguments), grid)
         stage = Stage(transformer, cut, mesh.single(), range(total))
@@ -212,14 +205,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 tokens = slice(None) if span is None else slice(span.lo, span.hi)
-                output = cut.io.output(
-                    stage.forward(
-                        arguments,
-                        StepContext("positive", 0, Span(0, 1), span, span in (None, spans[1])),
-                        grid.tokens,
-                    ),
-                    grid,
-                )
+                context = StepContext("positive", 0, Span(0, 1), span, span in (None, spans[1]))
+                output = cut.io.output(stage.forward(arguments, context, grid.tokens), grid)
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
                     raise Whole(
