@@ -40,7 +40,7 @@ class Engine:
     """Loads and runs the models of this rank on ``mesh``."""
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, folders: Folders = ANYWHERE):
-        """``folders``: below which a client's paths must lie."""
+        """``folders``: below which a client's paths lie; the leader checks them (worker.Leader.on_load)."""
         self.config, self.mesh, self.folders = config, mesh, folders
         self.models: dict[str, LoadedModel] = {}
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
@@ -56,7 +56,6 @@ class Engine:
             raise UnsupportedError(
                 f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
             )
-        self.folders.check(path)
         checkpoint = open_checkpoint(path, self.folders)
         self._check_degrees(checkpoint)
         if self.mesh.tp.size > 1:
@@ -193,8 +192,6 @@ class Engine:
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
         warning, empty where it fits in full. Raises UnsupportedError."""
-        for use in stack:
-            self.folders.check(use.path)
         return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:

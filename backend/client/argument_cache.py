@@ -34,8 +34,7 @@ class ArgumentCache:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def holds(self) -> bool:
-        """Verify every byte that the last call left out; where False, discard its result, ``reset`` and call
-        again."""
+        """Verify every byte that the last call left out. False: discard its result, ``reset``, call again."""
         return all(_same(copy, value) for copy, value in self.taken)
 
     def shortened(self, call: ModelCall) -> ModelCall:

@@ -48,8 +48,7 @@ class RankFailure:
 
 
 def first_failure(folder: Path) -> RankFailure | None:
-    """Return the failure that ended the backend of this folder (backend.log, ranks/); None where nothing is
-    recorded."""
+    """Return the failure that ended the backend of this folder (backend.log, ranks/), if one is recorded."""
     found = {failure.rank: failure for failure in _recorded_errors(folder)}
     for rank, code in _exit_codes(folder).items():
         known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))

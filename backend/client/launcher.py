@@ -119,8 +119,7 @@ class BackendProcess:
     hold open: token and configuration come through it, and ranks end when it closes, however we end."""
 
     def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
-        """Start ``config.world_size`` ranks on ``device``, "cuda" or "cpu"; ``models``: the folders below
-        which they may load files."""
+        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``."""
         self.models = frozenset(models)
         self.folder = _private_folder()
         self.log = self.folder / "backend.log"

@@ -236,8 +236,7 @@ def _launch(config: ParallelConfig, check) -> Backend:
 
 
 def _check_address(address: str):
-    """Refuse an address that whoever started this process has not listed: graphs come from strangers. Raises
-    ConfigError."""
+    """Refuse an address that this process's starter has not listed: graphs come from strangers."""
     allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
     if address not in allowed:
         raise ConfigError(

@@ -1,2 +1,1 @@
-"""Reading transformers: single files in ComfyUI's key layouts and diffusers folders; a rank reads only what
-it keeps."""
+"""Reads transformers from single files in ComfyUI's key layouts and from diffusers folders."""

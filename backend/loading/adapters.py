@@ -28,8 +28,7 @@ def matrix(shape: tuple[int, ...]) -> Matrix:
 
 @dataclass(frozen=True)
 class Adapter(ABC):
-    """strength * scale * difference is added to a tensor, seen as a matrix of ``shape``. ``keys``: role ->
-    key in ``files``."""
+    """A change of a tensor, seen as a matrix of ``shape``; ``keys``: role -> key in ``files``."""
 
     files: TensorFiles
     keys: Mapping[str, str]

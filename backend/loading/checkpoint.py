@@ -28,11 +28,10 @@ from .autodetect import fallback, inputs
 from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
-from .parameter_reading import read_shard, read_whole
-from .parameter_sources import Source, from_diffusers, numbered, sources
+from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
-from .safetensors_files import TensorFiles, Weights, folder_files
+from .safetensors_files import TensorFiles, Weights, weight_paths
 
 
 @dataclass
@@ -67,8 +66,7 @@ class Checkpoint:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The transformer without weights (buffers are real). Raises UnsupportedError where the configuration
-        makes none that the files could fill."""
+        """The transformer without weights (buffers are real). Raises UnsupportedError."""
         cls = getattr(diffusers, self.family.transformer)
         patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
@@ -248,7 +246,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
         parts.append(folder / companion.folder)
         config |= companion.config(read_json(parts[1] / "config.json"))
     names = companion.names if companion else {}
-    files = ScaledFiles(folder_files(*parts, allowed=allowed))
+    files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
     family = family or _fallback(folder.name, cls, config, files, pipeline)
     keys = {
         ours + key.removeprefix(theirs): key

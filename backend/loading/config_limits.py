@@ -1,5 +1,5 @@
-"""Checks that a configuration can be that of the tensors next to it, before a transformer is built from it:
-building costs time for every layer, and memory for the tables that a class computes."""
+"""Checks that a configuration fits the tensors next to it, before a transformer is built from it: building
+takes time for every layer, and memory for tables."""
 
 import inspect
 import math
@@ -39,8 +39,7 @@ SPARE_PARAMETERS = 1_024
 
 
 def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
-    """Refuse a configuration of the class ``transformer`` that counts more than the ``shapes`` of the file
-    ``name`` have. Raises UnsupportedError."""
+    """Refuse a configuration that counts more than the ``shapes`` in the file ``name`` (UnsupportedError)."""
     widest = max((side for shape in shapes.values() for side in shape), default=0)
     numbers = {int(word) for key in shapes for word in key.split(".") if is_number(word)}
     most = max(COUNT, widest)
@@ -117,8 +116,7 @@ def _product(config: Mapping, *entries: str) -> int | None:
 
 
 def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
-    """Build a transformer of ``cls`` with the entries of ``config`` that it takes, for a file of ``tensors``.
-    Raises UnsupportedError."""
+    """Build a ``cls`` with what it takes of ``config``, for a file of ``tensors`` (UnsupportedError)."""
     accepted = inspect.signature(cls.__init__).parameters
     try:
         with _few_parameters(name, tensors):
@@ -134,8 +132,7 @@ def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
 
 @contextmanager
 def _few_parameters(name: str, tensors: int) -> Iterator[None]:
-    """Refuse a transformer, while it is built, once it has more parameters than ``tensors`` can fill. Raises
-    UnsupportedError."""
+    """Refuse a transformer, while it is built, once it has more parameters than ``tensors`` can fill."""
     left = most = tensors + SPARE_PARAMETERS
     register = nn.Module.register_parameter
 

@@ -28,8 +28,7 @@ ALIGNMENT = "general.alignment"
 
 
 def check_gguf(path: Path):
-    """Refuse a header that claims what is not there, or more than any transformer has. Raises
-    UnsupportedError."""
+    """Refuse a header that claims what is not there, or too much of it. Raises UnsupportedError."""
     with open_regular(path) as file:
         _Header(path.name, file).check()
 

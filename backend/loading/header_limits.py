@@ -24,8 +24,7 @@ MOST_WORDS = 32
 
 
 def check_headers(paths: Iterable[Path]):
-    """Refuse files that are no safetensors, or whose headers are larger than any model's. Raises
-    UnsupportedError."""
+    """Refuse files that are no safetensors, or have too large headers. Raises UnsupportedError."""
     total = tensors = 0
     for path in paths:
         with open_regular(path) as file:
@@ -49,8 +48,7 @@ def check_headers(paths: Iterable[Path]):
 
 
 def check_names(name: str, keys: Mapping[str, object]):
-    """Refuse more tensors, longer names or higher block numbers than a transformer has in the file ``name``:
-    they become loops. Raises UnsupportedError."""
+    """Refuse too many tensors, too long names or too high block numbers, which become loops."""
     if len(keys) > MOST_TENSORS:
         raise _many(name, len(keys))
     for key in keys:
@@ -119,8 +117,7 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
 
 
 def _cached(folder: PurePath) -> str | None:
-    """Return the blobs of the model in Hugging Face's cache (models--OWNER--NAME/snapshots/REVISION/...) that
-    this folder is a part of; None where it is none."""
+    """Return the blobs of a folder in Hugging Face's cache: models--OWNER--NAME/snapshots/REVISION/..."""
     for above in folder.parents:
         if above.name == "snapshots" and above.parent.name.startswith("models--"):
             return os.path.realpath(above.parent / "blobs")

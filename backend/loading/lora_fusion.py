@@ -153,8 +153,7 @@ class FusedWeights:
         return total.reshape(value.shape)
 
     def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
-        """Compute a parameter and those of the same tensor in the single file as whole matrices, for adapters
-        that read more than the entry that they change."""
+        """Compute a parameter and those of the same tensor in the single file as whole matrices."""
         values = {}
         for piece in self.targets.together[name].pieces:
             value = self.checkpoint.read(piece, torch.float32, self.device)

@@ -149,8 +149,7 @@ class Targets:
 
 
 def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
-    """Check the ``loras`` of a message, [[path, strength], ...], all below ``folders``. Raises
-    UnsupportedError."""
+    """Check the ``loras`` of a message, [[path, strength], ...]. Raises UnsupportedError."""
     uses = []
     for lora in loras:
         if not _is_use(lora):

@@ -22,8 +22,7 @@ FILES = 64
 
 
 def check_form(name: str, adapter: Adapter):
-    """Refuse an adapter of the file ``name`` whose tensors cannot be added, from the header alone. Raises
-    UnsupportedError."""
+    """Refuse an adapter of the file ``name`` whose shapes or types are wrong. Raises UnsupportedError."""
     for role, key in adapter.keys.items():
         allowed = (*DTYPES, *INTEGERS) if role == "alpha" else DTYPES
         stored = adapter.files.stored(key)

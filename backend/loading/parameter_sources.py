@@ -1,13 +1,19 @@
-"""Where a single file keeps each parameter of the diffusers transformer, by its family's key layout."""
+"""Where a file keeps each parameter of the diffusers transformer, by its family's key layout, and reading it
+from there, whole or the piece that a rank keeps."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from ..models.key_layout import Layout, Shapes
 from ..parallel.sequence import Span
+from ..parallel.tensor_parallel import Shard
 from .header_limits import is_number
+from .safetensors_files import Weights
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,36 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
             modules = targets.replace("{}", i).split()
             _add(found, layout, parameters, file_name.replace("{}", i), modules)
     return found
+
+
+def read_whole(files: Weights, key: str, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Read the rows of the tensor ``key`` that ``source`` names, in the parameter's order and shape."""
+    rows = slice(source.lo, source.hi) if source.hi is not None else slice(None)
+    tensor = files.read(key, rows, dtype=dtype, device=device)
+    if source.swap:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    return tensor if source.shape is None else tensor.reshape(source.shape)
+
+
+def read_shard(
+    files: Weights,
+    key: str,
+    source: Source,
+    shard: Shard,
+    height: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Read the rows and columns that ``shard`` keeps of a parameter of ``height`` rows, and nothing else."""
+    rows = [slice(span.lo, span.hi) for span in source.rows(shard.outputs, height)]
+    columns = [slice(None)]
+    if len(files.shapes[key]) > 1:
+        columns = [slice(span.lo, span.hi) for span in shard.inputs]
+    return _cat([_cat([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+
+
+def _cat(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)  # one alone stays where it is mapped
 
 
 def numbered(names: Iterable[str]) -> dict[str, list[str]]:

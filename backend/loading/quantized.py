@@ -102,8 +102,7 @@ def _int8(piece: Piece) -> Tensor:
 
 
 def _mxfp8(piece: Piece) -> Tensor:
-    """Dequantize blocks of 32 E4M3 values under a power of two (OCP Microscaling Formats 1.0), whose byte is
-    a float's exponent."""
+    """Dequantize blocks of 32 E4M3 values under a float's exponent (OCP Microscaling Formats 1.0)."""
     scales = (piece.block_scales().int() << 23).view(torch.float32)
     return (piece.values().float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
 

@@ -13,8 +13,7 @@ MOST_CONFIG = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises UnsupportedError: a pipe waits for its writer, and a device has
-    no end."""
+    """Open a file for reading. Raises UnsupportedError for a pipe, which may wait, or an endless device."""
     try:
         # without waiting; the open file is checked, which nobody can exchange any more
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -29,8 +28,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(folder: Path):
-    """Refuse a folder with pipes, sockets or devices, which a library would open. Raises UnsupportedError,
-    OSError."""
+    """Refuse a folder with pipes, sockets or devices, which a library would open."""
     for where, _, names in os.walk(folder):
         for name in names:
             if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):

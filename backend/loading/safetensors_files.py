@@ -40,8 +40,7 @@ class Weights(Protocol):
         ...
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """Read rows and columns (slices) of a tensor in ``dtype``, the stored one by default; nothing else of
-        it is read."""
+        """Read rows and columns (slices) of a tensor, and no more, in ``dtype`` or the stored one."""
         ...
 
 
@@ -115,13 +114,8 @@ def _open(path: Path):
         ) from None
 
 
-def folder_files(*folders: Path, allowed: Folders = ANYWHERE) -> TensorFiles:
-    """Open diffusers folders' weights: of each one safetensors file, or several with an index, which may
-    be links to what is ``allowed``."""
-    return TensorFiles([path for folder in folders for path in _paths(folder, allowed)])
-
-
-def _paths(folder: Path, allowed: Folders) -> list[Path]:
+def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:
+    """Return a diffusers folder's safetensors file, or those of its index, which may link to ``allowed``."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
         return shards(indices[0], allowed)

@@ -207,8 +207,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that was refused (``fatal`` False, the backend stays warm) or that ended the backend
-    (``fatal`` True)."""
+    """A request that was refused, or, where ``fatal``, that ended the backend."""
 
     message: str
     fatal: bool = False

@@ -81,8 +81,7 @@ def _adjoin(first: Tensor, then: Tensor) -> bool:
 
 
 def places(text: bytes, size: int) -> list[Place]:
-    """Return the tensors of a table's JSON, in order. Raises ValueError unless they fill ``size`` bytes with
-    neither gap nor overlap."""
+    """Return the tensors of a table's JSON; ValueError unless they fill ``size`` bytes without overlap."""
     table = json.loads(text)
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")

@@ -1,6 +1,6 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -37,10 +37,6 @@ class RankPlan:
     kv_bytes: int
     modulation_bytes: int
     bytes_per_step: dict[str, int]
-
-    def as_dict(self) -> dict:
-        """For JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         sent = ", ".join(f"{name} {_mb(size)}" for name, size in self.bytes_per_step.items())

@@ -102,9 +102,9 @@ class Workload:
         own = place["pp"]
         names = self.checkpoint.block_names
         absent = tuple(name + "." for i, name in enumerate(names) if i not in stages.blocks[own])
-        modulation: set[str] = set()
+        waiting = set()
         if self.config.offload_modulation:
-            modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
+            waiting = {layer for block in names for layer in self.checkpoint.modulation(block)}
         cuts = self.cuts(place)
         on_device = on_host = 0
         for name, parameter in self.checkpoint.empty.named_parameters():
@@ -113,7 +113,7 @@ class Workload:
             if stages.holders[module] != own if module in stages.holders else elsewhere:
                 continue
             values = _values(parameter, cuts.get(module))
-            if module in modulation:
+            if module in waiting:
                 on_host += values
             else:
                 on_device += values
@@ -137,8 +137,7 @@ class Workload:
         return buffers * samples * token * sequence.joint
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
-        """Count the bytes of modulation that this rank caches at once; of one evaluation where weights are
-        sharded."""
+        """Count the bytes of modulation cached at once; of one evaluation where weights are sharded."""
         widths = [
             sum(
                 self.features(layer, place)
@@ -163,8 +162,7 @@ class Workload:
 
 def _values(parameter: torch.nn.Parameter, cut: tensor_parallel.Shard | None) -> int:
     """Count the numbers of a parameter that one rank holds."""
-    if cut:
-        rows = sum(map(len, cut.outputs))
-        columns = sum(map(len, cut.inputs))
-        return rows * (columns if parameter.ndim > 1 else 1)
-    return parameter.numel()
+    if cut is None:
+        return parameter.numel()
+    rows = sum(map(len, cut.outputs))
+    return rows * sum(map(len, cut.inputs)) if parameter.ndim > 1 else rows

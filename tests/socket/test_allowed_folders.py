@@ -1,6 +1,7 @@
 """Which files a client may have loaded: those below the folders that the launcher named."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live_backend import CONFIG, backend, checkpoint, close_at_the_end  # noqa: F401
@@ -16,9 +17,9 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.allowed_folders import ANYWHERE, Folders
 from backend.loading.checkpoint import open_checkpoint
-from backend.loading.lora_keys import LoraUse, lora_stack
 from backend.parallel import mesh
-from backend.protocol import RefusedError
+from backend.protocol import Load, RefusedError
+from backend.worker import Leader
 
 OUTSIDE = "is not below a folder from which this backend may load"
 
@@ -82,18 +83,18 @@ def test_with_an_option_of_nothing_no_path_is_allowed():
         Folders.of([]).check("/a.safetensors")
 
 
-def test_an_engine_looks_at_nothing_else(folder, models):
-    path = write_checkpoint(folder / "flux.safetensors")
+@pytest.mark.parametrize("lora", [False, True], ids=["model", "lora"])
+def test_the_door_looks_at_nothing_else(folder, models, lora):
+    """The leader refuses a path outside before the engine, which does not check again, is asked for it."""
+    outside = str(write_checkpoint(folder / "flux.safetensors"))
+    inside = str(_linked(models / "models/flux.safetensors", Path(outside)))
     engine = Engine(ParallelConfig(), mesh.single(), Folders.of([str(models / "models")]))
+    leader = SimpleNamespace(engine=engine)
+    message = Load(inside, loras=[[outside, 1.0]]) if lora else Load(outside)
     with pytest.raises(UnsupportedError, match=OUTSIDE):
-        engine.check_load(str(path), "default")
-    engine.load("m", str(_linked(models / "models/flux.safetensors", path)), "default")
-    for attempt in (
-        lambda: engine.check_loras("m", (LoraUse(str(path), 1.0),)),
-        lambda: lora_stack([[str(path), 1.0]], engine.folders),
-    ):
-        with pytest.raises(UnsupportedError, match=OUTSIDE):
-            attempt()
+        Leader.on_load(leader, None, message)
+    assert callable(Leader.on_load(leader, None, Load(inside, loras=[[inside, 1.0]])))
+    engine.load("m", inside, "default")
 
 
 def _linked(link: Path, target: Path) -> Path:

@@ -147,8 +147,7 @@ class _Probe:
         return known[0]
 
     def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
-        """Return a grid of ``counts`` tokens (of two frames for video) and arguments with random tensors;
-        ``seed`` is the latent's."""
+        """Return a grid of ``counts`` tokens, of two frames for video, and random arguments."""
         sizes = [count * step for count, step in zip(counts, self.patch[1:])]
         frames = [2 * self.patch[0]] if self.inputs.video else []
         grid = TokenGrid((self.channels, *frames, *sizes), self.patch)

@@ -1,5 +1,4 @@
-"""Records what a transformer of any diffusers class does inside, in runs of a shallow copy with random
-weights."""
+"""Records what a transformer of any diffusers class does, in runs of a shallow copy with random weights."""
 
 import inspect
 from collections.abc import Callable
@@ -20,8 +19,8 @@ POOL = 1_000_003
 
 @dataclass
 class BlockCall:
-    """One block's arguments by name, its outputs, the tokens of queries and keys of its attention calls, and
-    the tokens that its layers were given (1: a vector a sample)."""
+    """One block's arguments and outputs, the tokens (queries, keys) of its attention calls, and the tokens
+    that its layers were given (1: a vector a sample)."""
 
     list_name: str
     arguments: dict
@@ -33,8 +32,7 @@ class BlockCall:
 
 @dataclass
 class Trace:
-    """One forward: its blocks in call order, the first attention's keys (B, H, tokens, D), and the timestep
-    embedding's input."""
+    """One forward: blocks in call order, the first attention's keys (B, H, tokens, D), the timestep."""
 
     blocks: list[BlockCall]
     keys: Tensor | None

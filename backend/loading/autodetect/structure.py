@@ -183,8 +183,7 @@ def _text_position(small: Trace, other: Trace, size) -> str:
 
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
-    """Check that each patch by itself, with all keys and values in the buffers, gives its tokens of the full
-    forward. Raises Whole."""
+    """Check that each patch alone against full K/V buffers equals the full forward. Raises Whole."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
