@@ -67,18 +67,16 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
-    visible = parent.get("CUDA_VISIBLE_DEVICES")
-    env["CUDA_VISIBLE_DEVICES"] = _visible_devices(visible, config) if device == "cuda" else ""
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "cuda":
+        indices = config.gpu_indices
+        visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
+        names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
     env |= closed_doors(parent)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"
     return env
-
-
-def _visible_devices(visible: str | None, config: ParallelConfig) -> str:
-    """Return the ranks' devices, of those that this process may see."""
-    names = visible.split(",") if visible else None
-    return ",".join(names[index].strip() if names else str(index) for index in config.gpu_indices)
 
 
 def rendezvous_flags(folder: Path) -> list[str]:

@@ -53,16 +53,20 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
             limit = most
             what = f"but no tensor of its file has more than {widest:,} rows or columns"
         if not _largest(name, entry, value) <= limit:
-            _refuse(name, entry, value, what)
+            raise _wrong_entry(name, entry, value, what)
     _check_width(name, config, most)
     _check_tables(name, transformer, config, most)
 
 
-def _refuse(name, entry, value, what):
-    raise UnsupportedError(
-        f"the configuration of {quoted(name)} says {quoted(entry)} is {quoted(value)}, {what}; it belongs to "
-        f"another model, or was damaged: download it again."
+def _wrong(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the configuration of {quoted(name)} {what}; it belongs to another model, or was damaged: download "
+        f"it again."
     )
+
+
+def _wrong_entry(name: str, entry: str, value, what: str) -> UnsupportedError:
+    return _wrong(name, f"says {quoted(entry)} is {quoted(value)}, {what}")
 
 
 def _largest(name: str, entry: str, value, depth: int = 0) -> float:
@@ -89,7 +93,7 @@ def _check_width(name: str, config: Mapping, most: int):
         width = _product(config, heads, size)
         if width is not None and width > most:
             what = f"of {config[size]} each, but no tensor of its file is as wide"
-            _refuse(name, heads, config[heads], what)
+            raise _wrong_entry(name, heads, config[heads], what)
 
 
 def _check_tables(name: str, transformer: str, config: Mapping, most: int):
@@ -107,7 +111,7 @@ def _check_tables(name: str, transformer: str, config: Mapping, most: int):
         rotates = config.get("use_rotary_positional_embeddings")
         if cells and (max(config[side] for side in sides) > SIDE or cells * width > TABLE and not rotates):
             what = "which makes a larger table of positions than any model has"
-            _refuse(name, sides[0], config[sides[0]], what)
+            raise _wrong_entry(name, sides[0], config[sides[0]], what)
 
 
 def _product(config: Mapping, *entries: str) -> int | None:
@@ -124,10 +128,8 @@ def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
     except UnsupportedError:
         raise
     except Exception as error:  # whatever a class raises that is given what it was not made for
-        raise UnsupportedError(
-            f"the configuration of {quoted(name)} makes no {cls.__name__} ({type(error).__name__}: "
-            f"{reason(error)}); it belongs to another model, or was damaged: download it again."
-        ) from error
+        what = f"makes no {cls.__name__} ({type(error).__name__}: {reason(error)})"
+        raise _wrong(name, what) from error
 
 
 @contextmanager
@@ -140,11 +142,8 @@ def _few_parameters(name: str, tensors: int) -> Iterator[None]:
         nonlocal left
         left -= parameter is not None
         if left < 0:
-            raise UnsupportedError(
-                f"the configuration of {quoted(name)} makes a transformer of more than {most:,} parameters, "
-                f"which the tensors of its file cannot fill; it belongs to another model, or was damaged: "
-                f"download it again."
-            )
+            what = f"makes a transformer of more than {most:,} parameters"
+            raise _wrong(name, f"{what}, which the tensors of its file cannot fill")
         register(module, key, parameter)
 
     nn.Module.register_parameter = counted  # pyright: ignore[reportAttributeAccessIssue]  # ours for a while

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from .gguf_header import check_gguf
-from .header_limits import check_names
+from .header_limits import check_names, unreadable
 from .safetensors_files import ALL, CPU
 
 #: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
@@ -107,10 +107,7 @@ def _open(path: Path) -> dict[str, Stored]:
             if name.startswith(SHAPE)
         }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        raise UnsupportedError(
-            f"{path.name} cannot be read as GGUF ({reason(error)}); it is truncated or no GGUF file: "
-            f"download it again."
-        ) from None
+        raise unreadable(path.name, "GGUF", reason(error)) from None
     found = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UnsupportedError, quoted
-from .header_limits import MOST_HEADER
+from .header_limits import MOST_HEADER, unreadable
 from .regular_files import open_regular
 
 VERSIONS = (2, 3)
@@ -126,10 +126,7 @@ class _Header:
             )
 
     def refuse(self, why: str):
-        raise UnsupportedError(
-            f"{quoted(self.name)} cannot be read as GGUF ({why}); it is truncated or no GGUF file: download "
-            f"it again."
-        )
+        raise unreadable(self.name, "GGUF", why)
 
 
 def _text(name: bytes) -> str:

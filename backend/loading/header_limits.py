@@ -33,10 +33,8 @@ def check_headers(paths: Iterable[Path]):
             # sooner than by parsing; who writes it in another way is found by check_names
             tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
         if size < 8 or header > size - 8:
-            raise UnsupportedError(
-                f"{quoted(path.name)} cannot be read as safetensors (its header would have {header:,} bytes "
-                f"and the file has {size:,}); it is truncated or no safetensors file: download it again."
-            )
+            why = f"its header would have {header:,} bytes and the file has {size:,}"
+            raise unreadable(path.name, "safetensors", why)
         total += header
         if total > MOST_HEADER:
             raise UnsupportedError(
@@ -52,17 +50,24 @@ def check_names(name: str, keys: Mapping[str, object]):
     if len(keys) > MOST_TENSORS:
         raise _many(name, len(keys))
     for key in keys:
+        why = ""
         if key.count(".") >= MOST_WORDS:
+            why = f"more than {MOST_WORDS} parts"
+        elif high := [word for word in key.split(".") if _is_high(word)]:
+            why = f"block {quoted(high[0], 20)}, and blocks are numbered up to {HIGHEST_BLOCK:,} at most"
+        if why:
             raise UnsupportedError(
-                f"{quoted(name)} has a tensor {quoted(key)} of more than {MOST_WORDS} parts; the file was "
-                f"made badly: use another one."
+                f"{quoted(name)} has a tensor {quoted(key)} of {why}; the file was made badly: use another "
+                f"one."
             )
-        number = next((word for word in key.split(".") if _is_high(word)), None)
-        if number is not None:
-            raise UnsupportedError(
-                f"{quoted(name)} has a tensor {quoted(key)} of block {quoted(number, 20)}, and blocks are "
-                f"numbered up to {HIGHEST_BLOCK:,} at most; the file was made badly: use another one."
-            )
+
+
+def unreadable(name: str, kind: str, why: str) -> UnsupportedError:
+    """Return the refusal of a file that is no file of this kind, or damaged."""
+    return UnsupportedError(
+        f"{quoted(name)} cannot be read as {kind} ({why}); it is truncated or no {kind} file: download it "
+        f"again."
+    )
 
 
 def _many(name: str, count: int) -> UnsupportedError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from .allowed_folders import ANYWHERE, Folders
-from .header_limits import check_headers, check_names, shards
+from .header_limits import check_headers, check_names, shards, unreadable
 
 DTYPES = {
     "F64": torch.float64,
@@ -108,10 +108,7 @@ def _open(path: Path):
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError, RuntimeError) as error:  # the last of torch, which maps the file
-        raise UnsupportedError(
-            f"{path.name} cannot be read as safetensors ({reason(error)}); it is truncated or no safetensors "
-            f"file: download it again."
-        ) from None
+        raise unreadable(path.name, "safetensors", reason(error)) from None
 
 
 def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:
