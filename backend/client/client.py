@@ -173,10 +173,8 @@ class BackendClient:
         """Return the answer of the class ``kind`` to a message of the handshake, a short one."""
         reply = self.request(message, check, limit=framing.MAX_HELLO)
         if not isinstance(reply, kind):
-            raise BackendError(
-                f"it answered {type(reply).__name__} where {kind.__name__} belongs; it is another program or "
-                f"another version"
-            )
+            what = f"it answered {type(reply).__name__} where {kind.__name__} belongs"
+            raise BackendError(f"{what}; it is another program or another version")
         return reply
 
     def _hang_up(self):

@@ -235,19 +235,15 @@ def _launch(config: ParallelConfig, check) -> Backend:
         raise
 
 
-def _check_address(address: str):
-    """Refuse an address that this process's starter has not listed: graphs come from strangers."""
-    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
-    if address not in allowed:
-        raise ConfigError(
-            f"address is {address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may name only "
-            f"backends that whoever starts ComfyUI allows there (exact addresses, with commas), or clear "
-            f"address to launch one here."
-        )
-
-
 def _connect(config: ParallelConfig) -> Backend:
-    _check_address(config.address)
+    # graphs come from strangers: they may name only what this process's starter has listed
+    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
+    if config.address not in allowed:
+        raise ConfigError(
+            f"address is {config.address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may "
+            f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
+            f"clear address to launch one here."
+        )
     token = os.environ.get("PARALLEL_DIT_TOKEN", "")
     if not token:
         raise ConfigError(
@@ -257,14 +253,12 @@ def _connect(config: ParallelConfig) -> Backend:
     try:
         client = BackendClient(config.address, token)
     except OSError as error:
-        raise BackendError(
-            f"No backend listens at {config.address} ({error}); start one there, or clear address to "
-            f"launch one here."
-        ) from error
-    if client.welcome.degrees != config.degrees:
+        why = f"No backend listens at {config.address} ({error})"
+        raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
+    runs = client.welcome.degrees
+    if runs != config.degrees:
         client.close()
         raise ConfigError(
-            f"the backend at {config.address} runs {client.welcome.degrees}, not {config.degrees}; set the "
-            f"same degrees."
+            f"the backend at {config.address} runs {runs}, not {config.degrees}; set the same degrees."
         )
     return Backend(config, client)

@@ -231,8 +231,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     inner = folder / "transformer" if is_pipeline else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
-            f"the folder {inner} has no config.json; choose a diffusers pipeline folder or its transformer "
-            f"folder."
+            f"the folder {inner} has no config.json; choose a diffusers pipeline's or transformer's folder."
         )
     config = read_json(inner / "config.json")
     cls = transformer_class(inner, config)
@@ -317,12 +316,10 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
             checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
-            why = (
-                why
-                or f"{path.name} has the names of diffusers' {family.transformer}, but its shapes do not "
-                f"tell the configuration ({reason(error)}); use the diffusers folder with its config.json, "
-                f"or a file in ComfyUI's layout."
-            )
+            why = why or (family.transformer, reason(error))
     if why and not found:
-        raise UnsupportedError(why)
+        raise UnsupportedError(
+            f"{path.name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
+            f"({why[1]}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+        )
     return max(found, key=lambda candidate: candidate[0])[1] if found else None

@@ -23,7 +23,7 @@ Stack = tuple[LoraUse, ...]
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """The ``order``-th thing that a stack adds: an adapter of one of its LoRAs, on one tensor."""
+    """The ``order``-th change of a stack: an adapter of one of its LoRAs, on one tensor."""
 
     order: int
     use: LoraUse
@@ -31,7 +31,7 @@ class Patch:
     adapter: Adapter
 
 
-#: Parameter -> what is added to it, in order; of all ranks.
+#: Parameter -> its changes in order, on all ranks.
 Patches = Mapping[str, list[Patch]]
 
 

@@ -37,7 +37,7 @@ ROLES = {
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
     r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
-#: End of a key -> what it is, where this program does not have it.
+#: End of a key -> the kind of adapter, which is not supported.
 REFUSED = {
     "lora_mid": "Tucker decomposition of convolutions",
     "hada_t": "Tucker decomposition of convolutions",

@@ -27,8 +27,10 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 TILE_ROWS, TILE_BLOCKS = 128, 4
 #: End of refusals.
 BADLY = "the file was converted badly: use another one of this model"
-#: Bytes of a layer's description (a few dozen as published), and values that are rotated together.
-MOST_SETTINGS, MOST_ROTATED = 4_096, 4_096
+#: Bytes of a layer's description (a few dozen as published).
+MOST_SETTINGS = 4_096
+#: Values that are rotated together.
+MOST_ROTATED = 4_096
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,10 @@ class Piece:
         """Read (rows, blocks of columns), as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
         last = -(-self.rows.stop // TILE_ROWS) * TILE_ROWS
-        tiles = self.files.read(
-            f"{self.layer.name}.weight_scale", slice(first, last), device=self.device
-        ).contiguous()
+        tiles = self.files.read(f"{self.layer.name}.weight_scale", slice(first, last), device=self.device)
         width = tiles.shape[1]
-        tiles = tiles.view(torch.uint8).reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
+        tiles = tiles.contiguous().view(torch.uint8)
+        tiles = tiles.reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, width)
         block = self.layer.block
         columns = slice(self.columns.start // block, self.columns.stop // block)
@@ -244,9 +245,8 @@ def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnsupportedError(
-            f"{files.name}: {quoted(where)} is no JSON ({reason(error)}); {BADLY}."
-        ) from None
+        why = f"{quoted(where)} is no JSON ({reason(error)})"
+        raise UnsupportedError(f"{files.name}: {why}; {BADLY}.") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -262,12 +262,12 @@ def _described_in_header(files: TensorFiles):
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     kind = settings.get("format")
     stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
-    form = FORMATS.get(kind) if isinstance(kind, str) else None
-    if form is None or not isinstance(kind, str):
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise UnsupportedError(
             f"{files.name}: the layer {quoted(name)} is quantized as {quoted(kind)}, which is not supported; "
             f"supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
         )
+    form = FORMATS[kind]
     if stored not in form.stored:
         raise UnsupportedError(
             f"{files.name}: the layer {quoted(name)} is said to be {kind} but is stored as {stored}; {BADLY}."
@@ -292,10 +292,9 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
 def _check_scales(files: TensorFiles, layer: Layer, kind: str, have: tuple[int, ...]):
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
-        fits = columns % layer.block == 0 and have == (
-            -(-rows // TILE_ROWS) * TILE_ROWS,
-            -(-columns // layer.block // TILE_BLOCKS) * TILE_BLOCKS,
-        )
+        padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS
+        padded_blocks = -(-columns // layer.block // TILE_BLOCKS) * TILE_BLOCKS
+        fits = columns % layer.block == 0 and have == (padded_rows, padded_blocks)
     else:
         count = torch.Size(have).numel()
         fits = count == 1 or (count == layer.shape[0] == have[0])

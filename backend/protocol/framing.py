@@ -44,10 +44,8 @@ def encode(message) -> list:
         raise ProtocolError(f"a {name} cannot be written: {error}") from None
     body = len(table) + sum(map(len, data))
     if max(len(text), len(table)) > MAX_HEADER or body > MAX_BODY:
-        raise ProtocolError(
-            f"a {name} of {len(text)} + {body} bytes is too large, over the limits of {MAX_HEADER} + "
-            f"{MAX_BODY}."
-        )
+        limits = f"over the limits of {MAX_HEADER} + {MAX_BODY}"
+        raise ProtocolError(f"a {name} of {len(text)} + {body} bytes is too large, {limits}.")
     return [PREFIX.pack(MAGIC, len(text), body), text, table, *data]
 
 

@@ -1,5 +1,4 @@
 """What each rank of a configuration would hold and send, found without running anything."""
 
-from .describe import RankPlan, describe
-
-__all__ = ["RankPlan", "describe"]
+from .describe import RankPlan as RankPlan
+from .describe import describe as describe

@@ -84,9 +84,8 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
             outputs = [output for output in call.outputs if isinstance(output, Tensor)]
             kinds = [shapes.get(tuple(output.shape)) for output in outputs]
             if sorted(kinds, key=str) != sorted(streams, key=str):
-                raise Whole(
-                    f"its blocks return {len(call.outputs)} values where {len(streams)} streams come in"
-                )
+                counts = f"{len(call.outputs)} values where {len(streams)} streams come in"
+                raise Whole(f"its blocks return {counts}")
             return tuple(kind for kind in kinds if kind)  # none is None: they are the streams' kinds
     return ("image",)
 
@@ -146,9 +145,7 @@ def _per_token(calls, streams, sizes, texts) -> dict:
             counted = [place for place in places if place]
             if counted:
                 if len(counted) < len(places) or len({dim for _, dim in counted}) > 1:
-                    raise Whole(
-                        f"its blocks take {name!r}, of which only some tensors have a row for every token"
-                    )
+                    raise Whole(f"its blocks take {name!r}, of which only some tensors count every token")
                 kinds = tuple(kind for kind, _ in counted)
                 found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
     if not texts:  # the prompt itself is whole on every rank
@@ -208,10 +205,8 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                 output = cut.io.output(stage.forward(arguments, context, grid.tokens), grid)
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
-                    raise Whole(
-                        f"a self-check failed: tokens {tokens.start or 0} to {tokens.stop or grid.tokens} "
-                        f"computed alone are {error:.1e} from the full forward"
-                    )
+                    which = f"tokens {tokens.start or 0} to {tokens.stop or grid.tokens} computed alone"
+                    raise Whole(f"a self-check failed: {which} are {error:.1e} from the full forward")
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             raise Whole(f"a self-check failed ({type(error).__name__}: {error})") from error
         finally:
