@@ -8,19 +8,9 @@ from dataclasses import asdict, replace
 
 import torch
 
+from .. import protocol
 from ..config import ConfigError, ParallelConfig
-from ..protocol import (
-    Arrange,
-    BackendError,
-    Describe,
-    Described,
-    Load,
-    Loaded,
-    ModelCall,
-    Ping,
-    Sample,
-    Unload,
-)
+from ..protocol import BackendError
 from .client import BackendClient
 from .launcher import BackendProcess
 
@@ -56,24 +46,24 @@ class Backend:
         check=lambda: None,
         loras=(),
         on_progress=lambda progress: None,
-    ) -> Loaded:
+    ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: the (path, weight_dtype) that somebody still
         needs; with it, all others make room first. ``loras``: (path, strength) of each, in order. ``check``
         and ``on_progress`` as in BackendClient.request."""
         key = (path, weight_dtype)
-        message = Load(path, weight_dtype, [list(lora) for lora in loras])
+        message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras])
         with self._busy:
             unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
             for other in unused:
-                self._request(Unload(self.models.pop(other)), check)
+                self._request(protocol.Unload(self.models.pop(other)), check)
             loaded = self._request(message, check, on_progress)
             replaced = self.models.get(key)
             self.models[key] = loaded.base
             if replaced is not None and replaced != loaded.base:  # the file has changed since
-                self._request(Unload(replaced), check)
+                self._request(protocol.Unload(replaced), check)
             return loaded
 
-    def describe(self, message: Describe) -> Described:
+    def describe(self, message: protocol.Describe) -> protocol.Described:
         """What each rank would hold and send; nothing runs."""
         with self._busy:
             return self._request(message)
@@ -85,20 +75,14 @@ class Backend:
         try:
             model = self.models.pop((path, weight_dtype), None)
             if model is not None:
-                self._request(Unload(model))
+                self._request(protocol.Unload(model))
         finally:
             self._busy.release()
 
-    def sample(
-        self,
-        message: Sample | ModelCall,
-        on_progress=lambda progress: None,
-        should_cancel=lambda: False,
-        meanwhile=lambda: None,
-    ):
+    def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
         """Sample as BackendClient does; name the rank and the reason where the backend ends."""
         with self._busy:
-            return self._explained(lambda: self.client.sample(message, on_progress, should_cancel, meanwhile))
+            return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
@@ -113,8 +97,8 @@ class Backend:
         """Run ``config`` on the same ranks and forget the models that these have freed for it."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
         with self._busy:
-            self.client.welcome = self._request(Arrange(fields), check)
-            left = self._request(Ping(), check).models
+            self.client.welcome = self._request(protocol.Arrange(fields), check)
+            left = self._request(protocol.Ping(), check).models
         self.config = config
         self.models = {key: model for key, model in self.models.items() if model in left}
 

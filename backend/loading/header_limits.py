@@ -13,9 +13,8 @@ from .regular_files import open_regular, read_json
 MOST_HEADER = 16 << 20
 #: Tensors of a checkpoint; published ones have thousands, with scales about fifteen thousand.
 MOST_TENSORS = 32_768
-#: Files of a folder.
+#: Files of a folder, and bytes of their index, which names every tensor.
 MOST_SHARDS = 1_024
-#: Bytes of an index of shards, which names every tensor.
 MOST_INDEX = 16 << 20
 #: Highest number of a block; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095

@@ -8,7 +8,7 @@ family needs code here.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,15 +111,17 @@ class Targets:
     def __init__(self, layout: Layout, shapes: Shapes):
         """``shapes``: the diffusers transformer's parameters."""
         self.layout = layout
-        self.ours = _by_name(
-            Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()
-        )
+        ours = [Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()]
         stacked = defaultdict(dict)
         for name, source in sources(layout, shapes).items():
             stacked[source.key][name] = source
-        self.theirs = _by_name(
-            Target(key, _stack([shapes[name] for name in pieces]), pieces) for key, pieces in stacked.items()
-        )
+        theirs = []
+        for key, pieces in stacked.items():
+            matrices = [matrix(shapes[name]) for name in pieces]
+            height = sum(rows for rows, _ in matrices)
+            theirs.append(Target(key, (height, matrices[0][1]), pieces))
+        self.ours = _by_name(ours)
+        self.theirs = _by_name(theirs)
         #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
         self.together = {name: target for target in self.theirs.values() for name in target.pieces}
 
@@ -243,11 +245,7 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     return adapter
 
 
-def _stack(shapes: list[tuple[int, ...]]) -> Matrix:
-    return sum(matrix(shape)[0] for shape in shapes), matrix(shapes[0])[1]
-
-
-def _by_name(targets: Iterable[Target]) -> dict[str, Target]:
+def _by_name(targets: list[Target]) -> dict[str, Target]:
     """Return every target under its module's name and under its own."""
     return {
         name.replace(".", "_"): target

@@ -9,17 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
+from ..protocol import tensor_body
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards, unreadable
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
 CPU = torch.device("cpu")
 ALL = slice(None)
 

@@ -126,10 +126,9 @@ class Sample:
     tensors: ``noise`` and ``latent`` (B, C, [T,] H, W) in the model's latent space. Several latents (video
     and audio) lie flattened one after the other, (B, 1, L), with their shapes in ``latent_shapes``.
     ``sigmas`` (steps + 1,); ``denoise_mask`` (broadcast to the latent's shape), if any; ``percent_sigmas``
-    (float64, noise levels after the fractions solver_names.PERCENTS) for solvers that need them. The
-    conditioning is ``positive.KEY`` / ``negative.KEY`` with ComfyUI's names of model arguments
-    (``c_crossattn``, ``y``, ...); a list of tensors is ``KEY.0``, ``KEY.1``, ... Further prompts are
-    ``positive2.KEY``, ``positive3.KEY``, ...
+    (float64, noise levels after the fractions solver_names.PERCENTS) for solvers that need them.
+    ``positive.KEY``, ``negative.KEY``: model arguments under ComfyUI's names (``c_crossattn``, ...), lists as
+    ``KEY.0``, ``KEY.1``, ...; further prompts are ``positive2.KEY``, ``positive3.KEY``, ...
 
     ``prompts`` says how they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which
     it counts, "until": the lowest}, each optional. A tensor ``weight.NAME`` (broadcast to the latent's shape)

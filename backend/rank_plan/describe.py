@@ -70,16 +70,11 @@ def describe(
     ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    work = Workload(
-        config.validate(),
-        checkpoint,
-        image_tokens,
-        text_tokens,
-        max(1, batch // config.data_parallel_degree),
-        branches // config.cfg_degree,
-        dtype or checkpoint.dtype,
-        calls,
-    )
+    config.validate()
+    batch = max(1, batch // config.data_parallel_degree)
+    branches = branches // config.cfg_degree
+    dtype = dtype or checkpoint.dtype
+    work = Workload(config, checkpoint, image_tokens, text_tokens, batch, branches, dtype, calls)
     ranks = layout(config)
     stages = checkpoint.stages(config)
     plans = []

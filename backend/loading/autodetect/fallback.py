@@ -182,10 +182,8 @@ def _prediction(scheduler: Mapping | None) -> str:
     kinds = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}
     kind = kinds.get(scheduler.get("prediction_type", "epsilon"))
     if kind is None:
-        raise UnsupportedError(
-            f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}; epsilon, "
-            f"v_prediction and flow are supported."
-        )
+        what = f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}"
+        raise UnsupportedError(f"{what}; epsilon, v_prediction and flow are supported.")
     return kind
 
 
@@ -193,15 +191,11 @@ def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
     if scheduler is None or _prediction(scheduler) == "flow":
         return None
     kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
-    if scheduler.get("beta_schedule", "linear") not in kinds:
-        raise UnsupportedError(
-            f"the pipeline's scheduler has the beta_schedule {quoted(scheduler['beta_schedule'])}; "
-            f"{', '.join(kinds)} are supported."
-        )
-    return DiscreteSchedule(
-        scheduler.get("beta_start", 0.0001),
-        scheduler.get("beta_end", 0.02),
-        kinds[scheduler.get("beta_schedule", "linear")],
-        bool(scheduler.get("rescale_betas_zero_snr")),
-        scheduler.get("num_train_timesteps", 1000),
-    )
+    curve = scheduler.get("beta_schedule", "linear")
+    if curve not in kinds:
+        what = f"the pipeline's scheduler has the beta_schedule {quoted(curve)}"
+        raise UnsupportedError(f"{what}; {', '.join(kinds)} are supported.")
+    start = scheduler.get("beta_start", 0.0001)
+    end = scheduler.get("beta_end", 0.02)
+    is_rescaled = bool(scheduler.get("rescale_betas_zero_snr"))
+    return DiscreteSchedule(start, end, kinds[curve], is_rescaled, scheduler.get("num_train_timesteps", 1000))

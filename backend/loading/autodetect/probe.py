@@ -95,16 +95,11 @@ def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
     def note(layer, module, args):
         calls[-1].layers.setdefault(layer, []).append(args[0].shape[1] if args[0].ndim == 3 else 1)
 
-    layers = [
-        module.register_forward_pre_hook(partial(note, layer))
-        for layer, module in block.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    return [
-        block.register_forward_pre_hook(before, with_kwargs=True),
-        block.register_forward_hook(after),
-        *layers,
-    ]
+    hooks = [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+    for layer, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_pre_hook(partial(note, layer)))
+    return hooks
 
 
 def _note_timestep(found: Trace, module: nn.Module, args: tuple):

@@ -265,7 +265,7 @@ class TestBackendState:
         models = sorted(
             model
             for backend in module._backends.values()
-            for model in backend.client.request(module.Ping()).models
+            for model in backend.client.request(module.protocol.Ping()).models
         )
         sent = dict(TestBackendState.sent)
         TestBackendState.sent.clear()
