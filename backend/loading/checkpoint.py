@@ -246,23 +246,18 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
         config |= companion.config(read_json(parts[1] / "config.json"))
     names = companion.names if companion else {}
     files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
-    family = family or _fallback(folder.name, cls, config, files, pipeline)
+    if family is None:
+        # before blocks of the configuration's sizes are run: those of the files, or it is refused
+        _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
+        family = fallback.family(cls, config, pipeline.get("scheduler"))
     keys = {
         ours + key.removeprefix(theirs): key
         for ours, theirs in names.items()
         for key in files.shapes
         if key.startswith(theirs)
     }
-    return Checkpoint(
-        folder.name, family.of(config), config, files, keys, latent_format=latent_format, pipeline=pipeline
-    )
-
-
-def _fallback(name: str, cls: type, config: dict, files: Weights, pipeline: dict) -> Family:
-    """Find the family of a class without a family file by running blocks, once ``files`` fit its sizes."""
-    trial = Checkpoint(name, fallback.unknown(cls), config, files)
-    _ = trial.sources
-    return fallback.family(cls, config, pipeline.get("scheduler"))
+    family = family.of(config)
+    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
 
 
 def _open_single_file(path: Path) -> Checkpoint:

@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..errors import UnsupportedError, quoted, reason
+from ..models.key_layout import Shapes
 from .header_limits import is_number
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 #: Entries (patterns) that are numbers to compute with, and count nothing.
 NUMBERS = ("*theta*", "*period*", "*base*", "*max_position*", "*scale*", "*factor*", "*_id")

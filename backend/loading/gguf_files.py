@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
+from ..models.key_layout import Shapes
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
 from .safetensors_files import ALL, CPU
@@ -51,7 +52,7 @@ class GGUFFile:
         check_gguf(path)
         self._stored = _open(path)
         check_names(self.name, self._stored)
-        self.shapes: Mapping[str, tuple[int, ...]] = {k: stored.shape for k, stored in self._stored.items()}
+        self.shapes: Shapes = {key: stored.shape for key, stored in self._stored.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; quantized values are computed in bfloat16 by default."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
-from ..models.key_layout import PREFIXES
+from ..models.key_layout import PREFIXES, Shapes
 from .safetensors_files import ALL, CPU, TensorFiles
 
 #: Leaves of a layer besides weight and bias: scales of the weight; what activations or formats need.
@@ -185,8 +185,7 @@ class ScaledFiles:
                 f"{files.name} is quantized with scales ({quoted(orphan)}), but the weight that they belong "
                 f"to is not; {BADLY}."
             )
-        weights = {key: layer.shape for key, layer in self.layers.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = shapes | weights
+        self.shapes: Shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
     @property
     def bytes_read(self) -> int:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
+from ..models.key_layout import Shapes
 from ..protocol import tensor_body
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards, unreadable
@@ -23,7 +24,7 @@ class Weights(Protocol):
     files; bytes_read: what was read of them so far."""
 
     size: int
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     metadata: Mapping[str, str]
 
     @property
@@ -55,9 +56,8 @@ class TensorFiles:
         for handle in self._handles.values():
             metadata |= handle.metadata() or {}
         self.metadata: Mapping[str, str] = metadata
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            key: tuple(handle.get_slice(key).get_shape()) for key, handle in self._where.items()
-        }
+        slices = {key: handle.get_slice(key) for key, handle in self._where.items()}
+        self.shapes: Shapes = {key: tuple(tensor.get_shape()) for key, tensor in slices.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; packed integers are refused."""
