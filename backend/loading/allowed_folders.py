@@ -32,9 +32,8 @@ class Folders:
         except (OSError, ValueError) as error:  # too long, a NUL in it, a letter that is none
             raise UnsupportedError(f"{quoted(path)} is no path ({reason(error)}); choose another.") from None
         if not os.path.isabs(path) or ".." in PurePath(path).parts:
-            raise UnsupportedError(
-                f"the path {quoted(path, 200)} is not absolute, or has '..' in it; name the file's full path."
-            )
+            what = f"the path {quoted(path, 200)} is not absolute, or has '..' in it"
+            raise UnsupportedError(f"{what}; name the file's full path.")
         if not (_below(path, self.roots) or self.holds(real)):
             raise UnsupportedError(
                 f"{quoted(path, 200)} is not below a folder from which this backend may load "

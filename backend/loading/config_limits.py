@@ -58,10 +58,8 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
 
 
 def _wrong(name: str, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the configuration of {quoted(name)} {what}; it belongs to another model, or was damaged: download "
-        f"it again."
-    )
+    what = f"the configuration of {quoted(name)} {what}"
+    return UnsupportedError(f"{what}; it belongs to another model, or was damaged: download it again.")
 
 
 def _wrong_entry(name: str, entry: str, value, what: str) -> UnsupportedError:

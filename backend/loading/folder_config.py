@@ -19,10 +19,10 @@ def transformer_class(folder: Path, config: dict) -> type:
     name = name if isinstance(name, str) and name.isidentifier() else ""
     cls = getattr(diffusers, name, None)
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
+        what = f"the folder {folder} holds a {name[:80] or 'model without a class name'}"
         raise UnsupportedError(
-            f"the folder {folder} holds a {name[:80] or 'model without a class name'}, which is no "
-            f"transformer of diffusers {diffusers.__version__}; choose a pipeline's folder, or upgrade "
-            f"diffusers."
+            f"{what}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's "
+            f"folder, or upgrade diffusers."
         )
     return cls
 

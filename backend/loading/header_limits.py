@@ -55,18 +55,14 @@ def check_names(name: str, keys: Mapping[str, object]):
         elif high := [word for word in key.split(".") if _is_high(word)]:
             why = f"block {quoted(high[0], 20)}, and blocks are numbered up to {HIGHEST_BLOCK:,} at most"
         if why:
-            raise UnsupportedError(
-                f"{quoted(name)} has a tensor {quoted(key)} of {why}; the file was made badly: use another "
-                f"one."
-            )
+            what = f"{quoted(name)} has a tensor {quoted(key)} of {why}"
+            raise UnsupportedError(f"{what}; the file was made badly: use another one.")
 
 
 def unreadable(name: str, kind: str, why: str) -> UnsupportedError:
     """Return the refusal of a file that is no file of this kind, or damaged."""
-    return UnsupportedError(
-        f"{quoted(name)} cannot be read as {kind} ({why}); it is truncated or no {kind} file: download it "
-        f"again."
-    )
+    what = f"{quoted(name)} cannot be read as {kind} ({why})"
+    return UnsupportedError(f"{what}; it is truncated or no {kind} file: download it again.")
 
 
 def _many(name: str, count: int) -> UnsupportedError:

@@ -99,10 +99,8 @@ class Lora:
         """One sentence on the unmatched keys, empty where there are none."""
         if not self.unmatched:
             return ""
-        return (
-            f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded, because "
-            f"this model has nothing of their names: {some(self.unmatched, 20)}."
-        )
+        what = f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded"
+        return f"{what}, because this model has nothing of their names: {some(self.unmatched, 20)}."
 
 
 class Targets:
@@ -224,10 +222,8 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         )
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
-        raise UnsupportedError(
-            f"the LoRA {name} is incomplete: of {target.name} it has only {some(keys.values())}; "
-            f"download it again."
-        )
+        what = f"of {target.name} it has only {some(keys.values())}"
+        raise UnsupportedError(f"the LoRA {name} is incomplete: {what}; download it again.")
     adapter = kind(files, keys, target.shape)
     check_form(name, adapter)
     if adapter.size != target.shape:

@@ -40,16 +40,13 @@ def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
     with open_regular(path) as file:
         text = file.read(most + 1)
     if len(text) > most:
-        raise UnsupportedError(
-            f"{quoted(path.name)} has more than {most:,} bytes, which no configuration needs; download it "
-            f"again."
-        )
+        what = f"{quoted(path.name)} has more than {most:,} bytes"
+        raise UnsupportedError(f"{what}, which no configuration needs; download it again.")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnsupportedError(
-            f"{quoted(path.name)} is no JSON ({reason(error)}); download it again."
-        ) from None
+        why = f"{quoted(path.name)} is no JSON ({reason(error)})"
+        raise UnsupportedError(f"{why}; download it again.") from None
     if not isinstance(found, dict):
         raise UnsupportedError(f"{quoted(path.name)} holds {quoted(found)} and no names; download it again.")
     return found

@@ -91,9 +91,7 @@ class Client:
         """Prove to the peer that we know the token, and have it prove the same. Raises ProtocolError."""
         hello = receive(self.connection, limit=MAX_HELLO)
         if not isinstance(hello, protocol.Hello) or not handshake.is_nonce(hello.nonce):
-            raise ProtocolError(
-                "a connection begins with Hello and 64 hexadecimal digits; this one is closed."
-            )
+            raise ProtocolError("a connection begins with Hello and 64 hexadecimal digits; it is closed.")
         if hello.version != protocol.VERSION:
             raise ProtocolError(
                 f"the client speaks protocol {hello.version}, this backend {protocol.VERSION}; restart "

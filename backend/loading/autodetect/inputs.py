@@ -126,15 +126,10 @@ def inputs_of(cls, config) -> Inputs:
         )
     if "img_ids" in names and cls.__name__ not in POSITIONS:
         raise cannot_run(cls, "its pipeline computes 'img_ids', and nothing here tells how")
+    guided = bool(config.get("guidance_embeds"))
     counts, image_last = POSITIONS.get(cls.__name__, (False, False))
-    return Inputs(
-        names,
-        packed="img_ids" in names,
-        video=is_video(cls),
-        guided=bool(config.get("guidance_embeds")),
-        counts=counts,
-        image_last=image_last,
-    )
+    packed = "img_ids" in names
+    return Inputs(names, packed, is_video(cls), guided=guided, counts=counts, image_last=image_last)
 
 
 def is_video(cls: type) -> bool:

@@ -109,10 +109,8 @@ def _attention_kind(tokens, again, sizes):
         return query
     if query == "image" and key == "text":
         return "cross"
-    raise Whole(
-        f"a block attends from {tokens[0]} tokens to {tokens[1]}, which is neither the latent, nor latent "
-        f"and prompt, nor the prompt"
-    )
+    what = f"a block attends from {tokens[0]} tokens to {tokens[1]}"
+    raise Whole(f"{what}, which is neither the latent, nor latent and prompt, nor the prompt")
 
 
 def _layers(calls, sizes) -> dict:
@@ -120,9 +118,8 @@ def _layers(calls, sizes) -> dict:
     kinds: dict[str, set] = {}
     for call, again in calls:
         for name, tokens in call.layers.items():
-            kinds.setdefault(name, set()).update(
-                "none" if pair == (1, 1) else _kind(pair, sizes) for pair in zip(tokens, again.layers[name])
-            )
+            for pair in zip(tokens, again.layers[name]):
+                kinds.setdefault(name, set()).add("none" if pair == (1, 1) else _kind(pair, sizes))
     return dict(
         text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
         flop_shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
