@@ -230,10 +230,8 @@ def _connect(config: ParallelConfig) -> Backend:
         )
     token = os.environ.get("PARALLEL_DIT_TOKEN", "")
     if not token:
-        raise ConfigError(
-            f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN; set it to the "
-            f"token that this backend was started with."
-        )
+        what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
+        raise ConfigError(f"{what}; set it to the token that this backend was started with.")
     try:
         client = BackendClient(config.address, token)
     except OSError as error:

@@ -274,10 +274,8 @@ def _open_single_file(path: Path) -> Checkpoint:
     for family in FAMILIES.values():
         variant = family.layout.unsupported(files.shapes)
         if variant:
-            raise UnsupportedError(
-                f"{path.name} is {variant}, a variant of {family.name} that is not supported; sample it "
-                f"with KSampler."
-            )
+            what = f"{path.name} is {variant}, a variant of {family.name} that is not supported"
+            raise UnsupportedError(f"{what}; sample it with KSampler.")
     raise UnsupportedError(
         f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
         f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."

@@ -112,10 +112,8 @@ class _Header:
         if count > self.size - position:
             self.refuse(f"{count:,} bytes are said to follow where {self.size - position:,} do")
         if position + count > MOST_HEADER:
-            raise UnsupportedError(
-                f"{quoted(self.name)} has a header of more than {MOST_HEADER:,} bytes, so it is no diffusion "
-                f"transformer; use another file."
-            )
+            what = f"{quoted(self.name)} has a header of more than {MOST_HEADER:,} bytes"
+            raise UnsupportedError(f"{what}, so it is no diffusion transformer; use another file.")
         return self.file.read(count)
 
     def few(self, what: str, count: int, most: int):

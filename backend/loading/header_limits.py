@@ -88,10 +88,8 @@ def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
     if isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values()):
         names = set(weights.values())
     if not 0 < len(names) <= MOST_SHARDS:
-        raise UnsupportedError(
-            f"{quoted(index.name)} has no weight_map that names the files of its tensors, {MOST_SHARDS:,} at "
-            f"most; download it again."
-        )
+        what = f"{quoted(index.name)} has no weight_map that names the files of its tensors"
+        raise UnsupportedError(f"{what}, {MOST_SHARDS:,} at most; download it again.")
     return [_next_to(index, name, folders) for name in sorted(names)]
 
 
@@ -100,10 +98,8 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
     model's folder, its blobs in Hugging Face's cache, or a folder that was allowed."""
     parts = PurePath(name).parts
     if not parts or "\0" in name or ".." in parts or PurePath(name).is_absolute():
-        raise UnsupportedError(
-            f"{quoted(index.name)} names the file {quoted(name)}, which is not in its folder; download the "
-            f"model again."
-        )
+        what = f"{quoted(index.name)} names the file {quoted(name)}"
+        raise UnsupportedError(f"{what}, which is not in its folder; download the model again.")
     path = index.parent / name
     folder = os.path.realpath(index.parent)
     real = Path(os.path.realpath(path))

@@ -153,10 +153,8 @@ def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
     uses = []
     for lora in loras:
         if not _is_use(lora):
-            raise UnsupportedError(
-                f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength (a finite "
-                f"number, at most {MOST_STRENGTH:,})."
-            )
+            what = f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength"
+            raise UnsupportedError(f"{what} (a finite number, at most {MOST_STRENGTH:,}).")
         path, strength = lora
         folders.check(path)
         file = Path(path)
@@ -216,10 +214,8 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         match = KEY.fullmatch(keys["refused"])
         assert match  # the key was sorted by this pattern
         kind = next(kind for word, kind in REFUSED.items() if word in match["refused"])
-        raise UnsupportedError(
-            f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported; use KSampler "
-            f"for it, or a LoRA of another kind."
-        )
+        what = f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported"
+        raise UnsupportedError(f"{what}; use KSampler for it, or a LoRA of another kind.")
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
         what = f"of {target.name} it has only {some(keys.values())}"

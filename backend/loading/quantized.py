@@ -181,10 +181,8 @@ class ScaledFiles:
         }
         orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
         if orphan:
-            raise UnsupportedError(
-                f"{files.name} is quantized with scales ({quoted(orphan)}), but the weight that they belong "
-                f"to is not; {BADLY}."
-            )
+            what = f"{files.name} is quantized with scales ({quoted(orphan)})"
+            raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BADLY}.")
         self.shapes: Shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
     @property
@@ -233,10 +231,8 @@ def _layers(files: TensorFiles) -> list[Layer]:
 def _bytes(files: TensorFiles, key: str) -> bytes:
     shape = files.shapes[key]
     if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
-        raise UnsupportedError(
-            f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}, and "
-            f"describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}."
-        )
+        what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
+        raise UnsupportedError(f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}.")
     return bytes(files.read(key).flatten().tolist())
 
 
@@ -261,31 +257,28 @@ def _described_in_header(files: TensorFiles):
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
     kind = settings.get("format")
     stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
+    layer = f"{files.name}: the layer {quoted(name)}"
     if not isinstance(kind, str) or kind not in FORMATS:
         raise UnsupportedError(
-            f"{files.name}: the layer {quoted(name)} is quantized as {quoted(kind)}, which is not supported; "
-            f"supported are {', '.join(FORMATS)} and GGUF. Use another file of this model."
+            f"{layer} is quantized as {quoted(kind)}, which is not supported; supported are "
+            f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
         )
     form = FORMATS[kind]
     if stored not in form.stored:
-        raise UnsupportedError(
-            f"{files.name}: the layer {quoted(name)} is said to be {kind} but is stored as {stored}; {BADLY}."
-        )
+        raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BADLY}.")
     shapes = {leaf: files.shapes.get(f"{name}.{leaf}") for leaf in WEIGHT_SCALES}
     leaves = {leaf: shape for leaf, shape in shapes.items() if shape is not None}
     if "scale_weight" in leaves:
         leaves.setdefault("weight_scale", leaves["scale_weight"])
     missing = [leaf for leaf in form.needs if leaf not in leaves]
     if missing:
-        raise UnsupportedError(
-            f"{files.name}: the layer {quoted(name)} is quantized as {kind} but lacks {', '.join(missing)}; "
-            f"the file is incomplete: download it again."
-        )
+        what = f"{layer} is quantized as {kind} but lacks {', '.join(missing)}"
+        raise UnsupportedError(f"{what}; the file is incomplete: download it again.")
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
-    layer = Layer(name, form, settings, shape)
-    _check_scales(files, layer, kind, leaves["weight_scale"])
-    return layer
+    found = Layer(name, form, settings, shape)
+    _check_scales(files, found, kind, leaves["weight_scale"])
+    return found
 
 
 def _check_scales(files: TensorFiles, layer: Layer, kind: str, have: tuple[int, ...]):

@@ -63,10 +63,8 @@ class TensorFiles:
         """As in Weights; packed integers are refused."""
         name = self.stored(key)
         if name not in DTYPES:
-            raise UnsupportedError(
-                f"the tensor {quoted(key)} is stored as {name}, a quantization that is not "
-                f"supported; use a bf16, fp16, fp32, fp8 or GGUF file."
-            )
+            what = f"the tensor {quoted(key)} is stored as {name}, a quantization that is not supported"
+            raise UnsupportedError(f"{what}; use a bf16, fp16, fp32, fp8 or GGUF file.")
         return DTYPES[name]
 
     def stored(self, key: str) -> str:
@@ -92,10 +90,8 @@ def _check_kind(path: Path):
     if not path.is_file():
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):
-        raise UnsupportedError(
-            f"{path.name} is not a .safetensors file, nor .gguf; convert it, since other formats can run "
-            f"code when they are opened."
-        )
+        what = f"{path.name} is not a .safetensors file, nor .gguf"
+        raise UnsupportedError(f"{what}; convert it, since other formats can run code when they are opened.")
 
 
 def _open(path: Path):
