@@ -162,10 +162,9 @@ class BackendClient:
             return self._asked(protocol.Proof(mine), protocol.Welcome, check)
         except (BackendError, RefusedError) as error:
             self.close()
-            raise BackendError(
-                f"The backend at {self.address} did not let this client in ({error}); check that "
-                f"PARALLEL_DIT_TOKEN is the token that it was started with."
-            ) from error
+            what = f"The backend at {self.address} did not let this client in ({error})"
+            remedy = "check that PARALLEL_DIT_TOKEN is the token that it was started with"
+            raise BackendError(f"{what}; {remedy}.") from error
         finally:
             deadline.cancel()
 

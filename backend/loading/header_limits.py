@@ -105,10 +105,8 @@ def _next_to(index: Path, name: str, folders: Folders) -> Path:
     real = Path(os.path.realpath(path))
     homes = [folder, _cached(PurePath(folder)), _cached(PurePath(os.path.abspath(index.parent)))]
     if not any(home and real.is_relative_to(home) for home in homes) and not folders.holds(real):
-        raise UnsupportedError(
-            f"{quoted(index.name)} names {quoted(name)}, a link that leads out of the model's folder; put "
-            f"the file itself there, or a link to a folder of models."
-        )
+        what = f"{quoted(index.name)} names {quoted(name)}, a link that leads out of the model's folder"
+        raise UnsupportedError(f"{what}; put the file itself there, or a link to a folder of models.")
     return path
 
 

@@ -55,10 +55,8 @@ def pack(tensors: dict[str, Tensor]) -> tuple[bytes, list[memoryview]]:
     # large elements first, so that all lie at multiples of their size
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in NAMES:
-            raise ValueError(
-                f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent; choose one of "
-                f"{', '.join(map(str, NAMES))}."
-            )
+            what = f"the tensor {name!r} is of {tensor.dtype}, which cannot be sent"
+            raise ValueError(f"{what}; choose one of {', '.join(map(str, NAMES))}.")
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         table[name] = {
             "dtype": NAMES[tensor.dtype],

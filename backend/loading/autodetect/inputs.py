@@ -120,10 +120,8 @@ def inputs_of(cls, config) -> Inputs:
             raise cannot_run(cls, f"its forward needs {p.name!r}, which nothing here fills")
     names = tuple(p.name for p in parameters if p.name in FILLABLE)
     if "hidden_states" not in names or "timestep" not in names:
-        raise UnsupportedError(
-            f"the transformer class {cls.__name__} has no family file, and its forward takes no "
-            f"hidden_states and timestep; it is no denoiser of latents."
-        )
+        what = f"the transformer class {cls.__name__} has no family file, and its forward takes no"
+        raise UnsupportedError(f"{what} hidden_states and timestep; it is no denoiser of latents.")
     if "img_ids" in names and cls.__name__ not in POSITIONS:
         raise cannot_run(cls, "its pipeline computes 'img_ids', and nothing here tells how")
     guided = bool(config.get("guidance_embeds"))
