@@ -83,7 +83,6 @@ LAYOUT = Layout(
         "single_blocks.0.linear1.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     variants=dict.fromkeys(
         ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),
         "Chroma Radiance, which works on pixels",
@@ -113,7 +112,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
         refusal=refusal,

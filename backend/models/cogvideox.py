@@ -8,7 +8,6 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -101,7 +100,6 @@ LAYOUT = Layout(
         "blocks.0.attn_out.weight",
         "proj_out.weight",
     ),
-    absent=(),
     variants={"patch_embed.pos_embedding": "CogVideoX 1.0 image to video (learned positions)"},
     config=config_from_shapes,
     names={
@@ -132,11 +130,7 @@ SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
@@ -150,11 +144,9 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_concat", "ofs"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm2.linear")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

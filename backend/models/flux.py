@@ -140,5 +140,6 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
     build=Build(patch_module=patch_module),
+    tensor_plan=None,
     layout=LAYOUT,
 )

@@ -134,9 +134,7 @@ class TextCountedBefore(BlockAdapter):
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
@@ -149,7 +147,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
         context_tokens=references.token_count,

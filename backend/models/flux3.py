@@ -114,7 +114,6 @@ LAYOUT = Layout(
         "txt_mode_blocks.0.q_proj.weight",
         "single_blocks.0.q_proj.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
@@ -142,9 +141,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
@@ -155,7 +152,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "ref_latents"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         context_tokens=references.token_count,
         refusal=refusal,

@@ -87,9 +87,7 @@ LAYOUT = Layout(
         "single_stream_blocks.0.block.attn1.q_rms_norm.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 
 
@@ -118,11 +116,7 @@ TENSOR_PLAN = {
 FAMILY = Family(
     name="hidream",
     transformer="HiDreamImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
     blocks=Blocks(
         lists={"double_stream_blocks": APART, "single_stream_blocks": JOINED},

@@ -10,7 +10,6 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from .blocks import APART, BlockAdapter, Blocks
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -120,7 +119,6 @@ LAYOUT = Layout(
         "blocks.0.attn1.Wqkv.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     names={
@@ -166,15 +164,9 @@ class LongSkips(BlockAdapter):
 FAMILY = Family(
     name="hunyuan-dit",
     transformer="HunyuanDiT2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     noise=Noise(prediction="v", schedule=schedule),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
-    ),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
@@ -198,6 +190,5 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

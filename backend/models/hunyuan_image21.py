@@ -101,12 +101,8 @@ ONLY = {
 FAMILY = Family(
     name="hunyuan-image-2.1",
     transformer="HunyuanImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (1, *config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("image", "text"),
@@ -118,7 +114,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "txt_byt5", "attention_mask", "guidance"),
-        required=("c_crossattn",),
         widths=widths,
         ignored=("guidance",),
         text_tokens=text_tokens,

@@ -153,15 +153,9 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output), prepare=prepare
-    ),
+    io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("image", "text"),

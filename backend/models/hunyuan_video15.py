@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from .blocks import APART, Blocks
 from .common import references
 from .common.masked_text import MaskedText
-from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .hunyuan_video import NAMES, SPELLINGS, video_config
@@ -109,13 +109,9 @@ MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         returns=("image", "text"),
@@ -128,7 +124,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {
             "c_crossattn": config["text_embed_dim"],
             "txt_byt5": config["text_embed_2_dim"],
@@ -139,6 +134,5 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
     build=Build(patch_module=patch_module, only={"use_meanflow": (False, MEANFLOW)}),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

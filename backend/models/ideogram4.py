@@ -13,7 +13,6 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 )
 
 from .blocks import JOINED, Blocks
-from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
 from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -129,7 +128,6 @@ LAYOUT = Layout(
         "layers.0.adaln_modulation.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     names={
         "layers.{}.attention.qkv": " ".join(f"layers.{{}}.attention.to_{part}" for part in "qkv"),
@@ -139,9 +137,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"layers": JOINED},
@@ -151,10 +147,8 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -145,9 +145,7 @@ LAYOUT = Layout(
         "text_transformer_blocks.0.text_modulation.out_layer.weight",
         "out_layer.out_layer.weight",
     ),
-    absent=(),
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 #: Tensor parallelism: pattern of modules -> style.
 TENSOR_PLAN = {
@@ -159,9 +157,7 @@ TENSOR_PLAN = {
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_visual_dim"], patch=lambda config: tuple(config["patch_size"])
-    ),
+    latent=Latent(channels=lambda config: config["out_visual_dim"]),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
     ),

@@ -36,9 +36,9 @@ class Layout:
     """
 
     signature: tuple[str, ...]
-    absent: tuple[str, ...]
-    names: Mapping[str, str]
     config: Callable[[Shapes], dict]
+    names: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()

@@ -5,7 +5,6 @@ import torch
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .family import Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -96,7 +95,6 @@ LAYOUT = Layout(
         "blocks.0.mod.lin",
         "last.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     reshaped=("transformer_blocks.{}.scale_shift_table",),
     names=block("blocks", "transformer_blocks")
@@ -129,7 +127,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
         ignored=("attention_mask",),
         context_tokens=lambda config, grid, cond: references.token_count(
@@ -137,6 +134,5 @@ FAMILY = Family(
         ),
         refusal=refusal,
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

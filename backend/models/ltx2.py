@@ -239,7 +239,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.audio_to_video_attn.q_norm.weight",
         "audio_embeddings_connector.learnable_registers",
     ),
-    absent=(),
     config=config_from_shapes,
     metadata=metadata,
     companion=COMPANION,
@@ -282,9 +281,7 @@ PER_TOKEN = {
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), nested=LATENTS
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), nested=LATENTS),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(
@@ -305,7 +302,6 @@ FAMILY = Family(
             "keyframe_idxs",
             "generated_keyframes",
         ),
-        required=("c_crossattn",),
         widths=lambda config: {},
         precise=("frame_rate",),
         refusal=refusal,

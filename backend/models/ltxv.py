@@ -6,7 +6,6 @@ import json
 import torch
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 
@@ -131,7 +130,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    latent=Latent(channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=True),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=True),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
@@ -142,12 +141,10 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
         precise=("frame_rate",),
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

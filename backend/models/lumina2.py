@@ -107,11 +107,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
     blocks=Blocks(
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
@@ -121,7 +117,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         refusal=refusal,

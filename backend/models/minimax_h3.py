@@ -230,7 +230,6 @@ LAYOUT = Layout(
         "blocks.0.adaln_proj.linear.weight",
         "final_layer.audio_out.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("transformer_blocks.{}.ff.net.0.proj", "token_refiner.refiner_blocks.{}.ff.net.0.proj"),
     names=block("blocks", "transformer_blocks")
@@ -259,11 +258,7 @@ LATENTS = Nested(
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: tuple(config["patch_size"]),
-        nested=LATENTS,
-    ),
+    latent=Latent(nested=LATENTS),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
@@ -273,7 +268,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
         text_tokens=text_tokens,

@@ -5,7 +5,6 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -84,7 +83,6 @@ LAYOUT = Layout(
         "blocks.0.cross_attn.kv_linear.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     names={
         "x_embedder.proj": "pos_embed.proj",
@@ -113,25 +111,14 @@ SCHEDULE = DiscreteSchedule(0.0001, 0.02, "sqrt_linear")
 FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     noise=Noise(prediction="eps", schedule=lambda config: SCHEDULE),
-    io=ModelIO(
-        arguments=forward_args,
-        # the model also predicts a variance, which no sampler here reads
-        output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
-        prepare=prepare,
-    ),
+    io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -117,18 +117,13 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "proj_out.weight",
     ),
-    absent=(),
     variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    ),
+    latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
@@ -142,7 +137,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         context_tokens=references.token_count,
         refusal=refusal,
@@ -156,6 +150,7 @@ FAMILY = Family(
             "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
         },
     ),
+    tensor_plan=None,
     layout=LAYOUT,
     # two timesteps a call: nothing that one GEMM of all calls could give
     variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},

@@ -238,7 +238,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "transformer_blocks.0.img_mlp.gate_up.weight",
     ),
-    absent=(),
     variants={"control_img_in.weight": "Qwen-Image 2.1 Fun Control"},
     config=config_from_shapes,
     names={
@@ -249,9 +248,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
@@ -261,13 +258,13 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["context_in_dim"]},
         text_tokens=text_tokens,
         refusal=refusal,
     ),
     cache=Cache(static_text=True, prompt_modules=("txt_in",)),
     build=Build(patch_module=patch_module),
+    tensor_plan=None,
     layout=LAYOUT,
     # the text is modulated by the step
     variant=lambda config: {} if config.get("causal_condition", True) else {"cache.static_text": False},

@@ -15,7 +15,6 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransf
 
 from .blocks import APART, Blocks
 from .common import token_mixing
-from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -141,23 +140,15 @@ LAYOUT = Layout(
     ),
     absent=("transformer_blocks.0.ff.conv_temp.weight", "rope.freqs_cos"),  # SANA-Video
     config=config_from_shapes,
-    names={},  # the file is diffusers'
 )
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
-    ),
+    latent=Latent(frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
@@ -167,6 +158,5 @@ FAMILY = Family(
             "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
         },
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -2,7 +2,7 @@
 medium with a second attention over the image alone."""
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.tensor_plans import TEXT_LAYERS
 from .family import Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -63,7 +63,6 @@ LAYOUT = Layout(
         "y_embedder.mlp.0.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear", "transformer_blocks.{last}.norm1_context.linear"),
     names={
@@ -100,12 +99,8 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="sd3",
     transformer="SD3Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
@@ -124,6 +119,5 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

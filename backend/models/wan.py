@@ -9,7 +9,6 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -135,7 +134,6 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
-    absent=(),
     variants={
         "vace_patch_embedding.weight": "Wan VACE",
         "control_adapter.conv.weight": "Wan Fun Camera",
@@ -192,24 +190,18 @@ FRAME_TIMESTEPS = {
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: tuple(config["patch_size"]),
-        frames=True,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_concat", "clip_fea"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
     variant=lambda config: FRAME_TIMESTEPS if config["out_channels"] == 48 else {},
 )

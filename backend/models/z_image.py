@@ -5,7 +5,6 @@ import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from .blocks import JOINED, Blocks
-from .common.tensor_plans import COMMON
 from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -93,7 +92,6 @@ LAYOUT = Layout(
         "layers.0.adaLN_modulation.0.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     variants={
         "siglip_embedder.0.weight": "Z-Image Omni",
         "clip_text_pooled_proj.0.weight": "NewBie",
@@ -112,9 +110,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 2, 2), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 2, 2), frames=False),
     io=ModelIO(
         arguments=forward_args,
         output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
@@ -130,7 +126,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         refusal=refusal,
@@ -143,6 +138,5 @@ FAMILY = Family(
             "all_f_patch_size": ((1,), "a Z-Image of other patches"),
         },
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )
