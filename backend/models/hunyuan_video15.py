@@ -11,8 +11,8 @@ from .common.masked_text import MaskedText
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .hunyuan_video import NAMES, SPELLINGS, video_config
-from .key_layout import Layout
+from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
+from .key_layout import IN_OUT, Layout, under
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
@@ -22,18 +22,14 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
     ):
-        if attention_mask is not None:
-            attention_mask = (
-                None
-                if bool(attention_mask.all())
-                else F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
-            )
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        mask = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            mask = F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
 
 def patch_module(transformer, config):
-    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's
-    float32, in the dtype of their layer."""
+    """The cheaper mask for every block; sines of the timestep, made in float32, in their layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
@@ -44,23 +40,16 @@ def forward_args(config, grid, latent, sigma, cond):
     to video."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
-    image = (
-        cond["c_concat"]
-        if "c_concat" in cond
-        else latent.new_zeros(batch, config["in_channels"] - latent.shape[1], *latent.shape[2:])
-    )
-
-    def ones(x):
-        return torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-
+    channels = config["in_channels"] - latent.shape[1]
+    image = cond.get("c_concat", latent.new_zeros(batch, channels, *latent.shape[2:]))
     glyphs = cond.get("txt_byt5", text.new_zeros(batch, 0, config["text_embed_2_dim"]))
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
         timestep=sigma.expand(batch) * 1000,
         encoder_hidden_states=text,
-        encoder_attention_mask=cond.get("attention_mask", ones(text)),
+        encoder_attention_mask=cond.get("attention_mask", all_tokens(text)),
         encoder_hidden_states_2=glyphs,
-        encoder_attention_mask_2=ones(glyphs),
+        encoder_attention_mask_2=all_tokens(glyphs),
         image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])),
     )
 
@@ -92,10 +81,9 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
-    names=NAMES
-    | {
-        "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
-        "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
+    names={
+        **NAMES,
+        **under("time_in", "time_embed.timestep_embedder", IN_OUT),
         "cond_type_embedding.weight": "cond_type_embed.weight",
         "byt5_in.layernorm": "context_embedder_2.norm",
         **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},

@@ -6,7 +6,7 @@ import torch
 from .blocks import JOINED, Blocks
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 #: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
 #: scaled by their ratio.
@@ -207,20 +207,17 @@ def config_from_shapes(shapes):
     )
 
 
-def block(theirs, ours):
-    return {
-        f"{theirs}.{{}}.attn.qkv_proj": " ".join(f"{ours}.{{}}.attn.to_{part}" for part in "qkv"),
-        f"{theirs}.{{}}.attn.out_proj": f"{ours}.{{}}.attn.to_out.0",
-        f"{theirs}.{{}}.attn.q_norm": f"{ours}.{{}}.attn.norm_q",
-        f"{theirs}.{{}}.attn.k_norm": f"{ours}.{{}}.attn.norm_k",
-        f"{theirs}.{{}}.mlp.fc1": f"{ours}.{{}}.ff.net.0.proj",
-        f"{theirs}.{{}}.mlp.fc2": f"{ours}.{{}}.ff.net.2",
-        **{
-            f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{name}" for name in ("norm1", "norm2", "adaln_proj.linear")
-        },
-    }
-
-
+BLOCK = {
+    "attn.qkv_proj": "attn.to_q attn.to_k attn.to_v",
+    "attn.out_proj": "attn.to_out.0",
+    "attn.q_norm": "attn.norm_q",
+    "attn.k_norm": "attn.norm_k",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "adaln_proj.linear": "adaln_proj.linear",
+}
 LAYOUT = Layout(
     signature=(
         "video_patch_proj.weight",
@@ -232,9 +229,9 @@ LAYOUT = Layout(
     ),
     config=config_from_shapes,
     swapped=("transformer_blocks.{}.ff.net.0.proj", "token_refiner.refiner_blocks.{}.ff.net.0.proj"),
-    names=block("blocks", "transformer_blocks")
-    | block("token_refiner.blocks", "token_refiner.refiner_blocks")
-    | {
+    names={
+        **under("blocks.{}", "transformer_blocks.{}", BLOCK),
+        **under("token_refiner.blocks.{}", "token_refiner.refiner_blocks.{}", BLOCK),
         "video_patch_proj": "proj_in",
         "audio_patch_proj": "audio_proj_in",
         "condition_proj": "context_embedder",

@@ -6,7 +6,7 @@ from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from .blocks import JOINED, Blocks
 from .family import Build, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 #: Text and image are padded to a multiple of this many tokens.
 TEXT_MULTIPLE = 32
@@ -16,15 +16,11 @@ def patch_module(transformer, config):
     """diffusers fixes these widths at what they are in the released size."""
     if "feed_forward_width" not in config:
         return
-    hidden = config["feed_forward_width"]
-    time = config["time_width"]
     for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
-        block.feed_forward = FeedForward(config["dim"], hidden)
-    first, _, last = transformer.t_embedder.mlp
-    transformer.t_embedder.mlp[0], transformer.t_embedder.mlp[2] = (
-        torch.nn.Linear(first.in_features, time),
-        torch.nn.Linear(time, last.out_features),
-    )
+        block.feed_forward = FeedForward(config["dim"], config["feed_forward_width"])
+    layers = transformer.t_embedder.mlp
+    layers[0] = torch.nn.Linear(layers[0].in_features, config["time_width"])
+    layers[2] = torch.nn.Linear(config["time_width"], layers[2].out_features)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -40,10 +36,10 @@ def refusal(config, grid, cond):
     """Position tables have an end; the text, padded, comes first, and the image stands after it."""
     most = tuple(config["axes_lens"])
     needed = (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:])
+    if all(a <= b for a, b in zip(needed, most)):
+        return None
     return (
-        None
-        if all(a <= b for a, b in zip(needed, most))
-        else f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
+        f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
         f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
     )
 
@@ -72,15 +68,7 @@ def config_from_shapes(shapes):
     )
 
 
-def block(name):
-    return {
-        f"{name}.{{}}.attention.qkv": " ".join(f"{name}.{{}}.attention.to_{part}" for part in "qkv"),
-        f"{name}.{{}}.attention.out": f"{name}.{{}}.attention.to_out.0",
-        f"{name}.{{}}.attention.q_norm": f"{name}.{{}}.attention.norm_q",
-        f"{name}.{{}}.attention.k_norm": f"{name}.{{}}.attention.norm_k",
-    }
-
-
+ATTENTION = {"qkv": "to_q to_k to_v", "out": "to_out.0", "q_norm": "norm_q", "k_norm": "norm_k"}
 LAYOUT = Layout(
     signature=(
         "x_embedder.weight",
@@ -98,10 +86,10 @@ LAYOUT = Layout(
         "dec_net.cond_embed.weight": "Z-Image in pixels",
     },
     config=config_from_shapes,
-    names=block("noise_refiner")
-    | block("context_refiner")
-    | block("layers")
-    | {
+    names={
+        **under("noise_refiner.{}.attention", "noise_refiner.{}.attention", ATTENTION),
+        **under("context_refiner.{}.attention", "context_refiner.{}.attention", ATTENTION),
+        **under("layers.{}.attention", "layers.{}.attention", ATTENTION),
         "x_embedder": "all_x_embedder.2-1",
         "final_layer.linear": "all_final_layer.2-1.linear",
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",

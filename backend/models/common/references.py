@@ -12,6 +12,8 @@ from ..latent_tokens import TokenGrid
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")
+#: The remedy where a method does not exist (wrong_references).
+OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
