@@ -27,6 +27,8 @@ LATENTS = Nested(
 )
 #: Arguments, and results, of a block: the tokens of each latent.
 STREAMS = ("hidden_states", "audio_hidden_states")
+#: Arguments of a block that Levels makes, in the order of Block.levels.
+MODULATIONS = ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
 
 
 class VideoAndAudio(BlockAdapter):
@@ -82,14 +84,11 @@ class Attention(LTX2AudioVideoAttnProcessor):
         v = attn.to_v(source)
         if query_rotary_emb is not None:
             rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
-            q, k = (
-                rotate(x, emb) if x.shape[1] else x
-                for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb))
-            )
+            q = rotate(q, query_rotary_emb) if q.shape[1] else q
+            k = rotate(k, key_rotary_emb or query_rotary_emb) if k.shape[1] else k
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, None if attention_mask is None else attention_mask[:, None]
-        )
+        mask = None if attention_mask is None else attention_mask[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, mask)
         if attn.to_gate_logits is not None:
             out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
@@ -127,64 +126,28 @@ class Block(LTX2VideoTransformerBlock):
     heard: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
-    def forward(
-        self,
-        hidden_states,
-        audio_hidden_states,
-        encoder_hidden_states,
-        audio_encoder_hidden_states,
-        temb,
-        temb_audio,
-        temb_ca_scale_shift,
-        temb_ca_audio_scale_shift,
-        temb_ca_gate,
-        *args,
-        **kwargs,
-    ):
-        temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
-            levels.of(tokens)
-            for levels, tokens in zip(
-                self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)
-            )
-        )
-        self.times = temb_ca_scale_shift, temb_ca_gate
-        return super().forward(
-            hidden_states,
-            audio_hidden_states,
-            encoder_hidden_states,
-            audio_encoder_hidden_states,
-            temb,
-            temb_audio,
-            temb_ca_scale_shift,
-            temb_ca_audio_scale_shift,
-            temb_ca_gate,
-            *args,
-            **kwargs,
-        )
+    def forward(self, **call):
+        for name, levels in zip(MODULATIONS, self.levels):
+            call[name] = levels.of(call[name])
+        self.times = call["temb_ca_scale_shift"], call["temb_ca_gate"]
+        return super().forward(**call)
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
         """As diffusers', for any number of tokens, and for a few levels of many."""
+        count = len(scale_shift_table)
         if isinstance(temb, tuple):
             levels, tokens = temb
-            return tuple(
-                values[tokens]
-                for values in (
-                    scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))
-                ).unbind(dim=1)
-            )
-        return (
-            scale_shift_table[None, None].to(temb.device)
-            + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))
-        ).unbind(dim=2)
+            values = scale_shift_table.to(levels.device) + levels.unflatten(1, (count, -1))
+            return tuple(each[tokens] for each in values.unbind(dim=1))
+        values = temb.unflatten(2, (count, temb.shape[2] // count))
+        return (scale_shift_table[None, None].to(temb.device) + values).unbind(dim=2)
 
     def listen(self, attention, args, kwargs):
         """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
-        batch, (times, gates), table = (
-            self.video.shape[0],
-            self.times,
-            self.video_a2v_cross_attn_scale_shift_table,
-        )
+        batch = self.video.shape[0]
+        times, gates = self.times
+        table = self.video_a2v_cross_attn_scale_shift_table
         (gate,) = self.get_mod_params(table[4:], gates, batch)
         scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
         video = self.audio_to_video_norm(self.video + gate * self.heard) * (1 + scale) + shift
