@@ -64,58 +64,39 @@ def positions(grid, text, references, origin):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the forward's arguments. Times count from noise (0) to image (1); text has the video's time.
-
-    Reference tokens (keyframes, references and their audio) stand between text and audio."""
-    (video, audio), text, sigma, device = (
-        grid.unpack(latent),
-        cond["c_crossattn"],
-        sigma.clamp(min=1e-6),
-        latent.device,
-    )
-    text_length, references = (
-        text.shape[1],
-        cond["given_tags"][0].long()
-        if "given_tags" in cond
-        else torch.empty(0, dtype=torch.long, device=device),
-    )
+    """Times count from noise (0) to image (1); text has the video's time. Reference tokens (keyframes,
+    references and their audio) stand between text and audio."""
+    video, audio = grid.unpack(latent)
+    video_tokens, audio_tokens = (one.tokens for one in grid.grids)
+    text = cond["c_crossattn"]
+    device = latent.device
+    sigma = sigma.clamp(min=1e-6)
+    text_length = text.shape[1]
+    references = torch.empty(0, dtype=torch.long, device=device)
+    if "given_tags" in cond:
+        references = cond["given_tags"][0].long()
 
     def full(value, count):
         return torch.full((count,), value, device=device)
 
     kinds = torch.cat(
-        [
-            full(TEXT, text_length),
-            references,
-            full(AUDIO, grid.grids[1].tokens),
-            full(VIDEO, grid.grids[0].tokens),
-        ]
+        [full(TEXT, text_length), references, full(AUDIO, audio_tokens), full(VIDEO, video_tokens)]
     )
+    reference_moments = torch.where(references == AUDIO, 3, 2)
     moments = torch.cat(
-        [
-            full(0, text_length),
-            torch.where(references == AUDIO, 3, 2),
-            full(1, grid.grids[1].tokens),
-            full(0, grid.grids[0].tokens),
-        ]
+        [full(0, text_length), reference_moments, full(1, audio_tokens), full(0, video_tokens)]
     )
     tags = torch.cat([cond["text_tags"][0].long(), kinds[text_length:]]) if "text_tags" in cond else kinds
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
     if len(references):
-        clean = (
-            cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(REFERENCE_TIMES)
-        )
+        clean = cond.get("given_times", sigma.new_tensor(REFERENCE_TIMES)).reshape(-1)
         times += [torch.maximum(now, least) for now, least in zip(times, clean)]
 
     def with_references(name, tokens):
         return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
 
-    places = positions(
-        grid,
-        text_length,
-        cond["given_positions"][0] if len(references) else torch.empty(0, 3),
-        float(cond.get("origin", text_length)),
-    )
+    given = cond["given_positions"][0] if len(references) else torch.empty(0, 3)
+    places = positions(grid, text_length, given, float(cond.get("origin", text_length)))
     return dict(
         hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
         audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),

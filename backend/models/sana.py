@@ -1,9 +1,8 @@
 """SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the
 prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
 
-Linear attention is a sum over tokens (softmax-free, so what ranks exchange does not grow with the image); the
-convolution reads a line above and below. ComfyUI does not have this model, so its files are diffusers
-folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
+Linear attention is a sum over tokens, so what ranks exchange does not grow with the image. ComfyUI does not
+have this model: its files are diffusers folders, or the transformer's file out of one.
 """
 
 from typing import Any, cast
@@ -26,23 +25,23 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
         q = attn.to_q(hidden_states)
         k = attn.to_k(hidden_states)
         v = attn.to_v(hidden_states)
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
-        q, k, v = (
-            x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
-        )
+        q = F.relu(q if attn.norm_q is None else attn.norm_q(q))
+        k = F.relu(k if attn.norm_k is None else attn.norm_k(k))
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (q, k, v))
         v = F.pad(v, (0, 1), value=1.0)
-        out = q @ token_mixing.sum_over_tokens(
-            lambda tokens: k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
-        )
+
+        def share(tokens):
+            return k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
+
+        out = q @ token_mixing.sum_over_tokens(share)
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
 
 
 class MixedMLP(GLUMBConv):
-    """The MLP over some tokens, (B, D, n, 1), on as many whole lines of the image (``width`` tokens each) as
-    they need."""
+    """The MLP over some tokens, (B, D, n, 1), on the lines of the image (``width`` tokens each) that they
+    need."""
 
     width: int
 
@@ -50,9 +49,8 @@ class MixedMLP(GLUMBConv):
         n = hidden_states.shape[2]
         tokens, first, before = token_mixing.with_halo(hidden_states[..., 0].transpose(1, 2), self.width + 1)
         front = first % self.width
-        lines = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width)).unflatten(
-            1, (-1, self.width)
-        )
+        filled = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width))
+        lines = filled.unflatten(1, (-1, self.width))
         out = super().forward(lines.permute(0, 3, 1, 2)).flatten(2)
         return out[:, :, front + before : front + before + n, None]
 
@@ -99,8 +97,7 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
-#: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape
-#: tells).
+#: Size of a head of linear attention, and of cross-attention by the model's width, which no shape tells.
 HEAD = 32
 CROSS_HEAD = 112
 CROSS_HEADS = {1152: 72}
