@@ -141,7 +141,7 @@ FAMILY = Family(
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",
         "*.to_qkv_mlp_proj": "packed colwise",
-        "single_transformer_blocks.*.to_out": "rowwise behind attention",
+        "single_transformer_blocks.*.to_out": "rowwise after attention",
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },

@@ -19,8 +19,8 @@ def all_tokens(text):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and
-    its mask as further channels (c_concat)."""
+    """Timesteps and guidance run to 1000; c_concat is the image's latent and its mask, as further
+    channels."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
@@ -43,8 +43,8 @@ def refusal(config, grid, cond):
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
-            f"y has width {cond['y'].shape[1]}, but this model reads "
-            f"{config['pooled_projection_dim']}; encode the prompt with HunyuanVideo's text encoders."
+            f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "
+            f"encode the prompt with HunyuanVideo's text encoders."
         )
     return references.wrong_channels(config["in_channels"], grid, cond)
 
@@ -134,11 +134,7 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
-    names={
-        **NAMES,
-        **flux.EMBEDDERS,
-        **SINGLE_STREAM,
-    },
+    names=NAMES | flux.EMBEDDERS | SINGLE_STREAM,
 )
 FAMILY = Family(
     name="hunyuan-video",

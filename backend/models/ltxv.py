@@ -19,8 +19,8 @@ def guides(cond):
 
 
 def corners(grid, cond, device, causal, side=0):
-    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``:
-    the video starts with a single frame. Guides, the last tokens, say theirs."""
+    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``: the
+    video starts with a single frame. Guides, the last tokens, bring theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
     axes = [
         (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels

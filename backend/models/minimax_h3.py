@@ -8,11 +8,9 @@ from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
 from .key_layout import Layout, blocks_of, under
 
-#: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
-#: scaled by their ratio.
+#: Flow shift of the video's and the audio's schedule; solvers step both on the video's.
 SHIFT, AUDIO_SHIFT = 12.0, 3.0
-#: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24
-#: Hz).
+#: Video frames of the latent frames, which repeat; steps of the audio's clock (40 Hz) a video frame (24 Hz).
 FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
 KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
@@ -43,9 +41,8 @@ def axis(length, other):
 
 
 def positions(grid, text, references, origin):
-    """(text + references + audio + video, 3): tokens of text by their number; at ``origin`` on the same clock
-    the audio, its channels at the image's sides, and the video. ``references``: those of the reference
-    tokens."""
+    """(text + references + audio + video, 3): text by number; at ``origin`` on the same clock the audio, its
+    channels at the image's sides, and the video. ``references``: positions of the reference tokens."""
     (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)

@@ -17,8 +17,8 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 tokens.
-    ``image_tokens``: how many are image features."""
+    """Attention to image features (``image_tokens``) and to text of any length; diffusers' own takes 512
+    tokens."""
 
     image_tokens = 0
 
@@ -46,8 +46,8 @@ class ImageFirst(WanAttnProcessor):
 
 
 def embed_image(embedder, processor, features):
-    """(B, tokens, D) CLIP features -> as the blocks read them. First and last frame models have learned
-    positions, of which ComfyUI uses as many as there are tokens."""
+    """CLIP features (B, tokens, D) -> as the blocks read them. Some models have learned positions, of which
+    ComfyUI uses as many as there are tokens."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.image_tokens = features.shape[1]

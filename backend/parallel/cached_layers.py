@@ -75,7 +75,7 @@ def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, fou
 
 
 class _Captured(Exception):
-    """Carries the arguments of the first block out of a forward that is not needed further."""
+    """Carries the first block's arguments out of a forward."""
 
     def __init__(self, arguments: dict):
         super().__init__()

@@ -4,7 +4,7 @@ Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
   are divided, one all-reduce a pair. Styles of a plan: "colwise", "gated colwise" (two halves of outputs that
   are multiplied), "packed colwise" (several runs of outputs, which diffusers' layer names), "rowwise",
-  "rowwise behind attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
+  "rowwise after attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather).
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
   without the activations' split).
@@ -27,7 +27,7 @@ from .block_streams import block_list
 from .mesh import Axis, Mesh
 from .sequence import Span
 
-#: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
+#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
 QUERIES = ("to_q", "to_query")
 HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
 ALL_HEADS = "inner_dim"
@@ -177,7 +177,7 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
         return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
     packed = {
         "rowwise": [layer.in_features],
-        "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features],
+        "rowwise after attention": [layer.out_features, layer.in_features - layer.out_features],
     }
     # else diffusers' packed rowwise style
     widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]

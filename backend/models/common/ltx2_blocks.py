@@ -1,5 +1,5 @@
-"""Blocks of LTX-2: how the engine joins and divides their two streams, and what differs from diffusers'
-modules: ComfyUI's order of cross-attention, streams without tokens, and noise levels of single tokens."""
+"""Blocks of LTX-2: how the engine joins their two streams; ComfyUI's order of cross-attention, streams
+without tokens, and noise levels of single tokens."""
 
 from functools import wraps
 from typing import Any
@@ -56,11 +56,10 @@ class VideoAndAudio(BlockAdapter):
 
     def divided(self, call, image, tokens):
         """Undo ``joined``, for all tokens or for this rank's."""
-        whole = image.shape[1] == tokens.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
-        sizes = [
-            tokens.sequence.length_of(name) if whole else len(tokens.local_positions(name)) for name in names
-        ]
+        sizes = [len(tokens.local_positions(name)) for name in names]
+        if image.shape[1] == tokens.sequence.image:
+            sizes = [tokens.sequence.length_of(name) for name in names]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
 
@@ -95,10 +94,9 @@ class Attention(LTX2AudioVideoAttnProcessor):
 
 
 class Levels(LTX2AdaLayerNormSingle):
-    """Compute modulation once per noise level, where tokens have levels of their own.
+    """Compute modulation once per noise level, of which a mask has a few, and give blocks each token's index.
 
-    A mask has a few levels. Video of 1280 x 704 pixels and 121 frames has 14080 tokens, and modulation of one
-    is 9 x 4096 numbers. Blocks are given the index of each token's level.
+    A video of 1280 x 704 pixels and 121 frames has 14080 tokens, whose modulation is 9 x 4096 numbers each.
     """
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
@@ -155,7 +153,7 @@ class Block(LTX2VideoTransformerBlock):
         return args, {**kwargs, "encoder_hidden_states": video}
 
     def watch(self):
-        """Keep what listen needs."""
+        """Store what listen needs."""
         self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "heard", out))
         self.audio_to_video_norm.register_forward_pre_hook(
             lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
@@ -170,19 +168,16 @@ def highest(times, batch):
 
 
 def gate_by_highest_level(transformer, config):
-    """Compute a stream's gate from the highest noise level among the other stream's tokens, as ComfyUI does.
-
-    ComfyUI takes it over the whole batch, this over each sample; diffusers uses the stream's own tokens.
-    """
+    """Compute a stream's gate from the highest noise level of the other stream, as ComfyUI does for the whole
+    batch, and this for each sample; diffusers uses the stream's own tokens."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
     for heard, gate in (
         (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
         (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate),
     ):
-        heard.register_forward_pre_hook(
-            lambda module, args, kwargs, gate=gate: setattr(
-                gate, "loudest", highest(args[0], kwargs["batch_size"])
-            ),
-            with_kwargs=True,
-        )
-        gate.register_forward_pre_hook(lambda module, args: (module.loudest * factor,))
+
+        def note(module, args, kwargs, gate=gate):
+            gate.highest = highest(args[0], kwargs["batch_size"])
+
+        heard.register_forward_pre_hook(note, with_kwargs=True)
+        gate.register_forward_pre_hook(lambda module, args: (module.highest * factor,))

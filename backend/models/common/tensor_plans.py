@@ -14,7 +14,7 @@ COMMON = {
 #: Blocks with attention and MLP side by side and one output layer after both, as Flux's single ones.
 PARALLEL_MLP = {
     "single_transformer_blocks.*.proj_mlp": "colwise",
-    "single_transformer_blocks.*.proj_out": "rowwise behind attention",
+    "single_transformer_blocks.*.proj_out": "rowwise after attention",
 }
 #: Layers that diffusers' double blocks have for text alone (Blocks.text_layers).
 TEXT_LAYERS = ("attn.add_*", "attn.to_add_out", "ff_context*", "norm1_context*")
