@@ -46,8 +46,7 @@ NARROW = 32
 
 
 def config_from_shapes(shapes):
-    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two
-    experts are asked."""
+    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of a head; two experts run."""
     width = shapes["x_embedder.proj.weight"][0]
     double = blocks_of(shapes, "double_stream_blocks")
     single = blocks_of(shapes, "single_stream_blocks")
@@ -83,8 +82,7 @@ LAYOUT = Layout(
 
 
 class LlamaInEveryBlock(BlockAdapter):
-    """Every block reads a layer of Llama anew, at the end of the text; the model counts image tokens between
-    its lists."""
+    """Blocks read a layer of Llama anew, last in the text; the model counts image tokens between lists."""
 
     def per_block_text(self, arguments):
         return arguments["encoder_hidden_states_llama3"][0].shape[1]

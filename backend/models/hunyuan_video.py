@@ -19,8 +19,7 @@ def all_tokens(text):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps and guidance run to 1000; c_concat is the image's latent and its mask, as further
-    channels."""
+    """Timesteps and guidance run to 1000; c_concat: further channels, the image's latent and mask."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None

@@ -36,8 +36,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text
-    to video."""
+    """Timesteps run to 1000; c_concat: further channels, the image's latent and mask, or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]

@@ -48,8 +48,7 @@ class Prompt:
 
 
 def patch_module(transformer, config):
-    """Less work for the prompt and the mask; sines of the timestep, made in float32, in their layer's
-    dtype."""
+    """Less work for the prompt and the mask; float32 sines of the timestep in their layer's dtype."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:

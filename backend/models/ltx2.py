@@ -60,8 +60,7 @@ def variant(config):
 
 
 def widths(config):
-    """(features of a prompt that the connectors have yet to finish, of the video's and the audio's part of a
-    finished one)."""
+    """(features of an unfinished prompt, of the video's and the audio's part of a finished one)."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], (config["caption_channels"],) * 2
     parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]

@@ -20,8 +20,7 @@ SLOT = 4
 
 
 class Places(list):
-    """An entry of img_shapes with the ``positions`` (tokens, 3) of the sequence and the tokens of a
-    ``slot``."""
+    """An entry of img_shapes with ``positions`` (tokens, 3) of the sequence and tokens of a ``slot``."""
 
     def __init__(self, shapes, positions, slot):
         super().__init__(shapes)
@@ -84,8 +83,7 @@ class BlockCausal:
 
 @lru_cache(maxsize=4)
 def before(segments, device):
-    """(1, 1, tokens, tokens), true where given tokens may look; ``segments``: (first token, end, is it
-    text)."""
+    """(1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it text)."""
     ends = torch.cat(
         [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
     )

@@ -40,8 +40,7 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
 
 
 class MixedMLP(GLUMBConv):
-    """The MLP over some tokens, (B, D, n, 1), on the lines of the image (``width`` tokens each) that they
-    need."""
+    """The MLP over some tokens, (B, D, n, 1), on the lines of the image (of ``width``) that they need."""
 
     width: int
 

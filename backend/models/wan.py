@@ -17,8 +17,7 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features (``image_tokens``) and to text of any length; diffusers' own takes 512
-    tokens."""
+    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens."""
 
     image_tokens = 0
 

@@ -171,8 +171,7 @@ class Attention:
         return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
 
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
-        """Attend to the text's keys and values, cached from the call that had text tokens, and the
-        image's."""
+        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
         tokens = call.tokens
         groups = self._groups()
         where = (*where, call.context.items.lo)

@@ -90,8 +90,7 @@ def _width(module, family, config) -> int:
 
 
 def _pairs(kind, blocks, family, config, image, text) -> int:
-    """Multiplications of an attention call per feature; linear attention ("sum") has the head size for
-    keys."""
+    """Multiplications of an attention call per feature; "sum" has the head size for keys."""
     joint = image if family.blocks.lists[blocks] == IMAGE_ONLY else image + text
     queries, keys = {
         "joint": (joint, joint),

@@ -173,8 +173,7 @@ class Forward:
         return torch.cat([latent, references[:, shard.reference.lo : shard.reference.hi]], dim=1)
 
     def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
-        """Put the streams into a block's arguments, and cut the others; ``dummy``: the text is a dummy
-        token."""
+        """Put the streams into a block's arguments, and cut the others; ``dummy``: text is a dummy token."""
         structure = self.structure
         blocks = structure.family.blocks
         adapter = blocks.adapter

@@ -24,8 +24,7 @@ def count(mechanism: str, sent: Tensor | int):
 def all_to_all(
     chunks: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str
 ) -> list[Tensor]:
-    """Send ``chunks[i]``, of any shape, to rank i of ``axis``; return the tensor of ``shapes[i]`` from rank
-    i."""
+    """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = flat.new_empty(sum(sizes))
@@ -48,8 +47,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str) -> list[Tensor]:
-    """Return every rank's tensor, of ``shapes[i]``. Point to point: gloo's all_gather wants equal sizes and
-    is slower."""
+    """Return every rank's tensor, of ``shapes[i]``; gloo's all_gather is slower, and wants equal sizes."""
     if axis.size == 1:
         return [x]
     x = x.contiguous()

@@ -16,8 +16,7 @@ PREFETCH = 1
 
 
 def shard(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
-    """Shard every block, then the rest, over ``mesh.weights``; weights are whole while a block or its
-    predecessor runs."""
+    """Shard every block, then the rest, over ``mesh.weights``; weights are whole for the block that runs."""
     blocks = [block for name in block_lists for block in block_list(transformer, name)]
     for block in blocks:
         fully_shard(block, mesh=mesh.weights)

@@ -52,8 +52,7 @@ class KVBuffers:
         return tuple(buffer)
 
     def _begin(self, where: tuple, whole: bool):
-        """Prepare the first write of an evaluation: the last one's tokens, ``current``, become
-        ``previous``."""
+        """Prepare the first write of an evaluation: tokens in ``current`` become ``previous``."""
         if where not in self._written:
             return  # nothing was written before
         last = self.current[where]

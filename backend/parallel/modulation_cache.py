@@ -42,8 +42,7 @@ class TableIndex:
     indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def take(self, table: Tensor, context: StepContext, branch: str, shared: bool) -> Tensor:
-        """Return the rows of a ``table`` (rows, features) for the samples of ``context``, or, ``shared``, all
-        of its evaluation."""
+        """Return the rows of a ``table`` for the samples of ``context``; ``shared``: of its evaluation."""
         rows = self.rows[branch, context.evaluation]
         if not shared:
             rows = rows[context.samples]
@@ -193,8 +192,7 @@ class LayerCache:
             layer.known.clear()
 
     def begin_evaluation(self, evaluation: int):
-        """Have an evaluation's modulation ready if it is computed ahead. Collective over the ranks of pp and
-        tp."""
+        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""
         if self.plan is None:
             self._forget_modulation()
         elif evaluation >= self.plan.computed:

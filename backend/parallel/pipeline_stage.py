@@ -83,8 +83,7 @@ class Stage:
             self.pipe.drain()
 
     def expect(self, context: StepContext) -> bool:
-        """Post the receive of a forward to come; return False if its size is not known yet, which holds up
-        all after it."""
+        """Post the receive of a forward; return False, also for all after it, if its size is unknown."""
         if self.like is None or context.branch not in self.sequences:
             return False
         self._post(context, self.like)
@@ -102,8 +101,7 @@ class Stage:
         self, arguments: dict, context: StepContext, latent: int = 0, reference: int = 0
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
-        None on all but the last stage. ``latent``, ``reference``: tokens of them, which a joined tensor
-        hides."""
+        None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
         per_block_text = self.adapter.per_block_text(arguments)
         self.current = Forward(self.structure, context, latent, reference, per_block_text)
         try:

@@ -84,8 +84,7 @@ class ShardedLinear(nn.Module):
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm over the features of all heads, of which this rank holds some; squares are summed in
-    float32."""
+    """RMS norm over the features of all heads, of which this rank holds some; squares add up in float32."""
 
     def __init__(self, norm: nn.Module, shard: Shard):
         super().__init__()

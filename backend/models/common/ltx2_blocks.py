@@ -65,8 +65,7 @@ class VideoAndAudio(BlockAdapter):
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, with 2.3's gate of every head, for any number of tokens, none included: a patch may
-    hold no audio."""
+    """LTX-2's attention, with 2.3's gate of every head; a patch may hold no tokens of audio."""
 
     def __call__(
         self,

@@ -17,8 +17,7 @@ SMALL_CONNECTOR_HEADS = 4
 
 
 def finish(connector, prompt):
-    """Apply the connector to an unfinished prompt (B, tokens, width + 1); return finished prompts
-    unchanged."""
+    """Apply the connector to an unfinished prompt (B, tokens, width + 1); return others unchanged."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
     length = prompt.shape[1]
