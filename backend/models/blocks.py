@@ -1,5 +1,5 @@
-"""The blocks of a transformer as the engine takes them apart: data (Blocks), and what single families do
-otherwise (BlockAdapter)."""
+"""The blocks of a transformer as the engine takes them apart: data (Blocks), and single families' own code
+(BlockAdapter)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,13 +24,11 @@ def _head_size(config) -> int:
 
 
 class BlockAdapter:
-    """How the engine takes a block's arguments and results apart and puts them together again, where that is
-    more than names: a family whose blocks want something else overrides methods, in its own file.
+    """How the engine takes a block's arguments and results apart and puts them together again; a family whose
+    blocks need more than names overrides methods.
 
-    ``call``: a block's arguments by name; ``tokens``: which tokens a forward computes here
-    (parallel/sequence.py);
-    streams: {"image": (B, tokens, D), "text": (B, tokens, D) or None}. Blocks of lists that
-    are JOINED or IMAGE_ONLY have one stream: the engine knows what they take and return.
+    call: a block's arguments by name. tokens: which tokens a forward computes here (parallel/sequence.py).
+    streams: {"image": (B, tokens, D), "text": (B, tokens, D) or None}, of lists that are APART.
     """
 
     #: The argument that takes an earlier block's image tokens (skip_source).
@@ -41,13 +39,12 @@ class BlockAdapter:
         return None
 
     def per_block_text(self, arguments: Mapping[str, Any]) -> int:
-        """Count the tokens at the end of the text (text_position "last") that every block is given anew and
-        that go no further, from the arguments of the transformer's forward."""
+        """Count the tokens at the end of the text (text_position "last") that every block is given anew, from
+        the arguments of the transformer's forward."""
         return 0
 
     def latents(self, call: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        """Name the latents that follow each other in the image stream, and count their tokens, where blocks
-        attend to them apart: their names are kinds like "image"."""
+        """Name the latents of the image stream, and count their tokens, if blocks attend to them apart."""
         return ()
 
     def image(self, blocks: "Blocks", call: Mapping[str, Any]) -> Tensor:
@@ -70,24 +67,22 @@ class BlockAdapter:
         return tuple(out) if len(out) > 1 else out[0]
 
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the image stream as the model gets it between lists that are joined and that are not;
-        ``whole`` fills it up to the tokens of the sequence, for a model that counts them there."""
+        """Return the image stream as the model gets it between lists of different kinds; ``whole`` fills it
+        up to the sequence, for a model that counts tokens there."""
         return image
 
     def text_after_blocks(self, text: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the text as the model gets it from the last block, if its first list is not joined: a model
-        that cuts it off counts either what the first lists returned, which ``text`` has, or what it handed
-        in, as ``whole`` makes it."""
+        """Return the text as the model gets it from the last block, if its first list is not joined:
+        ``text``, as long as the first lists returned it, or ``whole`` of it, as long as the model handed it
+        in."""
         return text
 
     def cut(self, call: Mapping[str, Any], tokens) -> dict[str, Any]:
-        """Return arguments, besides those that per_token names, that differ for a block which is given
-        ``tokens`` alone."""
+        """Return further arguments, next to per_token, that differ for a block which is given ``tokens``."""
         return {}
 
     def take_text_mask(self, call: dict[str, Any]) -> Tensor | None:
-        """Take the mask (B, text) that hides text tokens from every query out of the arguments: attention
-        applies it in the block's place."""
+        """Take the mask (B, text) of text tokens out of the arguments: attention applies it instead."""
         return None
 
 
@@ -98,26 +93,23 @@ class Blocks:
     lists: names of the transformer's ModuleLists in pipeline order -> APART, JOINED (the image argument, and
     only result, carries text and image in the order of text_position) or IMAGE_ONLY.
     returns: what a block returns, in order ("image", "text").
-    image, text: names of the arguments that carry image tokens and text tokens (text None: the prompt is
-    read through cross-attention).
+    image, text: names of the arguments of image tokens and text tokens (None: text is in cross-attention).
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
-    needs_text_token: blocks fail on a text stream without tokens, so where they have none they are given a
-    dummy token that attention leaves out.
-    per_token: arguments that have a row per token: name -> (kind, dimension), or (kinds of a tuple's
-    elements, dimension); with a third entry, only where the tensor has that many dimensions. One row stands
-    for all.
-    per_feature: arguments whose last dimension runs over the features of all heads (rotation before the
-    heads are told apart), or, of four, whose second runs over heads.
-    attention: kind of each attention call of a block, in order ("joint" | "image" | "text" | "cross", or two:
-    whose queries, whose keys), and of each call of token_mixing.py ("sum" | "surroundings").
-    heads: config -> number of attention heads; head_size: config -> features of a head; width: config ->
-    features of a token between blocks, where they are not those of all heads.
+    needs_text_token: blocks fail on a text stream without tokens, so they are given a dummy token.
+    per_token: name of an argument with an entry per token, or one for all -> (kind, or kinds of a tuple's
+    elements, dimension, and number of dimensions if others are not cut).
+    per_feature: arguments whose last dimension runs over the features of all heads, or, of four, whose second
+    runs over heads.
+    attention: kind of each attention call of a block, in order: "joint", "image" and "text" attend within the
+    sequence, two kinds from queries to keys, "cross" to the prompt; calls of token_mixing.py are "sum" and
+    "surroundings".
+    heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
+    between blocks, if they are not those of all heads.
     text_layers: layers of a block (patterns) that text tokens alone pass through.
-    flop_shares: layers of a block (patterns) -> transformer config -> share of their FLOPs that a token
-    costs, where
-    it is not all: a token passes some experts, one row stands for all.
-    whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None where it can.
-    adapter: what no data here says: see BlockAdapter.
+    flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
+    all.
+    whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
+    adapter: code for what no data here says.
     """
 
     lists: Mapping[str, str]

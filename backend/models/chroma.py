@@ -11,44 +11,37 @@ from .common.timestep_precision import keep_timestep
 from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
-#: Rows of ComfyUI's modulation table, those of the released size; the last two are the final layer's in any
-#: size.
+#: Rows of ComfyUI's modulation table, in any size: those of the released one.
 MODULATIONS = 344
 
 
 def patch_module(transformer, config):
     """Timesteps are not rounded."""
-    keep_timestep(
-        transformer, transformer.time_text_embed, transformer.distilled_guidance_layer.in_proj, 1000.0
-    )
+    reader = transformer.distilled_guidance_layer.in_proj
+    keep_timestep(transformer, transformer.time_text_embed, reader, 1000.0)
 
 
 def prepare(transformer, grid):
     """diffusers makes the table as long as the model needs."""
     embed = transformer.time_text_embed
-    embed.mod_proj = get_timestep_embedding(
-        torch.arange(MODULATIONS) * 1000,
-        embed.mod_proj.shape[1],
-        flip_sin_to_cos=True,
-        downscale_freq_shift=0,
-    ).to(embed.mod_proj.device)
+    width = embed.mod_proj.shape[1]
+    numbers = torch.arange(MODULATIONS) * 1000
+    table = get_timestep_embedding(numbers, width, flip_sin_to_cos=True, downscale_freq_shift=0)
+    embed.mod_proj = table.to(embed.mod_proj.device)
 
 
 def forward_args(config, grid, latent, sigma, cond):
     """Flux's arguments without pooled prompt and guidance."""
     arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, {**cond, "y": None})
-    return {
-        name: value for name, value in arguments.items() if name not in ("pooled_projections", "guidance")
-    }
+    del arguments["pooled_projections"], arguments["guidance"]
+    return arguments
 
 
 def refusal(config, grid, cond):
     """diffusers fixes Chroma's guidance embedding at ComfyUI's default."""
-    return (
-        "guidance is not 0, which Chroma does not have in diffusers; remove FluxGuidance."
-        if "guidance" in cond and cond["guidance"].any()
-        else None
-    )
+    if "guidance" in cond and cond["guidance"].any():
+        return "guidance is not 0, which Chroma does not have in diffusers; remove FluxGuidance."
+    return None
 
 
 def config_from_shapes(shapes):
@@ -56,7 +49,6 @@ def config_from_shapes(shapes):
     hidden = shapes["img_in.weight"][0]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     axis = 56 * head // 128 // 2 * 2
-    network = "distilled_guidance_layer"
     return dict(
         in_channels=shapes["img_in.weight"][1],
         out_channels=shapes["final_layer.linear.weight"][0],
@@ -66,9 +58,9 @@ def config_from_shapes(shapes):
         num_attention_heads=hidden // head,
         joint_attention_dim=shapes["txt_in.weight"][1],
         axes_dims_rope=(head - 2 * axis, axis, axis),
-        approximator_num_channels=shapes[f"{network}.in_proj.weight"][1],
-        approximator_hidden_dim=shapes[f"{network}.in_proj.weight"][0],
-        approximator_layers=blocks_of(shapes, f"{network}.layers"),
+        approximator_num_channels=shapes[f"{GUIDANCE}.in_proj.weight"][1],
+        approximator_hidden_dim=shapes[f"{GUIDANCE}.in_proj.weight"][0],
+        approximator_layers=blocks_of(shapes, f"{GUIDANCE}.layers"),
     )
 
 
@@ -83,7 +75,6 @@ LAYOUT = Layout(
         "single_blocks.0.linear1.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     variants=dict.fromkeys(
         ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),
         "Chroma Radiance, which works on pixels",
@@ -113,7 +104,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
         refusal=refusal,

@@ -8,10 +8,9 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 
 def rotary(config, grid, device):
@@ -35,14 +34,13 @@ def rotary(config, grid, device):
 def forward_args(config, grid, latent, timestep, cond):
     """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
     batch = latent.shape[0]
+    has_rotary = config["use_rotary_positional_embeddings"]
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=timestep.expand(batch),
         ofs=cond["ofs"].reshape(-1).expand(batch) if "ofs" in cond else None,
-        image_rotary_emb=rotary(config, grid, latent.device)
-        if config["use_rotary_positional_embeddings"]
-        else None,
+        image_rotary_emb=rotary(config, grid, latent.device) if has_rotary else None,
     )
 
 
@@ -70,7 +68,7 @@ HEAD = 64
 def config_from_shapes(shapes):
     """Arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two frames."""
     embedding = shapes["patch_embed.proj.weight"]
-    time = 1 if len(shapes["patch_embed.proj.weight"]) == 4 else 2
+    time = 1 if len(embedding) == 4 else 2
     learned = "patch_embed.pos_embedding" in shapes
     return dict(
         num_attention_heads=embedding[0] // HEAD,
@@ -91,7 +89,20 @@ def config_from_shapes(shapes):
     )
 
 
-BLOCK = "transformer_blocks.{}"
+BLOCK = {
+    "norm1.linear": "norm1.linear",
+    "norm1.norm": "norm1.norm",
+    "norm2.linear": "norm2.linear",
+    "norm2.norm": "norm2.norm",
+    "q": "attn1.to_q",
+    "k": "attn1.to_k",
+    "v": "attn1.to_v",
+    "norm_q": "attn1.norm_q",
+    "norm_k": "attn1.norm_k",
+    "attn_out": "attn1.to_out.0",
+    "ff_proj": "ff.net.0.proj",
+    "ff_out": "ff.net.2",
+}
 LAYOUT = Layout(
     signature=(
         "patch_embed.proj.weight",
@@ -101,7 +112,6 @@ LAYOUT = Layout(
         "blocks.0.attn_out.weight",
         "proj_out.weight",
     ),
-    absent=(),
     variants={"patch_embed.pos_embedding": "CogVideoX 1.0 image to video (learned positions)"},
     config=config_from_shapes,
     names={
@@ -109,34 +119,14 @@ LAYOUT = Layout(
         "time_embedding_linear_2": "time_embedding.linear_2",
         "ofs_embedding_linear_1": "ofs_embedding.linear_1",
         "ofs_embedding_linear_2": "ofs_embedding.linear_2",
-        **{
-            f"blocks.{{}}.{theirs}": f"{BLOCK}.{ours}"
-            for theirs, ours in {
-                "norm1.linear": "norm1.linear",
-                "norm1.norm": "norm1.norm",
-                "norm2.linear": "norm2.linear",
-                "norm2.norm": "norm2.norm",
-                "q": "attn1.to_q",
-                "k": "attn1.to_k",
-                "v": "attn1.to_v",
-                "norm_q": "attn1.norm_q",
-                "norm_k": "attn1.norm_k",
-                "attn_out": "attn1.to_out.0",
-                "ff_proj": "ff.net.0.proj",
-                "ff_out": "ff.net.2",
-            }.items()
-        },
+        **under("blocks.{}", "transformer_blocks.{}", BLOCK),
     },
 )
 SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config.get("patch_size_t") or 1, config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
@@ -150,11 +140,9 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_concat", "ofs"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm2.linear")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -1,5 +1,4 @@
-"""Noise levels of models that were trained on 1000 discrete timesteps; the arithmetic is ComfyUI's
-(comfy/model_sampling.py, ModelSamplingDiscrete)."""
+"""Noise levels of 1000 discrete timesteps, as ComfyUI computes them (ModelSamplingDiscrete)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,14 +6,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-#: Terminal alpha of a schedule rescaled to zero terminal SNR: small instead of zero, so that sigma is finite.
+#: Terminal alpha of a schedule of zero terminal SNR: not zero, so that sigma is finite.
 LAST_ALPHA = 4.8973451890853435e-08
 
 
 @dataclass(frozen=True)
 class DiscreteSchedule:
-    """betas rise from ``start`` to ``end``, linearly in their square root ("linear", Stable Diffusion's) or
-    in themselves ("sqrt_linear")."""
+    """betas rise from ``start`` to ``end``, linearly in their square root ("linear") or in themselves
+    ("sqrt_linear")."""
 
     start: float
     end: float

@@ -8,13 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import Blocks
+from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .key_layout import Layout
 from .latent_tokens import NestedGrid, TokenGrid
 
-#: How one stream or per-token argument relates to the sequence: its tokens are "text", "image" or both
-#: ("joint").
-Kind = str
 Grid = TokenGrid | NestedGrid
 Config = Mapping[str, Any]
 Arguments = dict[str, Tensor]
@@ -22,13 +20,11 @@ Arguments = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Nested:
-    """Several latents of one request, as ComfyUI nests them: names, and config -> patch and channels, in
-    ComfyUI's order.
+    """Several latents of one request, in ComfyUI's order: names, and config -> patches and channels.
 
     order: the latents as their tokens follow each other in the model's sequence.
-    carry: sigma (0-d) -> for every latent three numbers (0-d) where the solvers step it at another scale than
-    the model's: the model is given ``input`` times x, and the velocity of x is ``own`` times x plus
-    ``output`` times the model's.
+    carry: sigma (0-d) -> (input, own, output) of every latent, 0-d, where solvers step it at another scale
+    than the model's: the model gets input * x, and the velocity of x is own * x + output * the model's.
     """
 
     names: tuple[str, ...]
@@ -38,34 +34,45 @@ class Nested:
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
 
+def _channels(config) -> int:
+    return config["in_channels"]
+
+
+def _patch(config) -> tuple[int, int, int]:
+    """patch_size is a number, or one for each axis."""
+    size = config["patch_size"]
+    if isinstance(size, int):
+        return config.get("patch_size_t") or 1, size, size
+    time, height, width = (1, *size)[-3:]
+    return time, height, width
+
+
 @dataclass(frozen=True)
 class Latent:
     """The latent that a family denoises.
 
     channels, patch: transformer config -> channels, and (pt, ph, pw), latent pixels per token (of the first
-    latent, where there are several).
+    of nested latents).
     frames: latents have a time axis (True) or none (False); None where either runs.
     nested: the latents, where the model denoises several at once.
     """
 
-    channels: Callable[[Config], int]
-    patch: Callable[[Config], tuple[int, int, int]]
+    channels: Callable[[Config], int] = _channels
+    patch: Callable[[Config], tuple[int, int, int]] = _patch
     frames: bool | None = None
     nested: Nested | None = None
 
     @property
     def dimensions(self) -> tuple[int, ...]:
         """How many dimensions a latent may have, (B, C, [T,] H, W)."""
-        return (4, 5) if self.frames is None else (5,) if self.frames else (4,)
+        return {None: (4, 5), True: (5,), False: (4,)}[self.frames]
 
     def grid(self, config: Config, shape: tuple[int, ...], latent_shapes: list) -> Grid:
         """Tokens of a latent (C, [T,] H, W); of nested ones with these shapes."""
         if self.nested is None:
             return TokenGrid(tuple(shape), self.patch(config))
         latents = zip(latent_shapes, self.nested.patches(config))
-        return NestedGrid(
-            tuple(TokenGrid(tuple(shape_of), patch) for shape_of, patch in latents), self.nested.order
-        )
+        return NestedGrid(tuple(TokenGrid(tuple(each), patch) for each, patch in latents), self.nested.order)
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,8 @@ class Noise:
     """What the model's output means, and which noise it knows.
 
     prediction: a name of prediction.PREDICTIONS.
-    schedule: transformer config -> noise levels of a model of discrete timesteps ("eps" and "v" predictions);
-    None for flow models.
-    clean_inpaint: the part that a mask keeps is given to the model without noise.
+    schedule: transformer config -> noise levels of discrete timesteps ("eps", "v"); None for flow models.
+    clean_inpaint: the model is given the part that a mask keeps without noise.
     """
 
     prediction: str = "flow"
@@ -83,20 +89,25 @@ class Noise:
     clean_inpaint: bool = False
 
 
+def _latent_tokens(output, grid) -> Tensor:
+    """Tokens of an output in the latent's shape, without further channels, such as a variance."""
+    return grid.padded.to_tokens(output[:, : grid.shape[0]])
+
+
 @dataclass(frozen=True)
 class ModelIO:
     """How the transformer's forward is called.
 
     arguments: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning)
-    -> arguments of the forward. The time is the noise level, or where there is a ``schedule`` its timestep:
-    0-d, or (B,) where a client tells each sample's (ModelCall).
-    output: the transformer's output (all of its outputs, where latents are nested), grid -> tokens (B, N, F).
-    prepare: (transformer, grid), called as a request begins: sets what the model keeps in attributes and
-    ComfyUI derives from the latent.
+    -> arguments of the forward. The time is the noise level, or its timestep where there is a ``schedule``:
+    0-d, or (B,) where a client gives each sample its own (ModelCall).
+    output: the transformer's output (all outputs, where latents are nested), grid -> tokens (B, N, F).
+    prepare: (transformer, grid), called as a request begins: sets attributes that ComfyUI derives from the
+    latent.
     """
 
     arguments: Callable[[Config, Any, Tensor, Tensor, Arguments], dict[str, Any]]
-    output: Callable[[Any, Any], Tensor]
+    output: Callable[[Any, Any], Tensor] = _latent_tokens
     prepare: Callable[[nn.Module, Any], None] | None = None
 
 
@@ -119,16 +130,15 @@ class Conditioning:
     accepted: their names; required: those without which a request is refused; precise: those that keep their
     own type; ignored: those that ComfyUI sends and the model does not read.
     widths: transformer config -> features of arguments, by name.
-    text_tokens: arguments of one guidance branch -> tokens that ride with patch 0 in front of, or after, the
-    latent's where text is joined with it.
-    context_tokens: (transformer config, grid, arguments of one guidance branch) -> tokens that ModelIO.
-    arguments puts after the latent's in the image stream: given, not denoised.
+    text_tokens: arguments of one CFG branch -> text tokens of the joint sequence, which ride with patch 0.
+    context_tokens: (transformer config, grid, arguments of one CFG branch) -> reference tokens, which
+    ModelIO.arguments puts after the latent's in the image stream.
     refusal: the same -> why the family cannot run them, as one sentence, or None.
     """
 
     accepted: tuple[str, ...]
-    required: tuple[str, ...]
     widths: Callable[[Config], dict[str, int]]
+    required: tuple[str, ...] = ("c_crossattn",)
     ignored: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
     text_tokens: Callable[[Arguments], int] = _prompt_tokens
@@ -136,24 +146,20 @@ class Conditioning:
     refusal: Callable[[Config, Any, Arguments], str | None] = _no_refusal
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
-        """The argument ``name`` as the transformer takes it: on its device, and in its type where it is a
-        floating one."""
-        return value.to(
-            device, dtype if value.is_floating_point() and name not in self.precise else value.dtype
-        )
+        """Move the argument ``name`` to the transformer's device, and to its type if it is floating-point."""
+        casts = value.is_floating_point() and name not in self.precise
+        return value.to(device, dtype if casts else value.dtype)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Layers whose result does not change with every token or step (patterns; of a block where nothing else
-    is said).
+    """Layers of a block (patterns) whose result does not change with every token or step.
 
-    modulation: their input is silu of the block's argument ``modulation_argument`` (B, D), the same for every
-    token: computed ahead. modulation_per_sample: False where that argument is (tokens, D), the same for all
-    samples of a batch.
-    prompt_layers: their input is the prompt alone (keys and values of cross-attention): computed once a
-    request. prompt_modules: the same of modules of the transformer before its blocks.
-    static_text: text is the same at every step: its tokens run through the blocks in a prompt's first
+    modulation: their input is silu of the block's argument ``modulation_argument`` (B, D): computed ahead.
+    modulation_per_sample: False where that argument is (tokens, D), the same for all samples of a batch.
+    prompt_layers: their input is the prompt alone: computed once a request. prompt_modules: the same of
+    modules of the transformer before its blocks.
+    static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
     evaluation alone, and their keys and values are cached.
     """
 
@@ -169,11 +175,10 @@ class Cache:
 class Build:
     """How the diffusers class becomes the family's transformer.
 
-    patch_module: (transformer without weights, config), called as it is built: widths that the diffusers
-    class fixes and files of other sizes vary, and modules that compute otherwise in ComfyUI.
+    patch_module: (transformer without weights, config), called as it is built: changes widths that the
+    diffusers class fixes, and modules that compute otherwise in ComfyUI.
     float32: parameters (patterns) that stay in float32 whatever the precision of the others.
-    only: entries of the transformer's config -> (the value that is supported, what models with another one
-    are).
+    only: config entry -> (the value that is supported, what models with another one are).
     """
 
     patch_module: Callable[[nn.Module, Config], None] | None = None
@@ -194,8 +199,8 @@ class Family:
     """Everything family specific, in groups.
 
     transformer: the diffusers class. layout: the key layout of single files.
-    tensor_plan: module pattern -> style (see parallel/tensor_parallel.py) for tensor parallelism, where the
-    diffusers class has no _tp_plan.
+    tensor_plan: module pattern -> style (see parallel/tensor_parallel.py) for tensor parallelism; None for
+    the _tp_plan of the diffusers class.
     variant: transformer config -> entries that differ for it, "group.field" -> value.
     """
 
@@ -209,7 +214,7 @@ class Family:
     noise: Noise = Noise()
     cache: Cache = Cache()
     build: Build = Build()
-    tensor_plan: Mapping[str, Any] | None = None
+    tensor_plan: Mapping[str, Any] | None = field(default_factory=lambda: COMMON)
     variant: Callable[[Config], dict[str, Any]] = _no_variant
 
     def of(self, config: Config) -> "Family":
@@ -217,8 +222,7 @@ class Family:
         return self.changed(self.variant(config))
 
     def changed(self, entries: Mapping[str, Any]) -> "Family":
-        """The family with other ``entries``, "group.field" or "field" -> value; itself where there are
-        none."""
+        """The family with other ``entries``, "group.field" or "field" -> value."""
         family = self
         for path, value in entries.items():
             group, _, name = path.rpartition(".")

@@ -5,11 +5,11 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.double_stream import DOUBLE_STREAM
+from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout
+from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
@@ -23,17 +23,15 @@ def forward_args(config, grid, latent, sigma, cond):
     multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, "offset")
+    how = how if how in references.PLACES else "offset"
+    image = grid.to_tokens(references.with_channels(latent, cond))
     return dict(
-        hidden_states=torch.cat(
-            [grid.to_tokens(references.with_channels(latent, cond)), *references.tokens(grid, cond)], dim=1
-        ),
+        hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond["y"],
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=references.all_positions(
-            grid, cond, how if how in references.PLACES else "offset", latent.device
-        ),
+        img_ids=references.all_positions(grid, cond, how, latent.device),
         txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
     )
 
@@ -42,33 +40,26 @@ def refusal(config, grid, cond):
     """Fill, Canny and Depth take an image as channels; diffusers' blocks give one timestep to all tokens."""
     if config["guidance_embeds"] and "guidance" not in cond:
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
-    if references.references(cond) and config["in_channels"] != (
-        config["out_channels"] or config["in_channels"]
-    ):
+    takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])
+    if references.references(cond) and takes_channels:
         return (
-            "it has reference latents, but this model takes its picture as channels (Fill, Canny, "
-            "Depth); use FLUX.1 Kontext or remove ReferenceLatent."
+            "it has reference latents, but this model takes its image as channels (Fill, Canny, Depth); "
+            "use FLUX.1 Kontext or remove ReferenceLatent."
         )
-    return references.wrong_references(
-        grid, cond, "choose another method in Edit Model Reference Method"
-    ) or references.wrong_channels(config["in_channels"] // 4, grid, cond)
+    wrong = references.wrong_references(grid, cond, references.OTHER_METHOD)
+    return wrong or references.wrong_channels(config["in_channels"] // 4, grid, cond)
 
 
 def config_from_shapes(shapes):
-    """Arguments of FluxTransformer2DModel from the tensors' shapes; RoPE axes are (16, 56, 56)/128 of the
-    head size."""
-
-    def count(prefix):
-        return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
-
+    """Arguments of FluxTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
     hidden = shapes["img_in.weight"][0]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     image_axis = 56 * head // 128 // 2 * 2
     return dict(
         in_channels=shapes["img_in.weight"][1],
         out_channels=shapes["final_layer.linear.weight"][0],
-        num_layers=count("double_blocks."),
-        num_single_layers=count("single_blocks."),
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
         attention_head_dim=head,
         num_attention_heads=hidden // head,
         joint_attention_dim=shapes["txt_in.weight"][1],
@@ -78,7 +69,11 @@ def config_from_shapes(shapes):
     )
 
 
-SINGLE = "single_transformer_blocks.{}"
+EMBEDDERS = (
+    under("time_in", "time_text_embed.timestep_embedder", IN_OUT)
+    | under("vector_in", "time_text_embed.text_embedder", IN_OUT)
+    | under("guidance_in", "time_text_embed.guidance_embedder", IN_OUT)
+)
 LAYOUT = Layout(
     signature=(
         "img_in.weight",
@@ -94,19 +89,9 @@ LAYOUT = Layout(
     names={
         "img_in": "x_embedder",
         "txt_in": "context_embedder",
-        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
-        "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
-        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-        "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
-        "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+        **EMBEDDERS,
         **DOUBLE_STREAM,
-        "single_blocks.{}.modulation.lin": f"{SINGLE}.norm.linear",
-        "single_blocks.{}.linear1": f"{SINGLE}.attn.to_q {SINGLE}.attn.to_k {SINGLE}.attn.to_v "
-        f"{SINGLE}.proj_mlp",
-        "single_blocks.{}.linear2": f"{SINGLE}.proj_out",
-        "single_blocks.{}.norm.query_norm.scale": f"{SINGLE}.attn.norm_q.weight",
-        "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
+        **SINGLE_STREAM,
         "final_layer.linear": "proj_out",
         "final_layer.adaLN_modulation.1": "norm_out.linear",
     },
@@ -140,5 +125,6 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
     build=Build(patch_module=patch_module),
+    tensor_plan=None,
     layout=LAYOUT,
 )

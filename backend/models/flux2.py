@@ -5,10 +5,11 @@ import torch
 
 from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common import references
+from .common.double_stream import DOUBLE_STREAM
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import IN_OUT, Layout, blocks_of, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
 NUMBERS = 10
@@ -27,14 +28,13 @@ def forward_args(config, grid, latent, sigma, cond):
     device = latent.device
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
-    image = references.all_positions(grid, cond, how if how in references.PLACES else "offset", device)
+    placed = how if how in references.PLACES else "offset"
+    image = references.all_positions(grid, cond, placed, device)
     spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
     numbers = torch.arange(text.shape[1], device=device)[:, None]
-    guidance = (
-        cond["guidance"].reshape(-1).expand(batch)
-        if config["guidance_embeds"] and "guidance" in cond
-        else None
-    )
+    guidance = None
+    if config["guidance_embeds"] and "guidance" in cond:
+        guidance = cond["guidance"].reshape(-1).expand(batch)
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=text,
@@ -47,7 +47,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """diffusers' blocks give one timestep to all tokens."""
-    return references.wrong_references(grid, cond, "choose another method in Edit Model Reference Method")
+    return references.wrong_references(grid, cond, references.OTHER_METHOD)
 
 
 def config_from_shapes(shapes):
@@ -88,28 +88,12 @@ LAYOUT = Layout(
     names={
         "img_in": "x_embedder",
         "txt_in": "context_embedder",
-        **{
-            f"{theirs}_in.{layer}_layer": f"time_guidance_embed.{ours}.linear_{i}"
-            for theirs, ours in (("time", "timestep_embedder"), ("guidance", "guidance_embedder"))
-            for i, layer in ((1, "in"), (2, "out"))
-        },
-        **{
-            f"{name}.lin": f"{name}.linear"
-            for name in (
-                "double_stream_modulation_img",
-                "double_stream_modulation_txt",
-                "single_stream_modulation",
-            )
-        },
-        "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
-        "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
-        f"{DOUBLE}.attn.add_v_proj",
-        "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
-        "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
-        "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
-        "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
-        "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
-        "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
+        **under("time_in", "time_guidance_embed.timestep_embedder", IN_OUT),
+        **under("guidance_in", "time_guidance_embed.guidance_embedder", IN_OUT),
+        "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+        "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+        "single_stream_modulation.lin": "single_stream_modulation.linear",
+        **DOUBLE_STREAM,
         "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.linear_in",
         "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.linear_out",
         "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.linear_in",
@@ -134,9 +118,7 @@ class TextCountedBefore(BlockAdapter):
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
@@ -149,7 +131,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
         context_tokens=references.token_count,
@@ -160,7 +141,7 @@ FAMILY = Family(
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",
         "*.to_qkv_mlp_proj": "packed colwise",
-        "single_transformer_blocks.*.to_out": "rowwise behind attention",
+        "single_transformer_blocks.*.to_out": "rowwise after attention",
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },

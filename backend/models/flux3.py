@@ -7,7 +7,7 @@ from .blocks import APART, IMAGE_ONLY, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import IN_OUT, Layout, blocks_of, under
 
 #: Positions count half a token along the image's sides.
 POSITION_SCALE = 0.5
@@ -15,25 +15,17 @@ POSITION_SCALE = 0.5
 
 def patch_module(transformer, config):
     """Compute modulation once per stream instead of once per token, as diffusers does."""
-    for layer in (
-        *transformer.early_stream_modulations.values(),
-        transformer.single_stream_modulations.txt,
-        transformer.norm_out.linear,
-    ):
+    single = transformer.single_stream_modulations
+    for layer in (*transformer.early_stream_modulations.values(), single.txt, transformer.norm_out.linear):
         layer.register_forward_pre_hook(lambda layer, args: (args[0][:, :1],))
-    for layer in (
-        transformer.single_stream_modulations.image,
-        transformer.single_stream_modulations.image_cond,
-    ):  # their tokens are put one after the other
+    for layer in (single.image, single.image_cond):  # their tokens are put one after the other
         layer.forward = lambda temb, own=layer.forward: own(temb[:, :1]).expand(-1, temb.shape[1], -1)
 
 
 def positions(grid, number, device):
-    """(tokens, 4) of (0, y, x, number); number: 0 for the image that is made, -1, -2, ... for
-    references."""
-    return torch.nn.functional.pad(
-        references.positions(grid, device=device) * POSITION_SCALE, (0, 1), value=number
-    )
+    """(tokens, 4) of (0, y, x, number); number: 0 for the latent, -1, -2, ... for references."""
+    places = references.positions(grid, device=device) * POSITION_SCALE
+    return torch.nn.functional.pad(places, (0, 1), value=number)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -43,31 +35,24 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     found = references.grids(grid, cond)
     numbers = torch.arange(text.shape[1], device=device)[:, None]
-    reference_arguments = (
-        dict(
-            image_cond_hidden_states=torch.cat(references.tokens(grid, cond), dim=1),
-            image_cond_ids=torch.cat([positions(one, -i, device) for i, one in enumerate(found, 1)]),
-        )
-        if found
-        else {}
-    )
-    return dict(
+    arguments = dict(
         hidden_states=grid.to_tokens(latent),
         encoder_hidden_states=text,
         timestep=sigma.expand(batch),
         img_ids=positions(grid, 0, device),
         txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
-        **reference_arguments,
     )
+    if found:
+        arguments["image_cond_hidden_states"] = torch.cat(references.tokens(grid, cond), dim=1)
+        ids = [positions(one, -i, device) for i, one in enumerate(found, 1)]
+        arguments["image_cond_ids"] = torch.cat(ids)
+    return arguments
 
 
 def refusal(config, grid, cond):
     """Distilled models are told to which noise level a step leads, which no solver here tells them."""
     if config["flow_map"]:
-        return (
-            "the model is a step-distilled Flux.3 (flow_map), which is not supported; use the "
-            "undistilled one."
-        )
+        return "the model is a step-distilled Flux.3 (flow_map), which is not supported; use another Flux.3."
     return references.wrong_references(grid, cond)
 
 
@@ -91,20 +76,16 @@ def config_from_shapes(shapes):
     )
 
 
-def block(theirs, ours):
-    pairs = {
-        "q_proj": "attn.to_q",
-        "k_proj": "attn.to_k",
-        "v_proj": "attn.to_v",
-        "attn_out": "attn.to_out.0",
-        "norm.query_norm.scale": "attn.norm_q.weight",
-        "norm.key_norm.scale": "attn.norm_k.weight",
-        "mlp_in": "ff.linear_in",
-        "mlp_out": "ff.linear_out",
-    }
-    return {f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{target}" for name, target in pairs.items()}
-
-
+BLOCK = {
+    "q_proj": "attn.to_q",
+    "k_proj": "attn.to_k",
+    "v_proj": "attn.to_v",
+    "attn_out": "attn.to_out.0",
+    "norm.query_norm.scale": "attn.norm_q.weight",
+    "norm.key_norm.scale": "attn.norm_k.weight",
+    "mlp_in": "ff.linear_in",
+    "mlp_out": "ff.linear_out",
+}
 LAYOUT = Layout(
     signature=(
         "emb_in.image.weight",
@@ -114,22 +95,19 @@ LAYOUT = Layout(
         "txt_mode_blocks.0.q_proj.weight",
         "single_blocks.0.q_proj.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
-    names=block("content_mode_blocks.image", "mode_blocks.image")
-    | block("content_mode_blocks.image_cond", "mode_blocks.image_cond")
-    | block("txt_mode_blocks", "txt_mode_blocks")
-    | block("single_blocks", "single_transformer_blocks")
-    | {
+    names={
+        **under("content_mode_blocks.image.{}", "mode_blocks.image.{}", BLOCK),
+        **under("content_mode_blocks.image_cond.{}", "mode_blocks.image_cond.{}", BLOCK),
+        **under("txt_mode_blocks.{}", "txt_mode_blocks.{}", BLOCK),
+        **under("single_blocks.{}", "single_transformer_blocks.{}", BLOCK),
         "emb_in.image": "x_embedders.image",
         "emb_in.image_cond": "x_embedders.image_cond",
         "txt_in": "context_embedder",
-        "time_in.in_layer": "timestep_embedder.linear_1",
-        "time_in.out_layer": "timestep_embedder.linear_2",
-        "ref_time_in.in_layer": "target_timestep_embedder.linear_1",
-        "ref_time_in.out_layer": "target_timestep_embedder.linear_2",
+        **under("time_in", "timestep_embedder", IN_OUT),
+        **under("ref_time_in", "target_timestep_embedder", IN_OUT),
         **{
             f"{phase}_stream_modulations.{mode}.lin": f"{phase}_stream_modulations.{mode}.linear"
             for phase in ("early", "single")
@@ -142,9 +120,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
@@ -155,7 +131,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "ref_latents"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         context_tokens=references.token_count,
         refusal=refusal,

@@ -11,19 +11,14 @@ from .key_layout import Layout, blocks_of
 
 
 def patchify(patch, latent):
-    """As the model's own for squares: (B, C, H, W) -> tokens (p1 p2 C), no mask, sizes, positions; its own
-    pads other images to the largest size."""
-    batch, (rows, columns) = latent.shape[0], (side // patch for side in latent.shape[2:])
-    tokens = (
-        latent.unflatten(3, (columns, patch))
-        .unflatten(2, (rows, patch))
-        .permute(0, 2, 4, 3, 5, 1)
-        .reshape(batch, rows * columns, -1)
-    )
-    ids = torch.stack(
-        torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
-    ).reshape(1, -1, 3)
-    return tokens, None, [(rows, columns)] * batch, ids.float().expand(batch, -1, -1).to(latent.device)
+    """As the model's own, which pads images that are not square: (B, C, H, W) -> tokens (p1 p2 C), no mask,
+    sizes, positions."""
+    batch = latent.shape[0]
+    rows, columns = (side // patch for side in latent.shape[2:])
+    cells = latent.unflatten(3, (columns, patch)).unflatten(2, (rows, patch))
+    tokens = cells.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
+    ids = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns)).float()
+    return tokens, None, [(rows, columns)] * batch, ids.expand(batch, -1, -1).to(latent.device)
 
 
 def patch_module(transformer, config):
@@ -32,39 +27,34 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Llama's layers (B, layers, tokens, width) in the order of the blocks; blocks after the last layer read
-    that one."""
+    """Llama's layers (B, layers, tokens, width) in the order of the blocks, the last one for all others."""
     llama = cond["encoder_hidden_states_llama3"].unbind(1)
+    count = max(config["llama_layers"]) + 1
     return dict(
         hidden_states=grid.pad(latent),
         timesteps=sigma.expand(latent.shape[0]) * 1000,
         encoder_hidden_states_t5=cond["c_crossattn"],
-        encoder_hidden_states_llama3=[
-            llama[min(i, len(llama) - 1)] for i in range(max(config["llama_layers"]) + 1)
-        ],
+        encoder_hidden_states_llama3=[llama[min(i, len(llama) - 1)] for i in range(count)],
         pooled_embeds=cond["y"],
     )
 
 
-#: Width of the released size, and the sizes of a head there and in narrower files: norms span all heads, so
-#: no shape tells.
+#: Width of the released size, and the sizes of a head there and in narrower files, which no shape tells.
 RELEASED = 2560
 HEAD = 128
 NARROW = 32
 
 
 def config_from_shapes(shapes):
-    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of the head size, and two
-    experts are asked."""
+    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of a head; two experts run."""
     width = shapes["x_embedder.proj.weight"][0]
     double = blocks_of(shapes, "double_stream_blocks")
     single = blocks_of(shapes, "single_stream_blocks")
     head = HEAD if width >= RELEASED else NARROW
-    out = shapes["final_layer.linear.weight"][0] // 4
     return dict(
         patch_size=2,
         in_channels=shapes["x_embedder.proj.weight"][1] // 4,
-        out_channels=out,
+        out_channels=shapes["final_layer.linear.weight"][0] // 4,
         num_layers=double,
         num_single_layers=single,
         attention_head_dim=head,
@@ -87,15 +77,12 @@ LAYOUT = Layout(
         "single_stream_blocks.0.block.attn1.q_rms_norm.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 
 
 class LlamaInEveryBlock(BlockAdapter):
-    """Every block reads a layer of Llama anew, at the end of the text. The model counts the image's tokens
-    between its lists of blocks."""
+    """Blocks read a layer of Llama anew, last in the text; the model counts image tokens between lists."""
 
     def per_block_text(self, arguments):
         return arguments["encoder_hidden_states_llama3"][0].shape[1]
@@ -118,11 +105,7 @@ TENSOR_PLAN = {
 FAMILY = Family(
     name="hidream",
     transformer="HiDreamImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
     blocks=Blocks(
         lists={"double_stream_blocks": APART, "single_stream_blocks": JOINED},

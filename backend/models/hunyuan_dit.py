@@ -1,19 +1,17 @@
 """HunyuanDiT 1.0 to 1.2 of Tencent: 28 or 40 blocks with long skips from the first half to the second,
 v-prediction on a discrete schedule.
 
-A skip crosses every stage boundary between its two blocks. It travels with the activation: placing both
-blocks on one stage would send the activation through every stage twice, which doubles the pipeline's latency
-and its bubbles, where the skips cost bytes alone.
+A skip crosses every stage boundary between its two blocks, with the activation. Placing both blocks on one
+stage would send the activation through every stage twice: double latency and bubbles, where skips cost bytes.
 """
 
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from .blocks import APART, BlockAdapter, Blocks
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import Layout, blocks_of
+from .key_layout import MLP, Layout, blocks_of, under
 
 TEXT, TEXT_T5 = 77, 256
 #: Tokens along a side of the image to which rotary positions are scaled.
@@ -28,30 +26,28 @@ def schedule(config):
 def patch_module(transformer, config):
     """Timesteps are not rounded: diffusers rounds what it makes of them to their type."""
     embed = transformer.time_extra_emb
-    embed.register_forward_pre_hook(
-        lambda embed, args, kwargs: (
-            args,
-            kwargs | {"hidden_dtype": embed.timestep_embedder.linear_1.weight.dtype},
-        ),
-        with_kwargs=True,
-    )
+
+    def exact(embed, args, kwargs):
+        return args, kwargs | {"hidden_dtype": embed.timestep_embedder.linear_1.weight.dtype}
+
+    embed.register_forward_pre_hook(exact, with_kwargs=True)
 
 
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of positions over the image, fitted into the base square."""
     rows, columns = grid.counts[1:]
-    height, width = (
-        (BASE, round(BASE / rows * columns)) if rows > columns else (round(BASE / columns * rows), BASE)
-    )
+    height = width = BASE
+    if rows > columns:
+        width = round(BASE / rows * columns)
+    else:
+        height = round(BASE / columns * rows)
     axes = [
         round((BASE - size) / 2.0) + torch.arange(count, dtype=torch.float32) * (size / count)
         for size, count in ((width, columns), (height, rows))
     ]
     positions = torch.stack(torch.meshgrid(*axes, indexing="xy")).unsqueeze(1)
-    return tuple(
-        table.to(device)
-        for table in get_2d_rotary_pos_embed_from_grid(config["attention_head_dim"], positions, use_real=True)
-    )
+    tables = get_2d_rotary_pos_embed_from_grid(config["attention_head_dim"], positions, use_real=True)
+    return tuple(table.to(device) for table in tables)
 
 
 def forward_args(config, grid, latent, timestep, cond):
@@ -78,10 +74,10 @@ def forward_args(config, grid, latent, timestep, cond):
 def refusal(config, grid, cond):
     """The padding that the model learned has these lengths."""
     lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
+    if lengths == (TEXT, TEXT_T5):
+        return None
     return (
-        None
-        if lengths == (TEXT, TEXT_T5)
-        else f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; "
+        f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; "
         f"shorten the prompt."
     )
 
@@ -108,7 +104,15 @@ def config_from_shapes(shapes):
     )
 
 
-BLOCK = "blocks.{}"
+BLOCK = {
+    "norm1": "norm1.norm",
+    "default_modulation.1": "norm1.linear",
+    "norm3": "norm2",
+    "norm2": "norm3",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+}
+ATTENTION = {"q_norm": "norm_q", "k_norm": "norm_k", "out_proj": "to_out.0"}
 EXTRA = "time_extra_emb"
 LAYOUT = Layout(
     signature=(
@@ -120,15 +124,13 @@ LAYOUT = Layout(
         "blocks.0.attn1.Wqkv.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     names={
         "mlp_t5.0": "text_embedder.linear_1",
         "mlp_t5.2": "text_embedder.linear_2",
         "x_embedder.proj": "pos_embed.proj",
-        "t_embedder.mlp.0": f"{EXTRA}.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": f"{EXTRA}.timestep_embedder.linear_2",
+        **under("t_embedder", f"{EXTRA}.timestep_embedder", MLP),
         "extra_embedder.0": f"{EXTRA}.extra_embedder.linear_1",
         "extra_embedder.2": f"{EXTRA}.extra_embedder.linear_2",
         "style_embedder.weight": f"{EXTRA}.style_embedder.weight",
@@ -136,20 +138,11 @@ LAYOUT = Layout(
         **{f"pooler.{part}_proj": f"{EXTRA}.pooler.{part}_proj" for part in "qkvc"},
         "final_layer.linear": "proj_out",
         "final_layer.adaLN_modulation.1": "norm_out.linear",
-        f"{BLOCK}.norm1": f"{BLOCK}.norm1.norm",
-        f"{BLOCK}.default_modulation.1": f"{BLOCK}.norm1.linear",
-        f"{BLOCK}.norm3": f"{BLOCK}.norm2",
-        f"{BLOCK}.norm2": f"{BLOCK}.norm3",
-        f"{BLOCK}.attn1.Wqkv": f"{BLOCK}.attn1.to_q {BLOCK}.attn1.to_k {BLOCK}.attn1.to_v",
-        f"{BLOCK}.attn2.q_proj": f"{BLOCK}.attn2.to_q",
-        f"{BLOCK}.attn2.kv_proj": f"{BLOCK}.attn2.to_k {BLOCK}.attn2.to_v",
-        **{
-            f"{BLOCK}.{attention}.{theirs}": f"{BLOCK}.{attention}.{ours}"
-            for attention in ("attn1", "attn2")
-            for theirs, ours in (("q_norm", "norm_q"), ("k_norm", "norm_k"), ("out_proj", "to_out.0"))
-        },
-        f"{BLOCK}.mlp.fc1": f"{BLOCK}.ff.net.0.proj",
-        f"{BLOCK}.mlp.fc2": f"{BLOCK}.ff.net.2",
+        **under("blocks.{}", "blocks.{}", BLOCK),
+        **under("blocks.{}.attn1", "blocks.{}.attn1", {"Wqkv": "to_q to_k to_v", **ATTENTION}),
+        **under(
+            "blocks.{}.attn2", "blocks.{}.attn2", {"q_proj": "to_q", "kv_proj": "to_k to_v", **ATTENTION}
+        ),
     },
 )
 
@@ -166,15 +159,9 @@ class LongSkips(BlockAdapter):
 FAMILY = Family(
     name="hunyuan-dit",
     transformer="HunyuanDiT2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     noise=Noise(prediction="v", schedule=schedule),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
-    ),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
@@ -198,6 +185,5 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -1,24 +1,18 @@
-"""HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over a picture (20 double-stream and 40
+"""HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over an image (20 double-stream and 40
 single-stream in the released size); two kinds of text (Qwen, byT5) are joined inside the model."""
-
-import torch
 
 from . import hunyuan_video
 from .blocks import APART, Blocks
+from .common.double_stream import SINGLE_STREAM
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
-    """Sines of the timestep, which diffusers leaves in the timestep's float32, in the dtype of their
-    layer."""
+    """Sines of the timestep, which diffusers leaves in float32, in the dtype of their layer."""
     round_input(transformer.time_guidance_embed.timestep_embedder.linear_1)
-
-
-def _visible(text):
-    return torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -29,15 +23,10 @@ def forward_args(config, grid, latent, sigma, cond):
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(latent.shape[0]) * 1000,
         encoder_hidden_states=text,
-        encoder_attention_mask=cond.get("attention_mask", _visible(text)),
+        encoder_attention_mask=cond.get("attention_mask", hunyuan_video.all_tokens(text)),
         encoder_hidden_states_2=glyphs,
-        encoder_attention_mask_2=None if glyphs is None else _visible(glyphs),
+        encoder_attention_mask_2=None if glyphs is None else hunyuan_video.all_tokens(glyphs),
     )
-
-
-def widths(config):
-    """Features of both kinds of text."""
-    return {"c_crossattn": config["text_embed_dim"], "txt_byt5": config["text_embed_2_dim"]}
 
 
 def text_tokens(cond):
@@ -66,10 +55,6 @@ def config_from_shapes(shapes):
     )
 
 
-SINGLE = {
-    theirs: ours for theirs, ours in hunyuan_video.LAYOUT.names.items() if theirs.startswith("single_blocks.")
-}
-TIME = "time_guidance_embed"
 LAYOUT = Layout(
     signature=(
         "img_in.proj.weight",
@@ -83,11 +68,10 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=hunyuan_video.SPELLINGS,
-    names=hunyuan_video.NAMES
-    | SINGLE
-    | {
-        "time_in.in_layer": f"{TIME}.timestep_embedder.linear_1",
-        "time_in.out_layer": f"{TIME}.timestep_embedder.linear_2",
+    names={
+        **hunyuan_video.NAMES,
+        **SINGLE_STREAM,
+        **under("time_in", "time_guidance_embed.timestep_embedder", IN_OUT),
         "byt5_in.layernorm": "context_embedder_2.norm",
         **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
     },
@@ -96,17 +80,13 @@ DISTILLED = "a distilled HunyuanImage 2.1, which is told where a step ends,"
 ONLY = {
     "use_meanflow": (False, DISTILLED),
     "guidance_embeds": (False, DISTILLED),
-    "patch_size": ((1, 1), "the refiner of HunyuanImage 2.1, which is given a picture,"),
+    "patch_size": ((1, 1), "the refiner of HunyuanImage 2.1, which is given an image,"),
 }
 FAMILY = Family(
     name="hunyuan-image-2.1",
     transformer="HunyuanImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (1, *config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("image", "text"),
@@ -118,8 +98,10 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "txt_byt5", "attention_mask", "guidance"),
-        required=("c_crossattn",),
-        widths=widths,
+        widths=lambda config: {
+            "c_crossattn": config["text_embed_dim"],
+            "txt_byt5": config["text_embed_2_dim"],
+        },
         ignored=("guidance",),
         text_tokens=text_tokens,
     ),

@@ -3,25 +3,25 @@ single-stream blocks in the released size; text last, refined inside the model."
 
 import torch
 
+from . import flux
 from .blocks import APART, Blocks
 from .common import references
-from .common.double_stream import DOUBLE_STREAM
+from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import Layout, blocks_of
+from .key_layout import IN_OUT, Layout, blocks_of, under
+
+
+def all_tokens(text):
+    """A mask (B, tokens) that hides none of ``text`` (B, tokens, D)."""
+    return torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000, and so does the guidance's embedding; image to video has the image's latent and
-    its mask as further channels (c_concat)."""
+    """Timesteps and guidance run to 1000; c_concat: further channels, the image's latent and mask."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
-    mask = (
-        cond["attention_mask"]
-        if "attention_mask" in cond
-        else torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
-    )
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
     if "guiding_frame_index" in cond:  # v2: the first frame is given, at this timestep
         frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
@@ -29,7 +29,7 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)),
         encoder_hidden_states=text,
-        encoder_attention_mask=mask,
+        encoder_attention_mask=cond.get("attention_mask", all_tokens(text)),
         pooled_projections=cond["y"][:, : config["pooled_projection_dim"]],
         timestep=sigma.expand(batch) * 1000,
         guidance=guidance,
@@ -42,8 +42,8 @@ def refusal(config, grid, cond):
         return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
-            f"y has width {cond['y'].shape[1]}, but this model reads "
-            f"{config['pooled_projection_dim']}; encode the prompt with HunyuanVideo's text encoders."
+            f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "
+            f"encode the prompt with HunyuanVideo's text encoders."
         )
     return references.wrong_channels(config["in_channels"], grid, cond)
 
@@ -76,28 +76,27 @@ def config_from_shapes(shapes):
     )
 
 
-TIME = "time_text_embed"
 TEXT = "context_embedder"
-SINGLE = "single_transformer_blocks.{}"
-REFINER = "context_embedder.token_refiner.refiner_blocks.{}"
-FILE_REFINER = "txt_in.individual_token_refiner.blocks.{}"
+REFINER = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "adaLN_modulation.1": "norm_out.linear",
+    "self_attn.qkv": "attn.to_q attn.to_k attn.to_v",
+    "self_attn.proj": "attn.to_out.0",
+    "mlp.0": "ff.net.0.proj",
+    "mlp.2": "ff.net.2",
+}
 #: Names that HunyuanVideo and HunyuanVideo 1.5 share.
 NAMES = {
     "img_in.proj": "x_embedder.proj",
     "final_layer.linear": "proj_out",
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "txt_in.input_embedder": f"{TEXT}.proj_in",
-    "txt_in.t_embedder.in_layer": f"{TEXT}.time_text_embed.timestep_embedder.linear_1",
-    "txt_in.t_embedder.out_layer": f"{TEXT}.time_text_embed.timestep_embedder.linear_2",
-    "txt_in.c_embedder.in_layer": f"{TEXT}.time_text_embed.text_embedder.linear_1",
-    "txt_in.c_embedder.out_layer": f"{TEXT}.time_text_embed.text_embedder.linear_2",
-    f"{FILE_REFINER}.norm1": f"{REFINER}.norm1",
-    f"{FILE_REFINER}.norm2": f"{REFINER}.norm2",
-    f"{FILE_REFINER}.adaLN_modulation.1": f"{REFINER}.norm_out.linear",
-    f"{FILE_REFINER}.self_attn.qkv": f"{REFINER}.attn.to_q {REFINER}.attn.to_k {REFINER}.attn.to_v",
-    f"{FILE_REFINER}.self_attn.proj": f"{REFINER}.attn.to_out.0",
-    f"{FILE_REFINER}.mlp.0": f"{REFINER}.ff.net.0.proj",
-    f"{FILE_REFINER}.mlp.2": f"{REFINER}.ff.net.2",
+    **under("txt_in.t_embedder", f"{TEXT}.time_text_embed.timestep_embedder", IN_OUT),
+    **under("txt_in.c_embedder", f"{TEXT}.time_text_embed.text_embedder", IN_OUT),
+    **under(
+        "txt_in.individual_token_refiner.blocks.{}", f"{TEXT}.token_refiner.refiner_blocks.{{}}", REFINER
+    ),
     **DOUBLE_STREAM,
 }
 #: Tencent's own spelling -> ComfyUI's.
@@ -134,34 +133,14 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
-    names=NAMES
-    | {
-        "time_in.in_layer": f"{TIME}.timestep_embedder.linear_1",
-        "time_in.out_layer": f"{TIME}.timestep_embedder.linear_2",
-        "vector_in.in_layer": f"{TIME}.text_embedder.linear_1",
-        "vector_in.out_layer": f"{TIME}.text_embedder.linear_2",
-        "guidance_in.in_layer": f"{TIME}.guidance_embedder.linear_1",
-        "guidance_in.out_layer": f"{TIME}.guidance_embedder.linear_2",
-        "single_blocks.{}.modulation.lin": f"{SINGLE}.norm.linear",
-        "single_blocks.{}.linear2": f"{SINGLE}.proj_out",
-        "single_blocks.{}.linear1": f"{SINGLE}.attn.to_q {SINGLE}.attn.to_k {SINGLE}.attn.to_v "
-        f"{SINGLE}.proj_mlp",
-        "single_blocks.{}.norm.query_norm.scale": f"{SINGLE}.attn.norm_q.weight",
-        "single_blocks.{}.norm.key_norm.scale": f"{SINGLE}.attn.norm_k.weight",
-    },
+    names=NAMES | flux.EMBEDDERS | SINGLE_STREAM,
 )
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output), prepare=prepare
-    ),
+    io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("image", "text"),

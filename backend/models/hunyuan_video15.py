@@ -8,11 +8,11 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from .blocks import APART, Blocks
 from .common import references
 from .common.masked_text import MaskedText
-from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .hunyuan_video import NAMES, SPELLINGS, video_config
-from .key_layout import Layout
+from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
+from .key_layout import IN_OUT, Layout, under
 
 
 class KeyMask(HunyuanVideoAttnProcessor2_0):
@@ -22,45 +22,33 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
     ):
-        if attention_mask is not None:
-            attention_mask = (
-                None
-                if bool(attention_mask.all())
-                else F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
-            )
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        mask = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            mask = F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
 
 def patch_module(transformer, config):
-    """The cheaper mask for every block; and sines of the timestep, which diffusers leaves in the timestep's
-    float32, in the dtype of their layer."""
+    """The cheaper mask for every block; sines of the timestep, made in float32, in their layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000; the image's latent and its mask are further channels (c_concat), zeros for text
-    to video."""
+    """Timesteps run to 1000; c_concat: further channels, the image's latent and mask, or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
-    image = (
-        cond["c_concat"]
-        if "c_concat" in cond
-        else latent.new_zeros(batch, config["in_channels"] - latent.shape[1], *latent.shape[2:])
-    )
-
-    def ones(x):
-        return torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-
+    channels = config["in_channels"] - latent.shape[1]
+    image = cond.get("c_concat", latent.new_zeros(batch, channels, *latent.shape[2:]))
     glyphs = cond.get("txt_byt5", text.new_zeros(batch, 0, config["text_embed_2_dim"]))
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
         timestep=sigma.expand(batch) * 1000,
         encoder_hidden_states=text,
-        encoder_attention_mask=cond.get("attention_mask", ones(text)),
+        encoder_attention_mask=cond.get("attention_mask", all_tokens(text)),
         encoder_hidden_states_2=glyphs,
-        encoder_attention_mask_2=ones(glyphs),
+        encoder_attention_mask_2=all_tokens(glyphs),
         image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])),
     )
 
@@ -92,10 +80,9 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
-    names=NAMES
-    | {
-        "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
-        "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
+    names={
+        **NAMES,
+        **under("time_in", "time_embed.timestep_embedder", IN_OUT),
         "cond_type_embedding.weight": "cond_type_embed.weight",
         "byt5_in.layernorm": "context_embedder_2.norm",
         **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
@@ -109,13 +96,9 @@ MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: (config["patch_size_t"], config["patch_size"], config["patch_size"]),
-        frames=True,
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         returns=("image", "text"),
@@ -128,7 +111,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
-        required=("c_crossattn",),
         widths=lambda config: {
             "c_crossattn": config["text_embed_dim"],
             "txt_byt5": config["text_embed_2_dim"],
@@ -139,6 +121,5 @@ FAMILY = Family(
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
     build=Build(patch_module=patch_module, only={"use_meanflow": (False, MEANFLOW)}),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

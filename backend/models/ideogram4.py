@@ -13,7 +13,6 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 )
 
 from .blocks import JOINED, Blocks
-from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
 from .family import Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -31,8 +30,7 @@ class Whole(Ideogram4AttnProcessor):
 
 
 class Prompt:
-    """The prompt's tokens alone through its wide layers: diffusers sends the image's tokens, zeros there,
-    through them too."""
+    """Sends the prompt's tokens alone through its wide layers; diffusers also sends zeros for the image's."""
 
     def __init__(self, transformer):
         self.norm = transformer.llm_cond_norm.forward
@@ -50,8 +48,7 @@ class Prompt:
 
 
 def patch_module(transformer, config):
-    """Less work where the released code does more than is needed; and sines of the timestep, made in float32,
-    in the dtype of their layer."""
+    """Less work for the prompt and the mask; float32 sines of the timestep in their layer's dtype."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
@@ -59,25 +56,17 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text at (i, i, i), image at (0, y, x) far from it. Tokens that the prompt's mask hides are a segment
-    of their own. The timestep counts from noise (0) to image (1)."""
+    """Text is at (i, i, i), the image at (0, y, x) far from it; tokens that the prompt's mask hides are a
+    segment. The timestep counts from noise (0) to image (1)."""
     text = cond["c_crossattn"]
     device = latent.device
     batch = latent.shape[0]
     text_tokens = text.shape[1]
-    image = (
-        torch.stack(
-            torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij"),
-            dim=-1,
-        ).reshape(-1, 3)
-        + IMAGE_POSITION_OFFSET
-    )
-    positions = torch.cat(
-        [torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3), image]
-    ).expand(batch, -1, -1)
-    kinds = torch.tensor(
-        [LLM_TOKEN_INDICATOR] * text_tokens + [OUTPUT_IMAGE_INDICATOR] * len(image), device=device
-    ).repeat(batch, 1)
+    axes = [torch.arange(count, device=device) for count in grid.counts]
+    image = torch.cartesian_prod(*axes) + IMAGE_POSITION_OFFSET
+    words = torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3)
+    kinds = [LLM_TOKEN_INDICATOR] * text_tokens + [OUTPUT_IMAGE_INDICATOR] * len(image)
+    kinds = torch.tensor(kinds, device=device).repeat(batch, 1)
     segments = torch.ones(batch, 1, device=device)
     if "attention_mask" in cond and not bool(cond["attention_mask"].all()):
         shown = cond["attention_mask"].bool().expand(batch, text_tokens)
@@ -88,7 +77,7 @@ def forward_args(config, grid, latent, sigma, cond):
         hidden_states=F.pad(cells, (0, 0, text_tokens, 0)),
         timestep=(1.0 - sigma).expand(batch),
         encoder_hidden_states=text,
-        position_ids=positions,
+        position_ids=torch.cat([words, image]).expand(batch, -1, -1),
         segment_ids=segments,
         indicator=kinds,
     )
@@ -129,7 +118,6 @@ LAYOUT = Layout(
         "layers.0.adaln_modulation.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     names={
         "layers.{}.attention.qkv": " ".join(f"layers.{{}}.attention.to_{part}" for part in "qkv"),
@@ -139,9 +127,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"layers": JOINED},
@@ -151,10 +137,8 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -26,27 +26,21 @@ class Exact(Kandinsky5AttnProcessor):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (
-            layer(x).unflatten(-1, (attn.num_heads, -1))
-            for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
-        )
-        q = attn.query_norm(q)
-        k = attn.key_norm(k)
+        heads = (attn.num_heads, -1)
+        q = attn.query_norm(attn.to_query(hidden_states).unflatten(-1, heads))
+        k = attn.key_norm(attn.to_key(source).unflatten(-1, heads))
+        v = attn.to_value(source).unflatten(-1, heads)
         if rotary_emb is not None:
             q, k = (
                 (rotary_emb * x.float().unflatten(-1, (-1, 1, 2))).sum(dim=-1).flatten(-2).type_as(x)
                 for x in (q, k)
             )
-        return attn.out_layer(
-            F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-            .transpose(1, 2)
-            .flatten(-2)
-        )
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return attn.out_layer(out.transpose(1, 2).flatten(-2))
 
 
 def patch_module(transformer, config):
-    """The exact attention; and sines of the timestep, which diffusers leaves in float32, in the dtype of
-    their layer."""
+    """The exact attention; sines of the timestep, made in float32, in the dtype of their layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
@@ -64,13 +58,13 @@ def stretch(config, grid):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Channels last. Video models have the known frames' latent and their mask as further channels
-    (c_concat); known frames also replace the latent's."""
+    """Channels come last. Video models have the known frames' latent and mask as further channels (c_concat);
+    known frames also replace the latent's."""
     batch = latent.shape[0]
     if "time_dim_replace" in cond:
         known = cond["time_dim_replace"]
         latent = torch.cat([known, latent[:, :, known.shape[2] :]], dim=2)
-    latent = grid.pad(torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent)
+    latent = grid.pad(references.with_channels(latent, cond))
     return dict(
         hidden_states=latent.reshape(*latent.shape[:2], *grid.padded.extent).movedim(1, -1),
         encoder_hidden_states=cond["c_crossattn"],
@@ -82,24 +76,22 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
+def _fits(known, grid):
+    """Do the known frames have the latent's channels and sides, and are no more than its frames?"""
+    _, channels, frames, *sides = known.shape
+    return channels == grid.shape[0] and frames <= grid.extent[0] and tuple(sides) == grid.extent[1:]
+
+
 def refusal(config, grid, cond):
     """The position tables end; video models take further channels."""
     if max(grid.counts) > MOST:
-        return (
-            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but Kandinsky 5 knows {MOST} a "
-            f"side; make it smaller."
-        )
-    if cond["c_crossattn"].shape[1] > MOST_TEXT:
-        return (
-            f"the prompt has {cond['c_crossattn'].shape[1]} tokens, but Kandinsky 5 knows {MOST_TEXT}; "
-            f"shorten it."
-        )
+        counts = " x ".join(map(str, grid.counts))
+        return f"the latent is {counts} tokens, but Kandinsky 5 knows {MOST} a side; make it smaller."
+    length = cond["c_crossattn"].shape[1]
+    if length > MOST_TEXT:
+        return f"the prompt has {length} tokens, but Kandinsky 5 knows {MOST_TEXT}; shorten it."
     known = cond.get("time_dim_replace")
-    if known is not None and (
-        known.shape[1] != grid.shape[0]
-        or known.shape[2] > grid.extent[0]
-        or known.shape[3:] != grid.extent[1:]
-    ):
+    if known is not None and not _fits(known, grid):
         return (
             f"the known frames have shape {tuple(known.shape[1:])}, which do not fit into a latent of "
             f"{grid.shape}; give Kandinsky5ImageToVideo's own latent to the sampler."
@@ -109,9 +101,8 @@ def refusal(config, grid, cond):
             "c_concat (known frames and their mask) is missing, which Kandinsky 5 video models need; "
             "send zeros for text to video."
         )
-    return references.wrong_channels(
-        config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"], grid, cond
-    )
+    channels = config["in_visual_dim"]
+    return references.wrong_channels(channels * 2 + 1 if config["visual_cond"] else channels, grid, cond)
 
 
 def config_from_shapes(shapes):
@@ -145,9 +136,7 @@ LAYOUT = Layout(
         "text_transformer_blocks.0.text_modulation.out_layer.weight",
         "out_layer.out_layer.weight",
     ),
-    absent=(),
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 #: Tensor parallelism: pattern of modules -> style.
 TENSOR_PLAN = {
@@ -159,9 +148,7 @@ TENSOR_PLAN = {
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_visual_dim"], patch=lambda config: tuple(config["patch_size"])
-    ),
+    latent=Latent(channels=lambda config: config["out_visual_dim"]),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
     ),

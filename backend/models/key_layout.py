@@ -10,9 +10,10 @@ PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "trans
 
 @dataclass(frozen=True)
 class CompanionFolder:
-    """A folder of a diffusers pipeline whose tensors are part of the transformer here, as in ComfyUI's files:
-    its name, its configuration -> entries of the transformer's, and the prefix of a parameter here -> that of
-    the folder's."""
+    """A folder of a diffusers pipeline whose tensors are part of the transformer here, as in ComfyUI's files.
+
+    config: its configuration -> entries of the transformer's. names: prefix of a parameter here -> there.
+    """
 
     folder: str
     config: Callable[[Mapping], dict]
@@ -23,22 +24,21 @@ class CompanionFolder:
 class Layout:
     """How a single file names a family's tensors.
 
-    signature: keys that tell the family; absent: keys that tell another one; variants: key -> name of a
-    variant that is not supported and has it.
+    signature: keys that tell the family; absent: keys of other families. variants: key -> name of the
+    variant that has it and is not supported.
+    config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
-    block number; a name of a whole tensor (with .weight or .scale) maps to a whole parameter name. swapped:
-    diffusers modules whose two halves of rows are the other way round, {} being the number of every block,
-    {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape of as
-    many elements. A parameter that ``names`` does not reach is looked for under its own name. spellings:
-    (theirs, ours) replacements, in order, that turn other spellings of the file's keys into this one. config:
-    shapes -> arguments of the diffusers class. metadata: strings of the file's header -> more of them.
+    block number; a whole tensor (.weight, .scale) maps to a whole parameter. Others keep their name.
+    swapped: diffusers modules whose two halves of rows are the other way round, {} being the number of every
+    block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape.
+    spellings: (theirs, ours) replacements, in order, in keys of other spellings.
     companion: what a diffusers pipeline keeps apart from its transformer.
     """
 
     signature: tuple[str, ...]
-    absent: tuple[str, ...]
-    names: Mapping[str, str]
     config: Callable[[Shapes], dict]
+    names: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
@@ -47,8 +47,7 @@ class Layout:
     companion: CompanionFolder | None = None
 
     def keys(self, keys: Collection[str]) -> dict[str, str] | None:
-        """This layout's keys, without prefix and in one spelling, -> the file's ``keys``; None where the file
-        is of another layout."""
+        """Map this layout's keys, without prefix, in one spelling, to the file's; None for another layout."""
         for prefix in PREFIXES:
             if not self.spellings and any(prefix + key not in keys for key in self.signature):
                 continue  # without a look at each key, of which there may be many
@@ -64,12 +63,8 @@ class Layout:
         if not self.spellings:
             known = ((prefix + key, name) for prefix in PREFIXES for key, name in self.variants.items())
             return next((name for key, name in known if key in keys), None)
-        bare = {
-            self.spell(key.removeprefix(prefix))
-            for prefix in PREFIXES
-            for key in keys
-            if key.startswith(prefix)
-        }
+        matches = ((key, prefix) for prefix in PREFIXES for key in keys if key.startswith(prefix))
+        bare = {self.spell(key.removeprefix(prefix)) for key, prefix in matches}
         return next((name for key, name in self.variants.items() if key in bare), None)
 
     @property
@@ -82,6 +77,19 @@ class Layout:
         for theirs, ours in self.spellings:
             key = key.replace(theirs, ours)
         return key
+
+
+#: What files call the two layers of an embedder -> diffusers.
+IN_OUT = {"in_layer": "linear_1", "out_layer": "linear_2"}
+MLP = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
+
+
+def under(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return Layout.names of the modules ``names`` of the module ``theirs``, in diffusers ``ours``."""
+    return {
+        f"{theirs}.{name}": " ".join(f"{ours}.{target}" for target in targets.split())
+        for name, targets in names.items()
+    }
 
 
 def blocks_of(shapes: Shapes, name: str) -> int:

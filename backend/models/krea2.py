@@ -5,9 +5,8 @@ import torch
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .family import Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 
 def encoded_references(cond):
@@ -15,15 +14,19 @@ def encoded_references(cond):
     return cond if "ref_latents_method" in cond else {}
 
 
+def context_tokens(config, grid, cond):
+    """Tokens of the references that are read."""
+    return references.token_count(config, grid, encoded_references(cond))
+
+
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references after; positions are (number, y, x) and zeros for text. The
     prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
-    image = references.all_positions(grid, encoded_references(cond), "index", latent.device)
+    read = encoded_references(cond)
+    image = references.all_positions(grid, read, "index", latent.device)
     return dict(
-        hidden_states=torch.cat(
-            [grid.to_tokens(latent), *references.tokens(grid, encoded_references(cond))], dim=1
-        ),
+        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),
         encoder_hidden_states=text,
         timestep=sigma.expand(latent.shape[0]),
         position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
@@ -34,13 +37,9 @@ def refusal(config, grid, cond):
     """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one
     timestep to all tokens."""
     wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
-    if wrong:
+    if wrong or grid.counts[0] == 1:
         return wrong
-    return (
-        None
-        if grid.counts[0] == 1
-        else f"the latent has {grid.counts[0]} frames, but Krea 2 makes one picture; use a batch instead."
-    )
+    return f"the latent has {grid.counts[0]} frames, but Krea 2 makes one image; use a batch instead."
 
 
 def config_from_shapes(shapes):
@@ -68,24 +67,20 @@ def config_from_shapes(shapes):
     )
 
 
-def block(theirs, ours):
-    pairs = {
-        "prenorm.scale": "norm1.weight",
-        "postnorm.scale": "norm2.weight",
-        "attn.wq": "attn.to_q",
-        "attn.wk": "attn.to_k",
-        "attn.wv": "attn.to_v",
-        "attn.gate": "attn.to_gate",
-        "attn.wo": "attn.to_out.0",
-        "attn.qknorm.qnorm.scale": "attn.norm_q.weight",
-        "attn.qknorm.knorm.scale": "attn.norm_k.weight",
-        "mlp.gate": "ff.gate",
-        "mlp.up": "ff.up",
-        "mlp.down": "ff.down",
-    }
-    return {f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{target}" for name, target in pairs.items()}
-
-
+BLOCK = {
+    "prenorm.scale": "norm1.weight",
+    "postnorm.scale": "norm2.weight",
+    "attn.wq": "attn.to_q",
+    "attn.wk": "attn.to_k",
+    "attn.wv": "attn.to_v",
+    "attn.gate": "attn.to_gate",
+    "attn.wo": "attn.to_out.0",
+    "attn.qknorm.qnorm.scale": "attn.norm_q.weight",
+    "attn.qknorm.knorm.scale": "attn.norm_k.weight",
+    "mlp.gate": "ff.gate",
+    "mlp.up": "ff.up",
+    "mlp.down": "ff.down",
+}
 LAYOUT = Layout(
     signature=(
         "first.weight",
@@ -96,13 +91,12 @@ LAYOUT = Layout(
         "blocks.0.mod.lin",
         "last.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     reshaped=("transformer_blocks.{}.scale_shift_table",),
-    names=block("blocks", "transformer_blocks")
-    | block("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks")
-    | block("txtfusion.refiner_blocks", "text_fusion.refiner_blocks")
-    | {
+    names={
+        **under("blocks.{}", "transformer_blocks.{}", BLOCK),
+        **under("txtfusion.layerwise_blocks.{}", "text_fusion.layerwise_blocks.{}", BLOCK),
+        **under("txtfusion.refiner_blocks.{}", "text_fusion.refiner_blocks.{}", BLOCK),
         "first": "img_in",
         "tmlp.0": "time_embed.linear_1",
         "tmlp.2": "time_embed.linear_2",
@@ -129,14 +123,10 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["num_text_layers"] * config["text_hidden_dim"]},
         ignored=("attention_mask",),
-        context_tokens=lambda config, grid, cond: references.token_count(
-            config, grid, encoded_references(cond)
-        ),
+        context_tokens=context_tokens,
         refusal=refusal,
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

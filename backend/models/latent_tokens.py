@@ -19,8 +19,8 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _words(x: Tensor) -> Tensor:
-    """(..., pw) -> (..., 1): the pixels of a token that lie side by side as one element, where there is a
-    type of their size. Half the elements take half the time to move."""
+    """(..., pw) -> (..., 1): neighbouring pixels of a token as one element, if there is a type of their size.
+    Half the elements take half the time to move."""
     step = x.shape[-1]
     word = WORDS.get(x.shape[-1] * x.element_size())
     if step == 1 or word is None:
@@ -75,25 +75,16 @@ class TokenGrid:
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
         x = _words(self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw))
         tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, x.shape[-1])
-        for i, j, k in product(
-            range(pt),
-            range(ph),
-            range(x.shape[-1]),
-            # word by word of a token: on the CPU five times as fast as one copy whose inner loops are as
-            # short as
-            # a patch
-        ):
+        # word by word: on the CPU five times as fast as one copy with inner loops as short as a patch
+        for i, j, k in product(range(pt), range(ph), range(x.shape[-1])):
             tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
         return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, C, [T,] H, W), the padding cropped."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
-        x = (
-            _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw))
-            .permute(0, 4, 1, 5, 2, 6, 3, 7)
-            .contiguous()
-        )
+        x = _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw))
+        x = x.permute(0, 4, 1, 5, 2, 6, 3, 7).contiguous()
         x = x.view(tokens.dtype).view(tokens.shape[0], -1, t * pt, h * ph, w * pw)
         x = x[:, :, : self.extent[0], : self.extent[1], : self.extent[2]]
         return x.reshape(tokens.shape[0], -1, *self.shape[1:])
@@ -103,11 +94,9 @@ class TokenGrid:
 class NestedGrid:
     """Several latents in one sequence of tokens.
 
-    grids: one for each latent, in ComfyUI's order; order: indices of grids, as their tokens follow each
-    other.
-
-    A latent is what ComfyUI packs, (B, 1, L): the latents flattened one after the other. Tokens are (B, N,
-    F), F the features of the widest latent; narrower tokens end in zeros, which stay zeros in every solver.
+    grids: in ComfyUI's order; order: indices of grids, as their tokens follow each other. Packed latents are
+    (B, 1, L), flattened one after the other. Tokens are (B, N, F), F the features of the widest latent;
+    narrower tokens end in zeros, which stay zeros in every solver.
     """
 
     grids: tuple[TokenGrid, ...]
@@ -133,9 +122,8 @@ class NestedGrid:
 
     def join(self, tokens: list[Tensor]) -> Tensor:
         """Join the tokens of each latent into (B, N, F)."""
-        return torch.cat(
-            [F.pad(tokens[i], (0, self.features - tokens[i].shape[2])) for i in self.order], dim=1
-        )
+        padded = [F.pad(tokens[i], (0, self.features - tokens[i].shape[2])) for i in self.order]
+        return torch.cat(padded, dim=1)
 
     def divide(self, tokens: Tensor) -> list[Tensor]:
         """Divide (B, N, F) into the tokens of each latent."""
@@ -148,9 +136,8 @@ class NestedGrid:
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """(B, N, F) -> (B, 1, L), padding cropped."""
-        return torch.cat(
-            [grid.to_latent(x).flatten(1)[:, None] for grid, x in zip(self.grids, self.divide(tokens))], dim=2
-        )
+        latents = [grid.to_latent(x) for grid, x in zip(self.grids, self.divide(tokens))]
+        return torch.cat([latent.flatten(1)[:, None] for latent in latents], dim=2)
 
     def per_token(self, factors: list[Tensor]) -> Tensor:
         """Repeat a number (0-d) of each latent for its tokens: (N, 1)."""

@@ -29,11 +29,12 @@ from .ltxv import corners, guides, times
 
 #: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
+#: The attention modules of a block.
+ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
 
 def patch_module(transformer, config):
-    """ComfyUI's order of hearing and its gates, attention for any number of tokens, modulation of each noise
-    level once, and the connectors."""
+    """ComfyUI's order of attention and its gates, modulation of each noise level once, and the connectors."""
     gate_by_highest_level(transformer, config)
     levels = (
         transformer.time_embed,
@@ -47,30 +48,19 @@ def patch_module(transformer, config):
         block.__class__, block.levels = Block, levels
         block.watch()
         block.perturbed_attn = False
-        for name in (
-            "attn1",
-            "attn2",
-            "audio_to_video_attn",
-            "audio_attn1",
-            "audio_attn2",
-            "video_to_audio_attn",
-        ):
+        for name in ATTENTIONS:
             getattr(block, name).set_processor(Attention())
     put_connectors(transformer, config)
 
 
 def variant(config):
     """Keys and values of 2.3's prompt depend on the noise level."""
-    return (
-        {"cache.prompt_layers": ()}
-        if config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
-        else {}
-    )
+    modulated = config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
+    return {"cache.prompt_layers": ()} if modulated else {}
 
 
 def widths(config):
-    """(features of a prompt that the connectors have yet to finish, of the video's and the audio's part of a
-    finished one)."""
+    """(features of an unfinished prompt, of the video's and the audio's part of a finished one)."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], (config["caption_channels"],) * 2
     parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]
@@ -78,16 +68,14 @@ def widths(config):
 
 
 def is_finished(config, cond):
-    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's is the same before and after
-    them."""
-    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == sum(
-        widths(config)[1]
-    )
+    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's does not change in them."""
+    finished_width = sum(widths(config)[1])
+    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == finished_width
 
 
 def single_frames(grid, cond, device):
-    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: the first frame's, and those
-    of keyframes to be made ((1, 2): the first of them, and how many), not guides'."""
+    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: those of the first frame and
+    of generated_keyframes (the first of them, how many), not guides'."""
     frames = grid.counts[0]
     size = grid.counts[1] * grid.counts[2]
     marks = torch.zeros(frames, device=device)
@@ -101,24 +89,22 @@ def single_frames(grid, cond, device):
 
 def forward_args(config, grid, latent, sigma, cond):
     """A finished prompt is the video's and the audio's; LTX-2's that is not is both."""
-    (video, audio), text, mask, batch = (
-        grid.unpack(latent),
-        cond["c_crossattn"],
-        cond.get("attention_mask"),
-        latent.shape[0],
-    )
-    prompts = text.split(widths(config)[1], dim=2) if text.shape[2] == sum(widths(config)[1]) else [text] * 2
-    prompts = prompts if is_finished(config, cond) else [F.pad(prompt, (0, 1)) for prompt in prompts]
+    video, audio = grid.unpack(latent)
+    text = cond["c_crossattn"]
+    mask = cond.get("attention_mask")
+    batch = latent.shape[0]
+    parts = widths(config)[1]
+    prompts = text.split(parts, dim=2) if text.shape[2] == sum(parts) else [text] * 2
+    if not is_finished(config, cond):
+        prompts = [F.pad(prompt, (0, 1)) for prompt in prompts]
     levels = [
         times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
         for part, name in zip(grid.grids, MASKS)
     ]
     places = torch.stack([corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
-    marks = (
-        {"video_keyframes_mask": single_frames(grid.grids[0], cond, latent.device)}
-        if config.get("use_keyframes_abs_pos_embedding")
-        else {}
-    )
+    marks = {}
+    if config.get("use_keyframes_abs_pos_embedding"):
+        marks["video_keyframes_mask"] = single_frames(grid.grids[0], cond, latent.device)
     return dict(
         hidden_states=grid.grids[0].to_tokens(video),
         audio_hidden_states=grid.grids[1].to_tokens(audio),
@@ -148,14 +134,13 @@ def refusal(config, grid, cond):
     finished = is_finished(config, cond)
     if not finished and not config.get("connectors"):
         return (
-            f"the prompt has not been through the connectors (width {width}), and a diffusers folder "
-            f"of the transformer alone has none; choose the pipeline's folder, or ComfyUI's single "
-            f"file."
+            f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the "
+            f"transformer alone has none; choose the pipeline's folder, or ComfyUI's single file."
         )
     if not finished and "attention_mask" in cond:
         return (
-            "attention_mask is set for a prompt that the connectors have yet to finish, which lets "
-            "them have all tokens; encode it with LTX-2's text encoder, which sends none."
+            "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have "
+            "all tokens; encode it with LTX-2's text encoder, which sends none."
         )
     return ltxv.refusal(config, grid.grids[0], cond)
 
@@ -164,16 +149,11 @@ HEADS = 32
 
 
 def config_from_shapes(shapes):
-    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in the released files, which tell
-    it in their header."""
-    (hidden, channels), (audio, heard) = shapes["patchify_proj.weight"], shapes["audio_patchify_proj.weight"]
-    block = {
-        key.removeprefix("transformer_blocks.0."): shape
-        for key, shape in shapes.items()
-        if key.startswith("transformer_blocks.0.")
-    }
-    gated = "attn1.to_gate_logits.weight" in block
-    modulated = block["scale_shift_table"][0] == 9
+    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in released files."""
+    hidden, channels = shapes["patchify_proj.weight"]
+    audio, audio_channels = shapes["audio_patchify_proj.weight"]
+    gated = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes
+    modulated = shapes["transformer_blocks.0.scale_shift_table"][0] == 9
     caption = shapes.get("caption_projection.linear_1.weight")
     return dict(
         in_channels=channels,
@@ -181,7 +161,7 @@ def config_from_shapes(shapes):
         num_attention_heads=HEADS,
         attention_head_dim=hidden // HEADS,
         cross_attention_dim=shapes["transformer_blocks.0.attn2.to_k.weight"][1],
-        audio_in_channels=heard,
+        audio_in_channels=audio_channels,
         audio_out_channels=shapes["audio_proj_out.weight"][0],
         audio_num_attention_heads=HEADS,
         audio_attention_head_dim=audio // HEADS,
@@ -193,8 +173,8 @@ def config_from_shapes(shapes):
         audio_cross_attn_mod=modulated,
         use_prompt_embeddings=caption is not None,
         **({"caption_channels": caption[1]} if caption else {}),
-        ff_bias="ff.net.2.bias" in block,
-        audio_ff_bias="audio_ff.net.2.bias" in block,
+        ff_bias="transformer_blocks.0.ff.net.2.bias" in shapes,
+        audio_ff_bias="transformer_blocks.0.audio_ff.net.2.bias" in shapes,
         use_prompt_adaln_single="prompt_adaln_single.linear.weight" in shapes,
         use_keyframes_abs_pos_embedding="keyframes_abs_pos_embedding" in shapes,
         rope_type="split",
@@ -208,14 +188,13 @@ def config_from_shapes(shapes):
 def metadata(strings):
     """Lightricks' own configuration."""
     stated = json.loads(strings.get("config", "{}")).get("transformer", {})
+    precision = stated.get("frequencies_precision")
     found = {
         "rope_type": stated.get("rope_type"),
         "cross_attn_timestep_scale_multiplier": stated.get("av_ca_timestep_scale_multiplier"),
         "timestep_scale_multiplier": stated.get("timestep_scale_multiplier"),
+        "rope_double_precision": None if precision is None else precision == "float64",
     }
-    found["rope_double_precision"] = (
-        stated["frequencies_precision"] == "float64" if "frequencies_precision" in stated else None
-    )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -239,7 +218,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.audio_to_video_attn.q_norm.weight",
         "audio_embeddings_connector.learnable_registers",
     ),
-    absent=(),
     config=config_from_shapes,
     metadata=metadata,
     companion=COMPANION,
@@ -251,18 +229,8 @@ LAYOUT = Layout(
             for theirs, ours in TIMES.items()
             for leaf in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
         },
-        **{
-            f"{BLOCK}.{attention}.{theirs}": f"{BLOCK}.{attention}.{ours}"
-            for attention in (
-                "attn1",
-                "attn2",
-                "audio_attn1",
-                "audio_attn2",
-                "audio_to_video_attn",
-                "video_to_audio_attn",
-            )
-            for theirs, ours in (("q_norm", "norm_q"), ("k_norm", "norm_k"))
-        },
+        **{f"{BLOCK}.{attention}.q_norm": f"{BLOCK}.{attention}.norm_q" for attention in ATTENTIONS},
+        **{f"{BLOCK}.{attention}.k_norm": f"{BLOCK}.{attention}.norm_k" for attention in ATTENTIONS},
         f"{BLOCK}.scale_shift_table_a2v_ca_video": f"{BLOCK}.video_a2v_cross_attn_scale_shift_table",
         f"{BLOCK}.scale_shift_table_a2v_ca_audio": f"{BLOCK}.audio_a2v_cross_attn_scale_shift_table",
         **CONNECTOR_NAMES,
@@ -282,9 +250,7 @@ PER_TOKEN = {
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), nested=LATENTS
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), nested=LATENTS),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(
@@ -305,7 +271,6 @@ FAMILY = Family(
             "keyframe_idxs",
             "generated_keyframes",
         ),
-        required=("c_crossattn",),
         widths=lambda config: {},
         precise=("frame_rate",),
         refusal=refusal,

@@ -6,9 +6,8 @@ import json
 import torch
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 #: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
 PIXELS = (8, 32, 32)
@@ -20,8 +19,8 @@ def guides(cond):
 
 
 def corners(grid, cond, device, causal, side=0):
-    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in pixels, in time in seconds; ``causal``:
-    the video starts with a single frame. Guides, the last tokens, say theirs."""
+    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``: the
+    video starts with a single frame. Guides, the last tokens, bring theirs."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
     axes = [
         (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
@@ -37,27 +36,22 @@ def corners(grid, cond, device, causal, side=0):
 
 
 def times(grid, mask, sigma, batch):
-    """Noise levels (B,), or (B, tokens) where a mask keeps some: those are given at the level of their mask,
-    that of a token's first value."""
-    return (
-        sigma.expand(batch)
-        if mask is None
-        else grid.to_tokens(mask.float())[..., 0] * sigma.expand(batch)[:, None]
-    )
+    """Noise levels (B,), or (B, tokens) where a mask keeps some: the level times the mask's first value."""
+    levels = sigma.expand(batch)
+    return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
 
 
 def forward_args(config, grid, latent, sigma, cond):
     """Prompts whose tokens are all seen need no mask."""
     batch = latent.shape[0]
     mask = cond.get("attention_mask")
+    causal = config.get("causal_temporal_positioning", False)
     return dict(
         hidden_states=grid.to_tokens(latent),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
         encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask,
-        video_coords=corners(
-            grid, cond, latent.device, config.get("causal_temporal_positioning", False)
-        ).expand(batch, -1, -1),
+        video_coords=corners(grid, cond, latent.device, causal).expand(batch, -1, -1),
     )
 
 
@@ -66,8 +60,8 @@ def refusal(config, grid, cond):
     mask = cond.get("denoise_mask")
     if mask is not None and (mask < 0).any():
         return (
-            "the mask leaves tokens out (guides of a smaller picture, as IC-LoRA takes them), which is "
-            "not supported; give the guide in the latent's size."
+            "the mask leaves tokens out (guides of a smaller image, as IC-LoRA takes them), which is not "
+            "supported; give the guide in the latent's size."
         )
     if guides(cond) > grid.tokens:
         return (
@@ -100,7 +94,7 @@ def metadata(strings):
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 
 
-BLOCK = "transformer_blocks.{}"
+NORMS = {"q_norm": "norm_q", "k_norm": "norm_k"}
 LAYOUT = Layout(
     signature=(
         "patchify_proj.weight",
@@ -122,16 +116,14 @@ LAYOUT = Layout(
         "adaln_single.linear": "time_embed.linear",
         "adaln_single.emb.timestep_embedder.linear_1": "time_embed.emb.timestep_embedder.linear_1",
         "adaln_single.emb.timestep_embedder.linear_2": "time_embed.emb.timestep_embedder.linear_2",
-        f"{BLOCK}.attn1.q_norm": f"{BLOCK}.attn1.norm_q",
-        f"{BLOCK}.attn1.k_norm": f"{BLOCK}.attn1.norm_k",
-        f"{BLOCK}.attn2.q_norm": f"{BLOCK}.attn2.norm_q",
-        f"{BLOCK}.attn2.k_norm": f"{BLOCK}.attn2.norm_k",
+        **under("transformer_blocks.{}.attn1", "transformer_blocks.{}.attn1", NORMS),
+        **under("transformer_blocks.{}.attn2", "transformer_blocks.{}.attn2", NORMS),
     },
 )
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    latent=Latent(channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=True),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=True),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
@@ -142,12 +134,10 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
         precise=("frame_rate",),
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

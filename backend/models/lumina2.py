@@ -6,7 +6,7 @@ import torch
 from .blocks import IMAGE_ONLY, JOINED, Blocks
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import MLP, Layout, blocks_of, under
 
 #: Most tokens of a prompt, and most tokens along a side of the image, in the position tables; diffusers' own
 #: end at 300 and 512.
@@ -20,25 +20,23 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """The timestep counts from noise (0) to image (1). ComfyUI's model reads every token of the prompt,
-    padding too."""
+    """The timestep counts from noise (0) to image (1). ComfyUI's model reads padding of the prompt too."""
     text = cond["c_crossattn"]
-    mask = torch.ones(text.shape[:2], dtype=torch.int32, device=text.device)
     return dict(
         hidden_states=grid.pad(latent),
         timestep=(1.0 - sigma).expand(latent.shape[0]),
         encoder_hidden_states=text,
-        encoder_attention_mask=mask,
+        encoder_attention_mask=torch.ones(text.shape[:2], dtype=torch.int32, device=text.device),
     )
 
 
 def refusal(config, grid, cond):
     """Position tables have an end."""
     needed = (cond["c_crossattn"].shape[1], *grid.counts[1:])
+    if all(a < b for a, b in zip(needed, LENGTHS)):
+        return None
     return (
-        None
-        if all(a < b for a, b in zip(needed, LENGTHS))
-        else f"{needed[0]} tokens of text and {needed[1]} x {needed[2]} tokens are more than the {LENGTHS} "
+        f"{needed[0]} tokens of text and {needed[1]} x {needed[2]} tokens are more than the {LENGTHS} "
         f"that Lumina 2 counts; shorten the prompt or make the latent smaller."
     )
 
@@ -62,25 +60,18 @@ def config_from_shapes(shapes):
     )
 
 
-def block(name, modulated=True):
-    own = (
-        {
-            f"{name}.{{}}.attention_norm1": f"{name}.{{}}.norm1.norm",
-            f"{name}.{{}}.adaLN_modulation.1": f"{name}.{{}}.norm1.linear",
-        }
-        if modulated
-        else {f"{name}.{{}}.attention_norm1": f"{name}.{{}}.norm1"}
-    )
-    return own | {
-        f"{name}.{{}}.attention.qkv": " ".join(f"{name}.{{}}.attn.to_{part}" for part in "qkv"),
-        f"{name}.{{}}.attention.out": f"{name}.{{}}.attn.to_out.0",
-        f"{name}.{{}}.attention.q_norm": f"{name}.{{}}.attn.norm_q",
-        f"{name}.{{}}.attention.k_norm": f"{name}.{{}}.attn.norm_k",
-        f"{name}.{{}}.attention_norm2": f"{name}.{{}}.norm2",
-        **{f"{name}.{{}}.feed_forward.w{i}": f"{name}.{{}}.feed_forward.linear_{i}" for i in (1, 2, 3)},
-    }
-
-
+REFINER = {
+    "attention_norm1": "norm1",
+    "attention.qkv": "attn.to_q attn.to_k attn.to_v",
+    "attention.out": "attn.to_out.0",
+    "attention.q_norm": "attn.norm_q",
+    "attention.k_norm": "attn.norm_k",
+    "attention_norm2": "norm2",
+    "feed_forward.w1": "feed_forward.linear_1",
+    "feed_forward.w2": "feed_forward.linear_2",
+    "feed_forward.w3": "feed_forward.linear_3",
+}
+MODULATED = REFINER | {"attention_norm1": "norm1.norm", "adaLN_modulation.1": "norm1.linear"}
 LAYOUT = Layout(
     signature=(
         "x_embedder.weight",
@@ -92,12 +83,11 @@ LAYOUT = Layout(
     ),
     absent=("x_pad_token", "clip_text_pooled_proj.0.weight"),
     config=config_from_shapes,
-    names=block("noise_refiner")
-    | block("context_refiner", False)
-    | block("layers")
-    | {
-        "t_embedder.mlp.0": "time_caption_embed.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": "time_caption_embed.timestep_embedder.linear_2",
+    names={
+        **under("noise_refiner.{}", "noise_refiner.{}", MODULATED),
+        **under("context_refiner.{}", "context_refiner.{}", REFINER),
+        **under("layers.{}", "layers.{}", MODULATED),
+        **under("t_embedder", "time_caption_embed.timestep_embedder", MLP),
         "cap_embedder.0": "time_caption_embed.caption_embedder.0",
         "cap_embedder.1": "time_caption_embed.caption_embedder.1",
         "final_layer.linear": "norm_out.linear_2",
@@ -107,11 +97,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
     blocks=Blocks(
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
@@ -121,7 +107,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         refusal=refusal,

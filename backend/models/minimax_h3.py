@@ -6,13 +6,11 @@ import torch
 from .blocks import JOINED, Blocks
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
-#: Flow shift of the video's and of the audio's schedule; the solvers step both on the video's, the audio
-#: scaled by their ratio.
+#: Flow shift of the video's and the audio's schedule; solvers step both on the video's.
 SHIFT, AUDIO_SHIFT = 12.0, 3.0
-#: Video frames of the latent frames, which repeat, and steps of the audio's clock (40 Hz) a video frame (24
-#: Hz).
+#: Video frames of the latent frames, which repeat; steps of the audio's clock (40 Hz) a video frame (24 Hz).
 FRAMES, CLOCK = (1, 4, 4, 4, 4), 5.0 / 3.0
 VIDEO, TEXT, AUDIO = range(3)
 KINDS = {"video": VIDEO, "audio": AUDIO, "text": TEXT}
@@ -43,9 +41,8 @@ def axis(length, other):
 
 
 def positions(grid, text, references, origin):
-    """(text + references + audio + video, 3): tokens of text by their number; at ``origin`` on the same clock
-    the audio, its channels at the image's sides, and the video. ``references``: those of the reference
-    tokens."""
+    """(text + references + audio + video, 3): text by number; at ``origin`` on the same clock the audio, its
+    channels at the image's sides, and the video. ``references``: positions of the reference tokens."""
     (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
@@ -64,58 +61,39 @@ def positions(grid, text, references, origin):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the forward's arguments. Times count from noise (0) to image (1); text has the video's time.
-
-    Reference tokens (keyframes, references and their audio) stand between text and audio."""
-    (video, audio), text, sigma, device = (
-        grid.unpack(latent),
-        cond["c_crossattn"],
-        sigma.clamp(min=1e-6),
-        latent.device,
-    )
-    text_length, references = (
-        text.shape[1],
-        cond["given_tags"][0].long()
-        if "given_tags" in cond
-        else torch.empty(0, dtype=torch.long, device=device),
-    )
+    """Times count from noise (0) to image (1); text has the video's time. Reference tokens (keyframes,
+    references and their audio) stand between text and audio."""
+    video, audio = grid.unpack(latent)
+    video_tokens, audio_tokens = (one.tokens for one in grid.grids)
+    text = cond["c_crossattn"]
+    device = latent.device
+    sigma = sigma.clamp(min=1e-6)
+    text_length = text.shape[1]
+    references = torch.empty(0, dtype=torch.long, device=device)
+    if "given_tags" in cond:
+        references = cond["given_tags"][0].long()
 
     def full(value, count):
         return torch.full((count,), value, device=device)
 
     kinds = torch.cat(
-        [
-            full(TEXT, text_length),
-            references,
-            full(AUDIO, grid.grids[1].tokens),
-            full(VIDEO, grid.grids[0].tokens),
-        ]
+        [full(TEXT, text_length), references, full(AUDIO, audio_tokens), full(VIDEO, video_tokens)]
     )
+    reference_moments = torch.where(references == AUDIO, 3, 2)
     moments = torch.cat(
-        [
-            full(0, text_length),
-            torch.where(references == AUDIO, 3, 2),
-            full(1, grid.grids[1].tokens),
-            full(0, grid.grids[0].tokens),
-        ]
+        [full(0, text_length), reference_moments, full(1, audio_tokens), full(0, video_tokens)]
     )
     tags = torch.cat([cond["text_tags"][0].long(), kinds[text_length:]]) if "text_tags" in cond else kinds
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
     if len(references):
-        clean = (
-            cond["given_times"].reshape(-1) if "given_times" in cond else sigma.new_tensor(REFERENCE_TIMES)
-        )
+        clean = cond.get("given_times", sigma.new_tensor(REFERENCE_TIMES)).reshape(-1)
         times += [torch.maximum(now, least) for now, least in zip(times, clean)]
 
     def with_references(name, tokens):
         return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
 
-    places = positions(
-        grid,
-        text_length,
-        cond["given_positions"][0] if len(references) else torch.empty(0, 3),
-        float(cond.get("origin", text_length)),
-    )
+    given = cond["given_positions"][0] if len(references) else torch.empty(0, 3)
+    places = positions(grid, text_length, given, float(cond.get("origin", text_length)))
     return dict(
         hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
         audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),
@@ -207,20 +185,17 @@ def config_from_shapes(shapes):
     )
 
 
-def block(theirs, ours):
-    return {
-        f"{theirs}.{{}}.attn.qkv_proj": " ".join(f"{ours}.{{}}.attn.to_{part}" for part in "qkv"),
-        f"{theirs}.{{}}.attn.out_proj": f"{ours}.{{}}.attn.to_out.0",
-        f"{theirs}.{{}}.attn.q_norm": f"{ours}.{{}}.attn.norm_q",
-        f"{theirs}.{{}}.attn.k_norm": f"{ours}.{{}}.attn.norm_k",
-        f"{theirs}.{{}}.mlp.fc1": f"{ours}.{{}}.ff.net.0.proj",
-        f"{theirs}.{{}}.mlp.fc2": f"{ours}.{{}}.ff.net.2",
-        **{
-            f"{theirs}.{{}}.{name}": f"{ours}.{{}}.{name}" for name in ("norm1", "norm2", "adaln_proj.linear")
-        },
-    }
-
-
+BLOCK = {
+    "attn.qkv_proj": "attn.to_q attn.to_k attn.to_v",
+    "attn.out_proj": "attn.to_out.0",
+    "attn.q_norm": "attn.norm_q",
+    "attn.k_norm": "attn.norm_k",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "adaln_proj.linear": "adaln_proj.linear",
+}
 LAYOUT = Layout(
     signature=(
         "video_patch_proj.weight",
@@ -230,12 +205,11 @@ LAYOUT = Layout(
         "blocks.0.adaln_proj.linear.weight",
         "final_layer.audio_out.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("transformer_blocks.{}.ff.net.0.proj", "token_refiner.refiner_blocks.{}.ff.net.0.proj"),
-    names=block("blocks", "transformer_blocks")
-    | block("token_refiner.blocks", "token_refiner.refiner_blocks")
-    | {
+    names={
+        **under("blocks.{}", "transformer_blocks.{}", BLOCK),
+        **under("token_refiner.blocks.{}", "token_refiner.refiner_blocks.{}", BLOCK),
         "video_patch_proj": "proj_in",
         "audio_patch_proj": "audio_proj_in",
         "condition_proj": "context_embedder",
@@ -259,11 +233,7 @@ LATENTS = Nested(
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: tuple(config["patch_size"]),
-        nested=LATENTS,
-    ),
+    latent=Latent(nested=LATENTS),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
@@ -273,7 +243,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
         text_tokens=text_tokens,

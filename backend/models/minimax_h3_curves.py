@@ -37,21 +37,16 @@ class Modulation(MiniMaxH3AdaLayerNormModulation):
     weight_source: tuple[Any]
 
     def forward(self, temb):
-        return (
-            self.linear(temb)
-            .view(-1, 6 * self.hidden_size)
-            .to(self.weight_source[0].weight.dtype)
-            .chunk(6, dim=-1)
-        )
+        values = self.linear(temb).view(-1, 6 * self.hidden_size)
+        return values.to(self.weight_source[0].weight.dtype).chunk(6, dim=-1)
 
 
 class Out(MiniMaxH3AdaLayerNormOut):
     """The same of the last norm."""
 
     def forward(self, hidden_states, temb, timestep_indices):
-        shift, scale = (
-            self.linear(temb).to(hidden_states.dtype).index_select(0, timestep_indices).chunk(2, dim=-1)
-        )
+        values = self.linear(temb).to(hidden_states.dtype).index_select(0, timestep_indices)
+        shift, scale = values.chunk(2, dim=-1)
         return self.norm(hidden_states) * (1.0 + scale) + shift
 
 
@@ -61,10 +56,8 @@ def patch_module(transformer, config):
     transformer.time_proj = nn.Identity()
     transformer.time_embedder = Curve(config["curve_points"], config["time_embed_dim"])
     for block in transformer.transformer_blocks:
-        block.adaln_proj.__class__, block.adaln_proj.weight_source = (
-            Modulation,
-            (block.norm1,),
-        )  # in a tuple: no submodule
+        block.adaln_proj.__class__ = Modulation
+        block.adaln_proj.weight_source = (block.norm1,)
     transformer.norm_out.__class__ = Out
 
 

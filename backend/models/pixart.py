@@ -5,15 +5,13 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import Layout, blocks_of
+from .key_layout import MLP, Layout, blocks_of, under
 
 
 def prepare(transformer, grid):
-    """ComfyUI scales the position table with the latent's size; diffusers keeps the one of the training
-    size."""
+    """ComfyUI scales the position table with the latent's size; diffusers keeps the trained one."""
     embed, (height, width) = transformer.pos_embed, grid.padded.shape[1:]
     middle = (height + width) // 2
     table = get_2d_sincos_pos_embed(
@@ -36,20 +34,15 @@ def is_alpha(config):
 def forward_args(config, grid, latent, timestep, cond):
     """alpha is also told the image's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
-    size = cond.get("c_size", torch.tensor([[height * 8.0, width * 8.0]], device=latent.device)).expand(
-        batch, 2
-    )
-    ratio = cond.get("c_ar", torch.tensor([[height / width]], device=latent.device)).expand(batch, 1)
-    extra = (
-        dict(resolution=size, aspect_ratio=ratio)
-        if is_alpha(config)
-        else dict(resolution=None, aspect_ratio=None)
-    )
+    size = cond.get("c_size", latent.new_tensor([[height * 8.0, width * 8.0]], dtype=torch.float32))
+    ratio = cond.get("c_ar", latent.new_tensor([[height / width]], dtype=torch.float32))
+    size = size.expand(batch, 2) if is_alpha(config) else None
+    ratio = ratio.expand(batch, 1) if is_alpha(config) else None
     return dict(
         hidden_states=grid.pad(latent),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=timestep.expand(batch),
-        added_cond_kwargs=extra,
+        added_cond_kwargs=dict(resolution=size, aspect_ratio=ratio),
     )
 
 
@@ -84,19 +77,15 @@ LAYOUT = Layout(
         "blocks.0.cross_attn.kv_linear.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     names={
         "x_embedder.proj": "pos_embed.proj",
         "t_block.1": "adaln_single.linear",
         "final_layer.linear": "proj_out",
         "final_layer.scale_shift_table": "scale_shift_table",
-        "t_embedder.mlp.0": f"{TIME}.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": f"{TIME}.timestep_embedder.linear_2",
-        "csize_embedder.mlp.0": f"{TIME}.resolution_embedder.linear_1",
-        "csize_embedder.mlp.2": f"{TIME}.resolution_embedder.linear_2",
-        "ar_embedder.mlp.0": f"{TIME}.aspect_ratio_embedder.linear_1",
-        "ar_embedder.mlp.2": f"{TIME}.aspect_ratio_embedder.linear_2",
+        **under("t_embedder", f"{TIME}.timestep_embedder", MLP),
+        **under("csize_embedder", f"{TIME}.resolution_embedder", MLP),
+        **under("ar_embedder", f"{TIME}.aspect_ratio_embedder", MLP),
         "y_embedder.y_proj.fc1": "caption_projection.linear_1",
         "y_embedder.y_proj.fc2": "caption_projection.linear_2",
         "blocks.{}.scale_shift_table": f"{BLOCK}.scale_shift_table",
@@ -113,25 +102,14 @@ SCHEDULE = DiscreteSchedule(0.0001, 0.02, "sqrt_linear")
 FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
+    latent=Latent(frames=False),
     noise=Noise(prediction="eps", schedule=lambda config: SCHEDULE),
-    io=ModelIO(
-        arguments=forward_args,
-        # the model also predicts a variance, which no sampler here reads
-        output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]]),
-        prepare=prepare,
-    ),
+    io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -12,8 +12,7 @@ from .key_layout import Layout, blocks_of
 
 
 class Places(list):
-    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3) of latent and references, and
-    where text starts."""
+    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3), and where text starts."""
 
     def __init__(self, shapes, positions, text):
         super().__init__(shapes)
@@ -21,20 +20,17 @@ class Places(list):
 
 
 class Rotary(torch.nn.Module):
-    """Rotary tables, complex (tokens, head size / 2), for any positions; diffusers' own has those of images
-    of even sides alone."""
+    """Rotary tables, complex (tokens, head size / 2), for any positions; diffusers' own wants even sides."""
 
     def __init__(self, theta, axes):
         super().__init__()
         self.theta, self.axes = theta, axes
 
     def table(self, positions):
-        parts = [
-            torch.outer(
-                p, 1.0 / self.theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=p.device) / size)
-            )
-            for p, size in zip(positions.double().unbind(-1), self.axes)
-        ]
+        parts = []
+        for positions_of_axis, size in zip(positions.double().unbind(-1), self.axes):
+            numbers = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device)
+            parts.append(torch.outer(positions_of_axis, 1.0 / self.theta ** (numbers / size)))
         angles = torch.cat(parts, dim=-1)
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
@@ -45,9 +41,8 @@ class Rotary(torch.nn.Module):
 
 def patch_module(transformer, config):
     """Positions as in ComfyUI, and timesteps that are not rounded."""
-    keep_timestep(
-        transformer, transformer.time_text_embed, transformer.time_text_embed.timestep_embedder.linear_1
-    )
+    embed = transformer.time_text_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1)
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
 
 
@@ -55,15 +50,17 @@ def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references after; diffusers multiplies the timestep by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, default_method(config))
-    shapes = [(1, 1, grid.tokens), (1, 1, references.token_count(config, grid, cond))]
-    marked = how == "index_timestep_zero"  # diffusers gives timestep zero to what is after the first shape
+    count = references.token_count(config, grid, cond)
+    shapes = [(1, 1, grid.tokens + count)]
+    if how == "index_timestep_zero":  # diffusers gives timestep zero to what is after the first shape
+        shapes = [(1, 1, grid.tokens), (1, 1, count)]
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_mask=cond.get("attention_mask"),
         timestep=sigma.expand(batch),
         img_shapes=Places(
-            [shapes if marked else [(1, 1, shapes[0][2] + shapes[1][2])]] * batch,
+            [shapes] * batch,
             references.all_positions(grid, cond, how, latent.device, centred=True),
             max(grid.counts[1:]) // 2,
         ),
@@ -77,13 +74,8 @@ def default_method(config):
 
 def refusal(config, grid, cond):
     """Only Edit 2511's blocks take two timesteps."""
-    return references.wrong_references(
-        grid,
-        cond,
-        ""
-        if config.get("zero_cond_t")
-        else "choose another method in Edit Model Reference Method, or load Qwen-Image-Edit 2511",
-    )
+    remedy = "" if config.get("zero_cond_t") else f"{references.OTHER_METHOD}, or load Qwen-Image-Edit 2511"
+    return references.wrong_references(grid, cond, remedy)
 
 
 #: Of a file whose model knows reference images by timestep zero (Edit 2511).
@@ -117,18 +109,13 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "proj_out.weight",
     ),
-    absent=(),
     variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
     config=config_from_shapes,
-    names={},  # the file has diffusers' names
 )
 FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"] // config["patch_size"] ** 2,
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-    ),
+    latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
@@ -142,7 +129,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         context_tokens=references.token_count,
         refusal=refusal,
@@ -156,6 +142,7 @@ FAMILY = Family(
             "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
         },
     ),
+    tensor_plan=None,
     layout=LAYOUT,
     # two timesteps a call: nothing that one GEMM of all calls could give
     variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},

@@ -20,8 +20,7 @@ SLOT = 4
 
 
 class Places(list):
-    """An entry of the argument img_shapes with what JointRotary and Slotted need: ``positions`` (tokens, 3)
-    of the whole sequence, tokens of a ``slot``."""
+    """An entry of img_shapes with ``positions`` (tokens, 3) of the sequence and tokens of a ``slot``."""
 
     def __init__(self, shapes, positions, slot):
         super().__init__(shapes)
@@ -29,8 +28,8 @@ class Places(list):
 
 
 class Slotted(theirs.QwenImage21Transformer2DModel):
-    """diffusers' model with slots of as many tokens as its arguments say: images whose tokens four does not
-    divide (sides of 16 x an odd number of pixels), which ComfyUI has, come in slots of one."""
+    """diffusers' model with slots of as many tokens as its arguments say: one, for images whose tokens four
+    does not divide."""
 
     def forward(self, *args, img_shapes, **kwargs):
         own = theirs._IMG_TOKENS_PER_SLOT
@@ -42,8 +41,7 @@ class Slotted(theirs.QwenImage21Transformer2DModel):
 
 
 class JointRotary(Rotary):
-    """Rotary tables of text and images in one sequence; diffusers' own are made number by number at every
-    step, and end at 8192."""
+    """Rotary tables of text and images in one sequence; diffusers' own are slow, and end at 8192."""
 
     def forward(self, places, image_pad_mask, device):
         return self.table(places.positions.to(device))
@@ -51,8 +49,7 @@ class JointRotary(Rotary):
 
 class BlockCausal:
     """Attention in two calls, where diffusers makes one for every piece of the sequence: what is given
-    attends to what is before it and to its own image, the image to everything. So tokens are cut over ranks
-    and patches as those of other models."""
+    attends to what is before it and to its own image, the image to everything."""
 
     def __call__(
         self, attn, hidden_states, rotary_emb: Any = None, segments: Any = None, key_valid=None, **unused
@@ -78,20 +75,15 @@ class BlockCausal:
         def attend(query, *keys, mask):
             return F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
 
-        out = torch.cat(
-            [
-                attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], mask=seen),
-                attend(query[:, :, length:], key, value, mask=visible),
-            ],
-            dim=2,
-        )
+        given = attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], mask=seen)
+        image = attend(query[:, :, length:], key, value, mask=visible)
+        out = torch.cat([given, image], dim=2)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
 
 
 @lru_cache(maxsize=4)
 def before(segments, device):
-    """(1, 1, tokens, tokens), true where what is given may look; ``segments``: (first token, end, is it text)
-    of its pieces in order."""
+    """(1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it text)."""
     ends = torch.cat(
         [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
     )
@@ -107,13 +99,12 @@ def patch_module(transformer, config):
 
 
 def pieces(grid, cond):
-    """The sequence: (first token of text, end, the image after them), the last image being the one that is
-    made. References are after the text where no slot is told."""
+    """The sequence: (first token of text, end, the image after them), the last image being the latent.
+    References come after the text where image_slots says no place."""
     found = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
-    slots = [*(cond["image_slots"][0].tolist() if "image_slots" in cond else ()), *[length] * len(found)][
-        : len(found)
-    ]
+    slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
+    slots += [length] * (len(found) - len(slots))
     return list(zip((0, *slots), (*slots, length), (*found, grid)))
 
 
@@ -123,9 +114,8 @@ def positions(grid, cond, device):
     found = []
     start = 0
     for lo, hi, one in pieces(grid, cond):
-        found.append(
-            torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)[:, None].expand(-1, 3)
-        )
+        text = torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)
+        found.append(text[:, None].expand(-1, 3))
         start += hi - lo
         middle = [
             count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)
@@ -158,17 +148,15 @@ def forward_args(config, grid, latent, sigma, cond):
     for lo, hi, one in pieces(grid, cond):
         slots = one.tokens // slot
         tokens += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
-        visible += (
-            []
-            if mask is None
-            else [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
-        )
+        if mask is not None:
+            visible += [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
         marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
     shapes = [one.counts for *_, one in pieces(grid, cond)]
-    made = (
-        grid.tokens // slot - grid.tokens // SLOT
-    )  # of the latent's own slots diffusers adds those of 2 x 2
-    tokens[-1], visible[-1:] = tokens[-1][:, :made], [seen[:, :made] for seen in visible[-1:]]
+    # of the latent's own slots diffusers adds those of 2 x 2
+    made = grid.tokens // slot - grid.tokens // SLOT
+    tokens[-1] = tokens[-1][:, :made]
+    if visible:
+        visible[-1] = visible[-1][:, :made]
     return dict(
         hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
         encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
@@ -238,7 +226,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "transformer_blocks.0.img_mlp.gate_up.weight",
     ),
-    absent=(),
     variants={"control_img_in.weight": "Qwen-Image 2.1 Fun Control"},
     config=config_from_shapes,
     names={
@@ -249,9 +236,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 1, 1), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
@@ -261,13 +246,13 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["context_in_dim"]},
         text_tokens=text_tokens,
         refusal=refusal,
     ),
     cache=Cache(static_text=True, prompt_modules=("txt_in",)),
     build=Build(patch_module=patch_module),
+    tensor_plan=None,
     layout=LAYOUT,
     # the text is modulated by the step
     variant=lambda config: {} if config.get("causal_condition", True) else {"cache.static_text": False},

@@ -1,9 +1,8 @@
 """SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the
 prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
 
-Linear attention is a sum over tokens (softmax-free, so what ranks exchange does not grow with the image); the
-convolution reads a line above and below. ComfyUI does not have this model, so its files are diffusers
-folders, or the transformer's file out of one; the prompt is Gemma 2 2B's last hidden states.
+Linear attention is a sum over tokens, so what ranks exchange does not grow with the image. ComfyUI does not
+have this model: its files are diffusers folders, or the transformer's file out of one.
 """
 
 from typing import Any, cast
@@ -15,7 +14,6 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransf
 
 from .blocks import APART, Blocks
 from .common import token_mixing
-from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -27,23 +25,22 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
         q = attn.to_q(hidden_states)
         k = attn.to_k(hidden_states)
         v = attn.to_v(hidden_states)
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
-        q, k, v = (
-            x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (F.relu(q), F.relu(k), v)
-        )
+        q = F.relu(q if attn.norm_q is None else attn.norm_q(q))
+        k = F.relu(k if attn.norm_k is None else attn.norm_k(k))
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (q, k, v))
         v = F.pad(v, (0, 1), value=1.0)
-        out = q @ token_mixing.sum_over_tokens(
-            lambda tokens: k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
-        )
+
+        def share(tokens):
+            return k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
+
+        out = q @ token_mixing.sum_over_tokens(share)
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
 
 
 class MixedMLP(GLUMBConv):
-    """The MLP over some tokens, (B, D, n, 1), on as many whole lines of the image (``width`` tokens each) as
-    they need."""
+    """The MLP over some tokens, (B, D, n, 1), on the lines of the image (of ``width``) that they need."""
 
     width: int
 
@@ -51,9 +48,8 @@ class MixedMLP(GLUMBConv):
         n = hidden_states.shape[2]
         tokens, first, before = token_mixing.with_halo(hidden_states[..., 0].transpose(1, 2), self.width + 1)
         front = first % self.width
-        lines = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width)).unflatten(
-            1, (-1, self.width)
-        )
+        filled = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width))
+        lines = filled.unflatten(1, (-1, self.width))
         out = super().forward(lines.permute(0, 3, 1, 2)).flatten(2)
         return out[:, :, front + before : front + before + n, None]
 
@@ -100,8 +96,7 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
-#: Size of a head of linear attention, and of cross-attention by the width of the model (which no shape
-#: tells).
+#: Size of a head of linear attention, and of cross-attention by the model's width, which no shape tells.
 HEAD = 32
 CROSS_HEAD = 112
 CROSS_HEADS = {1152: 72}
@@ -141,23 +136,15 @@ LAYOUT = Layout(
     ),
     absent=("transformer_blocks.0.ff.conv_temp.weight", "rope.freqs_cos"),  # SANA-Video
     config=config_from_shapes,
-    names={},  # the file is diffusers'
 )
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output[:, : grid.shape[0]])
-    ),
+    latent=Latent(frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
@@ -167,6 +154,5 @@ FAMILY = Family(
             "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
         },
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

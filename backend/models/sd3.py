@@ -2,9 +2,9 @@
 medium with a second attention over the image alone."""
 
 from .blocks import APART, Blocks
-from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.tensor_plans import TEXT_LAYERS
 from .family import Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import MLP, Layout, blocks_of, under
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -20,12 +20,10 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """The position table ends."""
     most = config["pos_embed_max_size"]
-    return (
-        None
-        if max(grid.counts) <= most
-        else f"the latent is {grid.counts[1]} x {grid.counts[2]} tokens, but this model knows {most} a "
-        f"side; make it smaller."
-    )
+    if max(grid.counts) <= most:
+        return None
+    _, height, width = grid.counts
+    return f"the latent is {height} x {width} tokens, but this model knows {most} a side; make it smaller."
 
 
 def config_from_shapes(shapes):
@@ -52,8 +50,21 @@ def config_from_shapes(shapes):
     )
 
 
-FILE_BLOCK = "joint_blocks.{}"
-BLOCK = "transformer_blocks.{}"
+BLOCK = {
+    "x_block.adaLN_modulation.1": "norm1.linear",
+    "x_block.mlp.fc1": "ff.net.0.proj",
+    "x_block.mlp.fc2": "ff.net.2",
+    "context_block.adaLN_modulation.1": "norm1_context.linear",
+    "context_block.mlp.fc1": "ff_context.net.0.proj",
+    "context_block.mlp.fc2": "ff_context.net.2",
+}
+ATTENTION = {"qkv": "to_q to_k to_v", "ln_q": "norm_q", "ln_k": "norm_k", "proj": "to_out.0"}
+TEXT_ATTENTION = {
+    "qkv": "add_q_proj add_k_proj add_v_proj",
+    "ln_q": "norm_added_q",
+    "ln_k": "norm_added_k",
+    "proj": "to_add_out",
+}
 LAYOUT = Layout(
     signature=(
         "x_embedder.proj.weight",
@@ -63,49 +74,27 @@ LAYOUT = Layout(
         "y_embedder.mlp.0.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     config=config_from_shapes,
     swapped=("norm_out.linear", "transformer_blocks.{last}.norm1_context.linear"),
     names={
         "pos_embed": "pos_embed.pos_embed",
         "x_embedder.proj": "pos_embed.proj",
         "context_embedder": "context_embedder",
-        "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
-        "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
-        "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+        **under("t_embedder", "time_text_embed.timestep_embedder", MLP),
+        **under("y_embedder", "time_text_embed.text_embedder", MLP),
         "final_layer.linear": "proj_out",
         "final_layer.adaLN_modulation.1": "norm_out.linear",
-        f"{FILE_BLOCK}.x_block.adaLN_modulation.1": f"{BLOCK}.norm1.linear",
-        f"{FILE_BLOCK}.context_block.adaLN_modulation.1": f"{BLOCK}.norm1_context.linear",
-        f"{FILE_BLOCK}.x_block.attn.qkv": f"{BLOCK}.attn.to_q {BLOCK}.attn.to_k {BLOCK}.attn.to_v",
-        f"{FILE_BLOCK}.context_block.attn.qkv": f"{BLOCK}.attn.add_q_proj {BLOCK}.attn.add_k_proj "
-        f"{BLOCK}.attn.add_v_proj",
-        f"{FILE_BLOCK}.x_block.attn.ln_q": f"{BLOCK}.attn.norm_q",
-        f"{FILE_BLOCK}.x_block.attn.ln_k": f"{BLOCK}.attn.norm_k",
-        f"{FILE_BLOCK}.context_block.attn.ln_q": f"{BLOCK}.attn.norm_added_q",
-        f"{FILE_BLOCK}.context_block.attn.ln_k": f"{BLOCK}.attn.norm_added_k",
-        f"{FILE_BLOCK}.x_block.attn.proj": f"{BLOCK}.attn.to_out.0",
-        f"{FILE_BLOCK}.context_block.attn.proj": f"{BLOCK}.attn.to_add_out",
-        f"{FILE_BLOCK}.x_block.attn2.qkv": f"{BLOCK}.attn2.to_q {BLOCK}.attn2.to_k {BLOCK}.attn2.to_v",
-        f"{FILE_BLOCK}.x_block.attn2.proj": f"{BLOCK}.attn2.to_out.0",
-        f"{FILE_BLOCK}.x_block.attn2.ln_q": f"{BLOCK}.attn2.norm_q",
-        f"{FILE_BLOCK}.x_block.attn2.ln_k": f"{BLOCK}.attn2.norm_k",
-        f"{FILE_BLOCK}.x_block.mlp.fc1": f"{BLOCK}.ff.net.0.proj",
-        f"{FILE_BLOCK}.x_block.mlp.fc2": f"{BLOCK}.ff.net.2",
-        f"{FILE_BLOCK}.context_block.mlp.fc1": f"{BLOCK}.ff_context.net.0.proj",
-        f"{FILE_BLOCK}.context_block.mlp.fc2": f"{BLOCK}.ff_context.net.2",
+        **under("joint_blocks.{}", "transformer_blocks.{}", BLOCK),
+        **under("joint_blocks.{}.x_block.attn", "transformer_blocks.{}.attn", ATTENTION),
+        **under("joint_blocks.{}.x_block.attn2", "transformer_blocks.{}.attn2", ATTENTION),
+        **under("joint_blocks.{}.context_block.attn", "transformer_blocks.{}.attn", TEXT_ATTENTION),
     },
 )
 FAMILY = Family(
     name="sd3",
     transformer="SD3Transformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"],
-        patch=lambda config: (1, config["patch_size"], config["patch_size"]),
-        frames=False,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(frames=False),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
@@ -124,6 +113,5 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

@@ -9,17 +9,15 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 #: Tokens along a side of the video, at most, where the configuration does not tell.
 MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features and then to text, of any length; diffusers' own takes a text of 512 tokens.
-    ``image_tokens``: how many are image features."""
+    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens."""
 
     image_tokens = 0
 
@@ -47,8 +45,8 @@ class ImageFirst(WanAttnProcessor):
 
 
 def embed_image(embedder, processor, features):
-    """(B, tokens, D) CLIP features -> as the blocks read them. First and last frame models have learned
-    positions, of which ComfyUI uses as many as there are tokens."""
+    """CLIP features (B, tokens, D) -> as the blocks read them. Some models have learned positions, of which
+    ComfyUI uses as many as there are tokens."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.image_tokens = features.shape[1]
@@ -66,9 +64,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Image to video: the image's latent and its mask come as further channels (c_concat), its CLIP features
-    as clip_fea; 2.2's 5B is given frames by a timestep for each, the part of a frame that the mask has
-    denoised."""
+    """The image's latent and mask are further channels (c_concat), its CLIP features clip_fea.
+    2.2's 5B has a timestep for each frame: the part of it that the mask has denoised."""
     timestep = sigma.expand(latent.shape[0]) * 1000
     if "denoise_mask" in cond:
         frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
@@ -83,16 +80,12 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def refusal(config, grid, cond):
     """2.1's image to video models read CLIP features; the position table ends."""
-    if max(grid.counts) > config.get("rope_max_seq_len", MOST):
-        return (
-            f"the latent is {' x '.join(map(str, grid.counts))} tokens, but this model knows "
-            f"{config.get('rope_max_seq_len', MOST)} a side; make it smaller."
-        )
+    most = config.get("rope_max_seq_len", MOST)
+    if max(grid.counts) > most:
+        counts = " x ".join(map(str, grid.counts))
+        return f"the latent is {counts} tokens, but this model knows {most} a side; make it smaller."
     if config["image_dim"] and "clip_fea" not in cond:
-        return (
-            "clip_fea is missing, which this image to video model needs; connect CLIP Vision Encode to "
-            "WanImageToVideo."
-        )
+        return "clip_fea is missing, which this model needs; connect CLIP Vision Encode to WanImageToVideo."
     if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
         return (
             f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
@@ -123,6 +116,17 @@ def config_from_shapes(shapes):
     )
 
 
+ATTENTION = {
+    "q": "to_q",
+    "k": "to_k",
+    "v": "to_v",
+    "o": "to_out.0",
+    "norm_q": "norm_q",
+    "norm_k": "norm_k",
+    "k_img": "add_k_proj",
+    "v_img": "add_v_proj",
+    "norm_k_img": "norm_added_k",
+}
 BLOCK = "blocks.{}"
 EMBEDDER = "condition_embedder"
 LAYOUT = Layout(
@@ -135,7 +139,6 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
-    absent=(),
     variants={
         "vace_patch_embedding.weight": "Wan VACE",
         "control_adapter.conv.weight": "Wan Fun Camera",
@@ -166,21 +169,8 @@ LAYOUT = Layout(
         f"{BLOCK}.norm3": f"{BLOCK}.norm2",
         f"{BLOCK}.ffn.0": f"{BLOCK}.ffn.net.0.proj",
         f"{BLOCK}.ffn.2": f"{BLOCK}.ffn.net.2",
-        **{
-            f"{BLOCK}.{theirs}.{leaf}": f"{BLOCK}.{ours}.{target}"
-            for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-            for leaf, target in {
-                "q": "to_q",
-                "k": "to_k",
-                "v": "to_v",
-                "o": "to_out.0",
-                "norm_q": "norm_q",
-                "norm_k": "norm_k",
-                "k_img": "add_k_proj",
-                "v_img": "add_v_proj",
-                "norm_k_img": "norm_added_k",
-            }.items()
-        },
+        **under("blocks.{}.self_attn", "blocks.{}.attn1", ATTENTION),
+        **under("blocks.{}.cross_attn", "blocks.{}.attn2", ATTENTION),
     },
 )
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
@@ -192,24 +182,18 @@ FRAME_TIMESTEPS = {
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"],
-        patch=lambda config: tuple(config["patch_size"]),
-        frames=True,
-    ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output)),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_concat", "clip_fea"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
     build=Build(patch_module=patch_module),
-    tensor_plan=COMMON,
     layout=LAYOUT,
     variant=lambda config: FRAME_TIMESTEPS if config["out_channels"] == 48 else {},
 )

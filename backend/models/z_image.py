@@ -5,9 +5,8 @@ import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from .blocks import JOINED, Blocks
-from .common.tensor_plans import COMMON
 from .family import Build, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, under
 
 #: Text and image are padded to a multiple of this many tokens.
 TEXT_MULTIPLE = 32
@@ -17,15 +16,11 @@ def patch_module(transformer, config):
     """diffusers fixes these widths at what they are in the released size."""
     if "feed_forward_width" not in config:
         return
-    hidden = config["feed_forward_width"]
-    time = config["time_width"]
     for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
-        block.feed_forward = FeedForward(config["dim"], hidden)
-    first, _, last = transformer.t_embedder.mlp
-    transformer.t_embedder.mlp[0], transformer.t_embedder.mlp[2] = (
-        torch.nn.Linear(first.in_features, time),
-        torch.nn.Linear(time, last.out_features),
-    )
+        block.feed_forward = FeedForward(config["dim"], config["feed_forward_width"])
+    layers = transformer.t_embedder.mlp
+    layers[0] = torch.nn.Linear(layers[0].in_features, config["time_width"])
+    layers[2] = torch.nn.Linear(config["time_width"], layers[2].out_features)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -41,10 +36,10 @@ def refusal(config, grid, cond):
     """Position tables have an end; the text, padded, comes first, and the image stands after it."""
     most = tuple(config["axes_lens"])
     needed = (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:])
+    if all(a <= b for a, b in zip(needed, most)):
+        return None
     return (
-        None
-        if all(a <= b for a, b in zip(needed, most))
-        else f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
+        f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
         f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
     )
 
@@ -73,15 +68,7 @@ def config_from_shapes(shapes):
     )
 
 
-def block(name):
-    return {
-        f"{name}.{{}}.attention.qkv": " ".join(f"{name}.{{}}.attention.to_{part}" for part in "qkv"),
-        f"{name}.{{}}.attention.out": f"{name}.{{}}.attention.to_out.0",
-        f"{name}.{{}}.attention.q_norm": f"{name}.{{}}.attention.norm_q",
-        f"{name}.{{}}.attention.k_norm": f"{name}.{{}}.attention.norm_k",
-    }
-
-
+ATTENTION = {"qkv": "to_q to_k to_v", "out": "to_out.0", "q_norm": "norm_q", "k_norm": "norm_k"}
 LAYOUT = Layout(
     signature=(
         "x_embedder.weight",
@@ -93,17 +80,16 @@ LAYOUT = Layout(
         "layers.0.adaLN_modulation.0.weight",
         "final_layer.linear.weight",
     ),
-    absent=(),
     variants={
         "siglip_embedder.0.weight": "Z-Image Omni",
         "clip_text_pooled_proj.0.weight": "NewBie",
         "dec_net.cond_embed.weight": "Z-Image in pixels",
     },
     config=config_from_shapes,
-    names=block("noise_refiner")
-    | block("context_refiner")
-    | block("layers")
-    | {
+    names={
+        **under("noise_refiner.{}.attention", "noise_refiner.{}.attention", ATTENTION),
+        **under("context_refiner.{}.attention", "context_refiner.{}.attention", ATTENTION),
+        **under("layers.{}.attention", "layers.{}.attention", ATTENTION),
         "x_embedder": "all_x_embedder.2-1",
         "final_layer.linear": "all_final_layer.2-1.linear",
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
@@ -112,9 +98,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"], patch=lambda config: (1, 2, 2), frames=False
-    ),
+    latent=Latent(patch=lambda config: (1, 2, 2), frames=False),
     io=ModelIO(
         arguments=forward_args,
         output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
@@ -130,7 +114,6 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        required=("c_crossattn",),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         refusal=refusal,
@@ -143,6 +126,5 @@ FAMILY = Family(
             "all_f_patch_size": ((1,), "a Z-Image of other patches"),
         },
     ),
-    tensor_plan=COMMON,
     layout=LAYOUT,
 )

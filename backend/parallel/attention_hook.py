@@ -1,11 +1,10 @@
-"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, which every diffusers
-transformer ends up in.
+"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where all diffusers models
+end.
 
-Inside a block that runs here the hook adds what the mesh asks for: the all-to-all of Ulysses (arXiv
-2309.14509), the hops of ring attention (arXiv 2310.01889), and PipeFusion's key/value buffers (arXiv
-2405.14430). Outside of a block it is torch's function. Buffers hold the whole sequence for this rank's heads.
-The SP ranks of a stage gather only the fresh tokens of a patch, so the bytes sent do not grow with the number
-of patches.
+Inside a block that runs here the hook adds the all-to-all of Ulysses (arXiv 2309.14509), the hops of ring
+attention (arXiv 2310.01889), and PipeFusion's key/value buffers (arXiv 2405.14430). Elsewhere it is torch's
+function. Buffers hold the whole sequence for this rank's heads. The SP ranks of a stage gather only the fresh
+tokens of a patch, so the bytes sent do not grow with the number of patches.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,9 +28,8 @@ Kind = str | tuple[str, str]
 class BlockCall:
     """The block that runs now, and how many attention calls it has made.
 
-    tokens: those of this forward. dummy: the block was given one dummy token of text, since it fails without
-    one. static_text: keys and values of text, which stands first, are cached from the call that has its
-    tokens. text_mask: (B, text), true where keys may be read.
+    tokens: those of this forward. dummy: the text is one dummy token. static_text: keys and values of text,
+    which stands first, are cached. text_mask: (B, text), true where keys may be read.
     """
 
     layer: int
@@ -44,9 +42,7 @@ class BlockCall:
     calls: int = 0
 
     def next(self) -> tuple[Kind, tuple]:
-        """Count one call; return its kind and its key (branch, layer, call). "joint", "image" and "text"
-        attend within the sequence, a pair of latents from one to the other, "cross" to the prompt; "sum" and
-        "surroundings" are no attention."""
+        """Count one call; return its kind (Blocks.attention) and its key (branch, layer, call)."""
         index = self.calls
         self.calls += 1
         return self.kinds[index % len(self.kinds)], (self.context.branch, self.layer, index)
@@ -116,8 +112,8 @@ class Attention:
         return F.pad(out, (0, 0, 1, 0) if first else (0, 0, 0, 1))
 
     def _needed(self, call: BlockCall, mask: Tensor | None) -> Tensor | None:
-        """Return None for a mask that hides nothing: without one the fast kernels run. The same mask comes to
-        many layers, so the last answer is cached."""
+        """Return None for a mask that hides nothing, so that the fast kernels run. The last answer is cached,
+        since the same mask comes to many layers."""
         if mask is None or mask.dtype != torch.bool:
             return mask
         source = mask if call.text_mask is None else call.text_mask
@@ -161,19 +157,21 @@ class Attention:
         u = self.mesh.ulysses.size
         return [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
 
+    def _group_counts(self, tokens: TokenShards, kind: str) -> list[int]:
+        """Tokens of every Ulysses group."""
+        lengths = tokens.lengths(kind)
+        return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
+
     def _ring(self, call: BlockCall, q, k, v, mask, scale, kind: str, own: range):
-        lengths = call.tokens.lengths(kind)
-        masks = (
-            None if mask is None else [_cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
-        )
-        counts = [sum(lengths[i] for i in ranks) for ranks in self._groups()]
-        return ulysses_ring.ring_attend(
-            self.kernel, q, torch.stack([k, v]), counts, self.mesh.ring, masks, scale
-        )
+        masks = None
+        if mask is not None:
+            masks = [_cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
+        counts = self._group_counts(call.tokens, kind)
+        kv = torch.stack([k, v])
+        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
 
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
-        """Attend to the text's keys and values, first, and to the image's. A call without text tokens reads
-        those of the call that had them."""
+        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
         tokens = call.tokens
         groups = self._groups()
         where = (*where, call.context.items.lo)
@@ -189,23 +187,19 @@ class Attention:
             masks = [_static_text_mask(mask, whole, ranks) for ranks in groups]
         if len(groups) == 1:
             return self._attend(q, kv[0], kv[1], masks and masks[0], scale)
-        lengths = whole.lengths("joint")
-        counts = [sum(lengths[i] for i in ranks) for ranks in groups]
+        counts = self._group_counts(whole, "joint")
         return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
 
     def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Tensor, kind: str, where: tuple):
-        """Write the fresh tokens of every SP rank of the stage into the buffer; return the whole sequence's
-        keys and values, fresh and stale."""
-        lengths = call.tokens.lengths(kind)
-        counts = [sum(lengths[i] for i in ranks) for ranks in self._groups()]
+        """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""
+        counts = self._group_counts(call.tokens, kind)
         shapes = [(*kv.shape[:3], count, kv.shape[4]) for count in counts]
         fresh = torch.cat(comm.all_gather(kv, shapes, self.mesh.ring, "ring"), dim=3)
         positions = self._forward_positions(call.tokens, kind, kv.device)
         return buffers.refresh(where, fresh, positions, call.tokens.sequence.length_of(kind), call.context)
 
     def _forward_positions(self, tokens: TokenShards, kind: str, device) -> slice | Tensor:
-        """Positions of this forward's tokens on all SP ranks: a slice where they are consecutive, else a
-        tensor."""
+        """Positions of this forward's tokens on all SP ranks: a slice if they are consecutive."""
         key = (id(tokens), kind)
         if key not in self._positions:
             positions = tokens.positions(kind)
@@ -226,7 +220,7 @@ def _key_mask(text: Tensor, tokens: TokenShards) -> Tensor:
 
 
 def _cut(tokens: TokenShards, mask: Tensor | None, kind: str, query_ranks: range, key_ranks: range | None):
-    """The mask for the queries and keys of these ranks; ``key_ranks`` None: every key of the sequence."""
+    """The mask for the queries and keys of these ranks; ``key_ranks`` None: for every key."""
     if mask is None:
         return None
     if key_ranks is not None and mask.shape[-1] > 1:

@@ -1,8 +1,4 @@
-"""Local attention kernels: (B, H, S, D) in and out, chosen by ParallelConfig.attention.
-
-``lse`` variants also return the log-sum-exp of the scores, (B, H, Sq) float32, which ring attention needs to
-merge blocks.
-"""
+"""Local attention kernels: (B, H, S, D) in and out, chosen by ParallelConfig.attention."""
 
 import importlib.util
 
@@ -27,8 +23,8 @@ def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
         return None
     if device != "cuda":
         return (
-            f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the "
-            f"{device}; set attention to auto."
+            f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "
+            f"set attention to auto."
         )
     if importlib.util.find_spec(package) is None:
         return (
@@ -46,8 +42,7 @@ def unavailable(name: str, device: str, dtype: torch.dtype) -> str | None:
 def attend(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D). Kernels that take no mask leave masked calls to
-    SDPA."""
+    """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D); masked calls go to SDPA."""
     if kernel == "flash-attn" and mask is None:
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
 
@@ -62,15 +57,16 @@ def attend(
 def attend_lse(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attend and the log-sum-exp (B, H, S). A query whose keys are all masked gets output 0 and lse
-    -inf."""
+    """Compute attend and the log-sum-exp (B, H, S) float32, by which ring attention merges blocks. A query
+    whose keys are all masked gets output 0 and lse -inf."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else additive(mask, q), scale)
     if mask is None:
         return out, lse.float()
-    dead = ~_visible(mask).any(-1).expand(q.shape[:3])
+    visible = mask if mask.dtype == torch.bool else mask > float("-inf")
+    dead = ~visible.any(-1).expand(q.shape[:3])
     return out.masked_fill(dead[..., None], 0), lse.float().masked_fill(dead, float("-inf"))
 
 
@@ -78,14 +74,12 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
     if not q.is_cuda:
         if mask is not None:  # this kernel broadcasts over heads alone
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=mask, scale=scale
-        )
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     if mask is not None or q.dtype == torch.float32:
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, False, scale=scale)[
-            :2
-        ]
+        efficient = aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = efficient(q, k, v, mask, True, 0.0, False, scale=scale)
         return out, lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
     if kernel == "flash-attn":
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
@@ -100,22 +94,15 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 def additive(mask: Tensor, like: Tensor) -> Tensor:
     """Turn a boolean mask into 0 / -inf in the dtype of ``like``."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(
-            ~mask, float("-inf")
-        )
+        return like.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
     return mask.to(like.dtype)
 
 
 def aligned(bias: Tensor) -> Tensor:
-    """Return ``bias`` (..., keys) in memory as CUDA's memory-efficient kernel takes it: its rows begin at
-    multiples of ALIGNMENT numbers. F.scaled_dot_product_attention does this (preprocess_mask in aten's
-    attention.cpp). Its kernel, called for the log-sum-exp, raises "attn_bias is not correctly aligned"."""
-    if bias.stride(-1) == 1 and not any(
-        step % ALIGNMENT for step in (*bias.stride()[:-1], bias.storage_offset())
-    ):
+    """Return ``bias`` (..., keys) with rows that begin at multiples of ALIGNMENT numbers, as CUDA's
+    memory-efficient kernel wants them ("attn_bias is not correctly aligned"). SDPA itself does the same
+    (preprocess_mask in aten's attention.cpp)."""
+    starts = (*bias.stride()[:-1], bias.storage_offset())
+    if bias.stride(-1) == 1 and not any(start % ALIGNMENT for start in starts):
         return bias
     return F.pad(bias, (0, ALIGNMENT - bias.shape[-1] % ALIGNMENT))[..., : bias.shape[-1]]
-
-
-def _visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > float("-inf")

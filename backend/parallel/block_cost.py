@@ -1,10 +1,9 @@
-"""FLOPs of each block, by which stages are balanced: multiplications of one model call with a typical
-request, from the shapes of the block's weights.
+"""FLOPs of each block, by which stages are balanced: multiplications of a typical call, from weight shapes.
 
-A token costs a linear layer or a convolution as many multiplications as it has weights. The two matrix
-products of attention cost 2 x queries x keys x width. Shapes do not tell which tokens pass a layer:
-Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modulation do. Blocks.shares is the FLOP
-share: how much of the work of a layer a token costs."""
+A token costs a linear layer or a convolution as many multiplications as it has weights, times its FLOP share
+(Blocks.flop_shares). The two matrix products of attention cost 2 x queries x keys x width. Which tokens pass
+a layer say Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modulation.
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -24,8 +23,8 @@ FUSED_QUERIES = "to_qkv_mlp_proj"
 def block_costs(
     transformer: nn.Module, family, config: Mapping, image: int = IMAGE_TOKENS, text: int = TEXT_TOKENS
 ) -> list[int]:
-    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens; weights
-    may be on the meta device. Latents of several kinds count as tokens of the first."""
+    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens. Latents
+    of several kinds count as tokens of the first."""
     return [
         _linear(block, blocks, family, config, image, text)
         + _attention(block, blocks, family, config, image, text)
@@ -35,8 +34,8 @@ def block_costs(
 
 
 def tokens_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
-    """Count the tokens of one step that pass the layer ``layer`` of a ``block`` of the list ``blocks``: none
-    where it is computed once a request, for every token."""
+    """Count the tokens of one step that pass ``layer`` of a ``block`` of the list ``blocks``: none if it is
+    computed once a request."""
     if _matches(layer, (*family.cache.prompt_layers, *family.cache.modulation)):
         return 0
     if family.blocks.is_text_layer(layer):
@@ -72,13 +71,9 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
-    """Multiplications of a block's attention. Its kinds, in order, belong to its attention modules; a block
-    may have fewer of them than others."""
-    modules = [
-        module
-        for module in block.modules()
-        if any(hasattr(module, name) for name in (*QUERIES, FUSED_QUERIES))
-    ]
+    """Multiplications of a block's attention: one kind for each of its attention modules, in order."""
+    names = (*QUERIES, FUSED_QUERIES)
+    modules = [module for module in block.modules() if any(hasattr(module, name) for name in names)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     return sum(
         _width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
@@ -89,14 +84,13 @@ def _attention(block, blocks, family, config, image, text) -> int:
 def _width(module, family, config) -> int:
     """Features of the queries of all heads."""
     layer = next((getattr(module, name) for name in QUERIES if hasattr(module, name)), None)
-    return (
-        family.blocks.heads(config) * family.blocks.head_size(config) if layer is None else layer.out_features
-    )
+    if layer is not None:
+        return layer.out_features
+    return family.blocks.heads(config) * family.blocks.head_size(config)
 
 
 def _pairs(kind, blocks, family, config, image, text) -> int:
-    """Multiplications of an attention call for every feature; linear attention ("sum") has a square of the
-    head size in the keys' place."""
+    """Multiplications of an attention call per feature; "sum" has the head size for keys."""
     joint = image if family.blocks.lists[blocks] == IMAGE_ONLY else image + text
     queries, keys = {
         "joint": (joint, joint),

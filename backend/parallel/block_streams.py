@@ -1,6 +1,6 @@
 """The token streams of one forward, and how the arguments of a block are cut to the tokens of this rank.
 
-Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}. A joined block takes both in one
+Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}; a joined block takes both in one
 tensor.
 """
 
@@ -52,8 +52,7 @@ class BlockStructure:
         return len(self.joined)
 
     def crossing(self, boundary: int) -> list[int]:
-        """List the blocks before ``boundary`` whose output a later block takes as a long skip: it travels
-        with the activation, feature by feature."""
+        """List the blocks before ``boundary`` whose output travels with the activation, for a later block."""
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
 
     def split(self, joined: Tensor, text_tokens: int) -> Streams:
@@ -90,9 +89,9 @@ def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: 
 class Forward:
     """One forward of the transformer under way on this rank.
 
-    latent, reference: tokens of the whole latent, and after them in the image stream. per_block_text,
-    latents: see Sequence. skips: block -> image tokens (b, tokens, D) for long skips. cuts: arguments that
-    were cut already, since the same object comes to every block."""
+    latent, reference, per_block_text, latents: see Sequence. skips: block -> image tokens (b, tokens, D) for
+    long skips. cuts: arguments that were cut already, since the same object comes to every block.
+    """
 
     structure: BlockStructure
     context: StepContext
@@ -113,7 +112,7 @@ class Forward:
     def streams(self, index: int, call: dict[str, Any]) -> Streams:
         """Return this rank's image and text tokens among a block's arguments; whole where they enter."""
         structure = self.structure
-        blocks = self.structure.family.blocks
+        blocks = structure.family.blocks
         enters = index in (0, structure.entry)
         if structure.joined[index]:
             both = call[blocks.image]
@@ -144,23 +143,20 @@ class Forward:
     def enter(self, streams: Streams) -> Streams:
         """Cut whole streams to this rank's tokens."""
         text = streams["text"]
-        span = self.tokens.local.text
-        return {
-            "image": self._mine(streams["image"]),
-            "text": None if text is None else text[:, span.lo : span.hi],
-        }
+        if text is not None:
+            text = text[:, self.tokens.local.text.lo : self.tokens.local.text.hi]
+        return {"image": self._mine(streams["image"]), "text": text}
 
     def _own(self, streams: Streams) -> Streams:
         """Cut what the model hands over whole: the image stream between block lists, and per-block text."""
-        tokens = self.tokens
+        shard = self.tokens.local
+        sequence = self.tokens.sequence
         text = streams["text"]
         image = streams["image"]
-        shard = tokens.local
-        sequence = tokens.sequence
-        carried = tokens.carried_text
         if image.shape[1] != shard.stream:
             image = self._mine(image)
         if sequence.per_block_text:
+            carried = self.tokens.carried_text
             start = sequence.text - sequence.per_block_text
             lo = max(shard.text.lo, start) - start + carried
             hi = max(shard.text.hi, start) - start + carried
@@ -170,19 +166,17 @@ class Forward:
     def _mine(self, image: Tensor) -> Tensor:
         """This rank's tokens of the whole image stream."""
         shard = self.tokens.local
-        latent_tokens = self.tokens.sequence.image
         latent = image[:, shard.image.lo : shard.image.hi]
         if not len(shard.reference):
             return latent
-        start = latent_tokens + shard.reference.lo
-        return torch.cat([latent, image[:, start : latent_tokens + shard.reference.hi]], dim=1)
+        references = image[:, self.tokens.sequence.image :]
+        return torch.cat([latent, references[:, shard.reference.lo : shard.reference.hi]], dim=1)
 
     def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
-        """Put the streams into a block's arguments, and cut what else has an entry per token; ``dummy``: the
-        text is one dummy token."""
+        """Put the streams into a block's arguments, and cut the others; ``dummy``: text is a dummy token."""
         structure = self.structure
-        blocks = self.structure.family.blocks
-        adapter = self._adapter
+        blocks = structure.family.blocks
+        adapter = blocks.adapter
         if structure.joined[index]:
             call[blocks.image] = structure.join(streams)
         else:
@@ -197,10 +191,6 @@ class Forward:
         source = structure.skip_sources[index]
         if source is not None:
             call[adapter.skip_argument] = self.skips.pop(source)
-
-    @property
-    def _adapter(self):
-        return self.structure.family.blocks.adapter
 
     def _cut(self, value, kind, dim: int, dummy: bool):
         """This rank's tokens of a per-token argument; one entry where one stands for all tokens."""
@@ -218,10 +208,7 @@ class Forward:
             if dummy and kind != "image":
                 first = self.structure.family.blocks.text_position == "first"
                 positions = F.pad(positions, (1, 0) if first else (0, 1))
-            self.cuts[key] = (
-                value,
-                value.index_select(dim, positions),
-            )  # the value too: its id stays its own
+            self.cuts[key] = value, value.index_select(dim, positions)  # the value too: its id stays its own
         return self.cuts[key][1]
 
     def result(self, index: int, call: dict[str, Any], streams: Streams):
@@ -230,7 +217,8 @@ class Forward:
             return self.structure.join(streams)
         if index < self.structure.entry:
             return streams["image"]
-        return self._adapter.result(self.structure.family.blocks, call, streams, self.tokens)
+        blocks = self.structure.family.blocks
+        return blocks.adapter.result(blocks, call, streams, self.tokens)
 
     def leave(self, streams: Streams) -> Streams:
         """Fill the streams after the last block up to the sequence, for the end of the model."""
@@ -240,7 +228,7 @@ class Forward:
         if text is not None and self.structure.joined[self.structure.entry]:
             text = self.whole_text(text)  # the model counts on the text that it handed in
         elif text is not None:
-            text = self._adapter.text_after_blocks(text, self.whole_text)
+            text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
         return {"image": self.whole(streams["image"]), "text": text}
 
     def whole_text(self, text: Tensor) -> Tensor:
@@ -249,10 +237,9 @@ class Forward:
 
     def whole(self, image: Tensor) -> Tensor:
         """Return the whole image stream, of which this forward's tokens of the latent carry values."""
-        tokens = self.tokens
-        span = self.tokens.local.image
-        if tokens.is_whole:
+        if self.tokens.is_whole:
             return image
-        full = image.new_zeros(image.shape[0], tokens.sequence.stream, image.shape[2])
+        span = self.tokens.local.image
+        full = image.new_zeros(image.shape[0], self.tokens.sequence.stream, image.shape[2])
         full[:, span.lo : span.hi] = image[:, : len(span)]
         return full

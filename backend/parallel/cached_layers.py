@@ -24,11 +24,10 @@ def cache_layers(
     stages: Stages,
     mesh: Mesh,
 ) -> LayerCache:
-    """Put a CachedLayer in front of every layer of this rank's ``blocks``, and every module of the
-    transformer, that the family names.
+    """Put a CachedLayer in front of what the family names, in this rank's ``blocks`` and before the blocks.
 
-    ``stages`` says which modulation layers another stage of ``mesh.pp`` holds; ``dtype`` is theirs. The order
-    of layers is the same on every rank.
+    ``stages`` says which modulation layers, of ``dtype``, another stage of ``mesh.pp`` holds. The order of
+    layers is the same on every rank.
     """
     widths: Counter[int] = Counter()
     for name, stage in stages.owners.items():
@@ -42,7 +41,9 @@ def cache_layers(
         found[name] = CachedLayer(getattr(parent, leaf), kind, cache.index, shared)
         setattr(parent, leaf, found[name])
     cache.layers = list(found.values())
-    cache.width = max(widths.values(), default=sum(cached.features for cached in cache.modulations))
+    cache.width = max(
+        widths.values(), default=sum(layer_features(cached.layer) for cached in cache.modulations)
+    )
     if stages.holders != stages.owners:
         _place_hosted(cache, transformer, stages, found)
     return cache
@@ -50,19 +51,16 @@ def cache_layers(
 
 def _wanted(transformer: nn.Module, blocks: Sequence[str], family: Family) -> list[tuple[str, str]]:
     """(name, kind) of every layer to cache: of each block, then of the transformer."""
-    patterns = [
-        (f"{block}.", kind, layers)
-        for block in blocks
-        for kind, layers in (
-            ("modulation", family.cache.modulation),
-            ("prompt", family.cache.prompt_layers),
-        )
-    ]
+    wanted = []
+    for block in blocks:
+        wanted.append((f"{block}.", "modulation", family.cache.modulation))
+        wanted.append((f"{block}.", "prompt", family.cache.prompt_layers))
+    wanted.append(("", "prompt", family.cache.prompt_modules))
     return [
         (prefix + name, kind)
-        for prefix, kind, layers in [*patterns, ("", "prompt", family.cache.prompt_modules)]
+        for prefix, kind, patterns in wanted
         for name, _ in transformer.get_submodule(prefix.removesuffix(".")).named_modules()
-        if any(fnmatchcase(name, pattern) for pattern in layers)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
 
 
@@ -77,7 +75,7 @@ def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, fou
 
 
 class _Captured(Exception):
-    """Carries the arguments of the first block out of a forward that is not needed further."""
+    """Carries the first block's arguments out of a forward."""
 
     def __init__(self, arguments: dict):
         super().__init__()

@@ -1,5 +1,4 @@
-"""The collectives between ranks of one axis, under torch's names. Every byte that the engine sends by them is
-counted by mechanism."""
+"""The collectives between ranks of one axis, under torch's names; the bytes sent are counted by mechanism."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ def count(mechanism: str, sent: Tensor | int):
 def all_to_all(
     chunks: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str
 ) -> list[Tensor]:
-    """Send ``chunks[i]`` to rank i of ``axis``, chunks of any shapes; return what came, of ``shapes[i]`` from
-    rank i."""
+    """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = flat.new_empty(sum(sizes))
@@ -49,8 +47,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str) -> list[Tensor]:
-    """Return every rank's tensor, of ``shapes[i]``, on every rank. Point to point, since gloo's all_gather
-    wants equal sizes and is slower."""
+    """Return every rank's tensor, of ``shapes[i]``; gloo's all_gather is slower, and wants equal sizes."""
     if axis.size == 1:
         return [x]
     x = x.contiguous()
@@ -69,8 +66,7 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
 
 
 def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Concatenate every rank's ``x``, all of one shape, on the first rank of ``axis``; the others keep their
-    own."""
+    """Concatenate every rank's ``x``, all of one shape, on the first rank; the others keep their own."""
     if axis.size == 1:
         return x
     if not axis.first:
@@ -100,8 +96,7 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """As gloo's all_reduce, chunk by chunk: every rank sums one chunk and hands it on. The same bytes,
-    several times as fast on gloo."""
+    """Have every rank sum one chunk and hand it on: gloo's bytes, several times as fast."""
     chunks = list(x.contiguous().view(-1).tensor_split(axis.size))
     shapes = [tuple(chunk.shape) for chunk in chunks]
     total = torch.stack(all_to_all(chunks, [shapes[axis.rank]] * axis.size, axis, mechanism)).sum(dim=0)

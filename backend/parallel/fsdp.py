@@ -1,5 +1,4 @@
-"""Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights (sequence and data
-parallel)."""
+"""Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -17,8 +16,7 @@ PREFETCH = 1
 
 
 def shard(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
-    """Shard every block, then the rest, over ``mesh.weights``; a block's weights are whole only while it runs
-    and its predecessor does."""
+    """Shard every block, then the rest, over ``mesh.weights``; weights are whole for the block that runs."""
     blocks = [block for name in block_lists for block in block_list(transformer, name)]
     for block in blocks:
         fully_shard(block, mesh=mesh.weights)
@@ -29,8 +27,7 @@ def shard(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
 
 
 def reshard(transformer: nn.Module):
-    """Leave every rank its rows alone, where a forward has left some weights whole; needed before
-    ``assign``."""
+    """Free the weights that a forward has left whole; needed before ``assign``."""
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,8 +1,8 @@
-"""PipeFusion's key/value buffers (arXiv 2405.14430): the whole sequence of each attention call, its tokens
-fresh or of the step before.
+"""PipeFusion's key/value buffers (arXiv 2405.14430): the whole sequence of each attention call, fresh or
+stale.
 
-Stale tokens are read as they are (reuse), or extrapolated (ours): K + r (K - K_prev), with r the ratio of the
-steps in sigma. That costs one more buffer and one elementwise pass a step, and no communication.
+Stale tokens are read as they are, or extrapolated: K + r (K - K_prev), with r the ratio of the steps in
+sigma. That costs one more buffer and one elementwise pass a step, and no communication.
 """
 
 from dataclasses import dataclass, field
@@ -13,19 +13,14 @@ from torch import Tensor
 from .sequence import Span
 from .step_context import StepContext
 
-#: Extrapolation uses at most this ratio of a step in sigma to the one before: beyond it the line through two
-#: points says little.
+#: Most ratio of a step in sigma to the one before: beyond it the line through two points says little.
 MAX_RATIO = 1.0
 
 
 @dataclass
 class KVBuffers:
-    """Buffers of one request, (2, B, H, tokens, D) for each (branch, layer, call). ``batch`` is the
-    request's; calls may cover some samples of it.
-
-    Linear-attention states and halos (see token_mixing.py) have one buffer in the place of two. ``spans``:
-    the image tokens of every patch.
-    """
+    """Buffers of one request, (2, B, H, tokens, D) for each (branch, layer, call); (1, ...) for
+    linear-attention states and halos (token_mixing.py). ``spans``: the image tokens of every patch."""
 
     batch: int
     extrapolate: bool = False
@@ -36,8 +31,7 @@ class KVBuffers:
     _written: dict[tuple, int] = field(default_factory=dict)
 
     def begin_evaluation(self, ratio: float):
-        """Start an evaluation at the next noise level; ``ratio`` is its step in sigma over the step before
-        it."""
+        """Start an evaluation; ``ratio`` is its step in sigma over the step before it."""
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(
@@ -46,7 +40,7 @@ class KVBuffers:
         """Write fresh ``kv`` (2, b, H, n, D) at the ``positions`` (n,) of the samples of ``context``; return
         keys and values (b, H, total, D) to attend to."""
         if where not in self.current:
-            self.current[where] = self._empty(kv, total)
+            self.current[where] = kv.new_empty(kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4])
         if self.extrapolate and self._written.get(where) != context.evaluation:
             self._begin(where, kv.shape[3] == total)
             self._written[where] = context.evaluation
@@ -57,12 +51,8 @@ class KVBuffers:
             buffer.index_copy_(3, positions, kv)
         return tuple(buffer)
 
-    def _empty(self, kv, total):
-        return kv.new_empty((kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4]))
-
     def _begin(self, where: tuple, whole: bool):
-        """Prepare the first write of an evaluation: ``current`` holds the fresh tokens of the last one, which
-        become ``previous``."""
+        """Prepare the first write of an evaluation: tokens in ``current`` become ``previous``."""
         if where not in self._written:
             return  # nothing was written before
         last = self.current[where]
@@ -78,8 +68,5 @@ class KVBuffers:
     @property
     def bytes(self) -> int:
         """Memory of all buffers."""
-        return sum(
-            x.numel() * x.element_size()
-            for buffers in (self.current, self.previous)
-            for x in buffers.values()
-        )
+        buffers = [*self.current.values(), *self.previous.values()]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
 
-#: A peer that is silent for this long inside a collective has died or hangs: the worker ends, and the next
-#: request starts afresh.
+#: A peer that is silent for this long inside a collective has died or hangs: the worker ends.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -45,11 +44,10 @@ class Axis:
 class Mesh:
     """Where this rank stands, and its process groups.
 
-    ``pp`` carries activations to the next stage and ``pp_return`` outputs from the last stage to the first.
-    They are two groups, since on NCCL one communicator runs its operations in order, and the two directions
-    would wait for each other. ``weights`` flattens the axes whose ranks hold the same weights, for FSDP.
-    ``tp_inputs`` x ``tp_outputs`` is tp as a grid, for two-dimensional tensor parallelism. ``control`` is
-    gloo over all ranks: broadcast of requests, cancel votes, failures.
+    pp carries activations to the next stage, pp_return outputs from the last stage to the first: two groups,
+    since one NCCL communicator runs its operations in order, and the two directions would wait for each
+    other. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs is tp
+    as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes, failures.
     """
 
     device: torch.device
@@ -81,16 +79,16 @@ def layout(config: ParallelConfig) -> torch.Tensor:
 
 
 def file_store(path: str) -> FileStore:
-    """Return a store in the file ``path``, where the ranks meet: no port is opened for it. Its folder must be
-    one that only this user can enter; it is new for each start."""
+    """Return a store in the file ``path``, where the ranks meet without a port. The file is new for each
+    start, in a folder that only this user can enter."""
     store = FileStore(path, int(os.environ["WORLD_SIZE"]))
     store.set_timeout(TIMEOUT)
     return store
 
 
 def build(config: ParallelConfig, device: str, store: Store | None = None) -> Mesh:
-    """Join the default group at ``store`` (without one: at torchrun's MASTER_ADDR and MASTER_PORT) and build
-    every group of ``config`` on ``device`` ("cuda" or "cpu")."""
+    """Join the default group at ``store`` (default: torchrun's MASTER_ADDR and MASTER_PORT) and build every
+    group of ``config`` on ``device`` ("cuda" or "cpu")."""
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -126,20 +124,10 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
 def close(mesh: Mesh):
     """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
     for the next mesh."""
-    axes = (
-        mesh.dp,
-        mesh.cfg,
-        mesh.pp,
-        mesh.ring,
-        mesh.ulysses,
-        mesh.tp,
-        mesh.sp,
-        mesh.tp_inputs,
-        mesh.tp_outputs,
-    )
-    groups = [axis.group for axis in axes] + [mesh.pp_return, mesh.weights and mesh.weights.get_group()]
+    groups = [value.group for value in vars(mesh).values() if isinstance(value, Axis)]
+    groups += [mesh.pp_return, mesh.weights and mesh.weights.get_group(), mesh.control]
     dist.barrier(group=mesh.control)
-    for group in {id(group): group for group in (*groups, mesh.control) if group is not None}.values():
+    for group in {id(group): group for group in groups if group is not None}.values():
         if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group
             dist.destroy_process_group(group)
 
@@ -165,8 +153,7 @@ def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """tp as r x c ranks, r the largest divisor up to the square root: inputs are divided over r, outputs over
-    c."""
+    """tp as r x c ranks, r the largest divisor up to the square root, for inputs (r) and outputs (c)."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))

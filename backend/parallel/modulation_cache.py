@@ -1,9 +1,8 @@
 """Work that is the same in every step, or for every patch of one, computed once and cached.
 
 Two kinds of layers inside the blocks: modulation (adaLN, arXiv 2212.09748), whose input depends on timestep,
-guidance and pooled prompt alone, and the keys and values of the prompt in cross-attention. A CachedLayer
-stands in front of each. The modulation of many evaluations is one GEMM a layer, over the embeddings that
-differ: the samples of a batch mostly share theirs, and where the time alone decides, so do the prompts.
+guidance and pooled prompt alone, and the prompt's keys and values in cross-attention. The modulation of many
+evaluations is one GEMM a layer, over the embeddings that differ: samples, and often prompts, share theirs.
 """
 
 from collections import Counter
@@ -26,17 +25,16 @@ AHEAD = 256 * 2**20
 
 
 def embeddings_ahead(width: int, dtype: torch.dtype) -> int:
-    """Return how many different embeddings are computed at once, where the modulation of one has ``width``
-    numbers on the stage that has most; those of one evaluation always are."""
+    """Return how many embeddings are computed at once, if the modulation of one has ``width`` numbers."""
     return max(1, AHEAD // max(1, width * dtype.itemsize))
 
 
 @dataclass
 class TableIndex:
-    """Which rows of the cached tables belong to the call under way. Shared by all cached layers of a model.
+    """Which rows of the cached tables belong to the call under way; shared by all cached layers of a model.
 
-    context: the call of the model under way; None between requests. rows: (branch, evaluation) -> the rows of
-    the tables that blocks get then, one a sample; those of the evaluations computed ahead.
+    context: the call under way; None between requests. rows: (branch, evaluation computed ahead) -> the rows
+    of the tables that blocks get then, one a sample.
     """
 
     context: StepContext | None = None
@@ -44,8 +42,7 @@ class TableIndex:
     indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def take(self, table: Tensor, context: StepContext, branch: str, shared: bool) -> Tensor:
-        """Return the rows (samples, features) of a ``table`` (rows, features) for the samples of ``context``,
-        or, ``shared``, all rows of its evaluation."""
+        """Return the rows of a ``table`` for the samples of ``context``; ``shared``: of its evaluation."""
         rows = self.rows[branch, context.evaluation]
         if not shared:
             rows = rows[context.samples]
@@ -57,11 +54,13 @@ class TableIndex:
 
 
 class CachedLayer(nn.Module):
-    """Returns cached answers in the place of ``layer``: kind "modulation" once an evaluation, "prompt" once a
-    request. ``table``: modulation computed ahead, (rows, features)."""
+    """Returns cached answers in the place of ``layer``.
+
+    kind: "modulation" (once an evaluation) or "prompt" (once a request). shared: what is computed ahead holds
+    for all samples of a batch. table: modulation computed ahead, (rows, features).
+    """
 
     def __init__(self, layer: nn.Module, kind: str, index: TableIndex, shared: bool = False):
-        """``shared``: what is computed ahead holds for all samples of a batch."""
         super().__init__()
         self.layer = layer
         self.kind = kind
@@ -90,14 +89,11 @@ class CachedLayer(nn.Module):
         return self.index.take(self.table, context, _second(context.branch), False)
 
     @property
-    def features(self) -> int:
-        """Width of the answers."""
-        return layer_features(self.layer)
-
-    @property
     def bytes(self) -> int:
         """Memory of the cached answers."""
-        answers = [*self.known.values(), *(() if self.table is None else (self.table,))]
+        answers = [*self.known.values()]
+        if self.table is not None:
+            answers.append(self.table)
         return sum(answer.numel() * answer.element_size() for answer in answers)
 
     def store(self, table: Tensor | None):
@@ -122,8 +118,8 @@ def layer_features(layer: nn.Module) -> int:
 
 @dataclass
 class ModulationPlan:
-    """The modulation of a request: the different embeddings (rows, D), and (branch, evaluation) -> the row of
-    each sample. ``computed``: evaluations before this one are cached."""
+    """The modulation of a request: the embeddings (rows, D), and (branch, evaluation) -> the row of each
+    sample. ``computed``: evaluations before this one are cached."""
 
     embeddings: Tensor
     rows: Mapping[tuple[str, int], tuple[int, ...]]
@@ -131,8 +127,8 @@ class ModulationPlan:
     computed: int = 0
 
     def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
-        """Choose the evaluations from ``first`` on that need at most ``most`` rows together, one evaluation
-        at least; return where they end, and their rows."""
+        """Choose evaluations from ``first`` on, one at least, that need at most ``most`` rows together;
+        return where they end, and their rows."""
         needed = [
             set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
             for index in range(first, self.evaluations)
@@ -149,11 +145,11 @@ class ModulationPlan:
 class LayerCache:
     """The cached layers of one model on this rank.
 
-    offload_device: where modulation weights wait between requests. dtype: theirs. A pipeline stage may hold
-    modulation layers of other stages' blocks (stage_split.py): ``hosted[i]`` are those that it computes for
-    stage i of ``mesh.pp``; ``hosted_elsewhere[i]`` the cached layers here whose weights stage i holds. width:
-    numbers of modulation on the stage that has most. most_bytes: of modulation that were cached at once since
-    the request began, which tests compare with describe().
+    offload_device: where modulation weights wait between requests. dtype: theirs.
+    hosted[i]: modulation layers that this stage computes for stage i of ``mesh.pp`` (stage_split.py);
+    hosted_elsewhere[i]: cached layers here whose weights stage i holds.
+    width: numbers of modulation on the stage that has most. most_bytes: of modulation, cached at once in this
+    request.
     """
 
     offload_device: torch.device
@@ -169,7 +165,6 @@ class LayerCache:
 
     @property
     def modulations(self) -> list[CachedLayer]:
-        """The cached layers of modulation."""
         return [layer for layer in self.layers if layer.kind == "modulation"]
 
     @property
@@ -197,8 +192,7 @@ class LayerCache:
             layer.known.clear()
 
     def begin_evaluation(self, evaluation: int):
-        """Have the modulation of an evaluation ready where it is computed ahead. Collective over a pipeline's
-        stages, and where tensor parallelism cuts the layers."""
+        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""
         if self.plan is None:
             self._forget_modulation()
         elif evaluation >= self.plan.computed:
@@ -206,10 +200,10 @@ class LayerCache:
 
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
         """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD; the others follow
-        when they begin (begin_evaluation).
+        in begin_evaluation.
 
-        ``embeddings[branch][evaluation]`` (B, D) is what blocks get then. Where a model has a second one for
-        some tokens, it is the attribute ``second`` of the first. Collective as begin_evaluation.
+        ``embeddings[branch][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
+        of their tokens get. Collective as begin_evaluation.
         """
         seconds = {
             _second(branch): [vars(embedding)["second"] for embedding in evaluations]
@@ -262,13 +256,12 @@ class LayerCache:
 
     def _send_hosted(self, inputs: Tensor):
         """Compute for other stages, and receive what they computed for this one."""
+        none = [inputs.new_empty(0)]
         sent = [
-            torch.cat([self._computed(layer, inputs) for layer in layers], dim=-1)
-            if layers
-            else inputs.new_empty(0)
+            torch.cat([self._computed(layer, inputs) for layer in layers] or none, dim=-1)
             for layers in self.hosted
         ]
-        widths = [[cached.features for cached in layers] for layers in self.hosted_elsewhere]
+        widths = [[layer_features(cached.layer) for cached in layers] for layers in self.hosted_elsewhere]
         shapes = [(len(inputs), sum(features)) for features in widths]
         received = comm.all_to_all(sent, shapes, self.mesh.pp, "modulation")
         for answers, features, layers in zip(received, widths, self.hosted_elsewhere):

@@ -1,9 +1,9 @@
 """One rank's stage of a transformer: the model's own forward with its blocks wrapped.
 
-Every rank calls the same forward. Blocks of other stages pass their input through, so shapes are known
-without handshakes. Tokens are cut once, at block 0. The first local block receives; the last local block
-sends and ends the forward. After the last block the model's own end sees the full sequence, of which only
-the tokens of this forward carry values. (Generic form of PipeFusion, arXiv 2405.14430.)
+Every rank calls the same forward (PipeFusion, arXiv 2405.14430, in a generic form). Blocks of other stages
+pass their input through, so shapes are known without handshakes. Tokens are cut once, at block 0. The first
+local block receives; the last one sends and ends the forward. The model's own end sees the full sequence, of
+which only the tokens of this forward carry values.
 """
 
 import inspect
@@ -22,20 +22,19 @@ from .step_context import StepContext
 
 
 def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
-    """Return what a transformer returns, all of it where the latents are nested: some of diffusers' classes
-    return a tuple, others the tensor itself."""
+    """Return a transformer's output, all outputs if the latents are nested; some of diffusers' classes return
+    a tuple, others the tensor itself."""
     output = transformer(**arguments, return_dict=False)
     return output if isinstance(output, Tensor) or family.latent.nested else output[0]
 
 
 class StageDone(Exception):
-    """This rank's blocks have run and their output is on its way to the next stage: the rest of the forward
-    is not ours."""
+    """Ends a forward whose activation is on its way to the next stage."""
 
 
 class Stage:
-    """Wraps ``transformer``'s blocks for this rank's place on the mesh. Blocks outside ``blocks`` may be
-    absent (meta tensors): they never run."""
+    """Wraps ``transformer``'s blocks for this rank's place on the mesh; those outside ``blocks``, which may
+    be meta tensors, never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
         self.family = family
@@ -59,9 +58,9 @@ class Stage:
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
         self.mesh = mesh
         self.attention = Attention(mesh)
-        self.pipe = (
-            Pipe(mesh.pp.group, "pipeline") if mesh.pp.group is not None and mesh.pp.size > 1 else None
-        )
+        self.pipe = None
+        if mesh.pp.group is not None and mesh.pp.size > 1:
+            self.pipe = Pipe(mesh.pp.group, "pipeline")
 
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""
@@ -84,8 +83,7 @@ class Stage:
             self.pipe.drain()
 
     def expect(self, context: StepContext) -> bool:
-        """Post the receive of a forward to come; return False where its size is not known yet: then none
-        after it may be posted before it."""
+        """Post the receive of a forward; return False, also for all after it, if its size is unknown."""
         if self.like is None or context.branch not in self.sequences:
             return False
         self._post(context, self.like)
@@ -103,8 +101,7 @@ class Stage:
         self, arguments: dict, context: StepContext, latent: int = 0, reference: int = 0
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
-        None on all but the last stage. ``latent``, ``reference``: tokens of the whole latent, and of
-        references, which a joined tensor does not show."""
+        None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
         per_block_text = self.adapter.per_block_text(arguments)
         self.current = Forward(self.structure, context, latent, reference, per_block_text)
         try:
@@ -125,8 +122,7 @@ class Stage:
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
-        """Run block ``index`` in its place, and return what it returns; ``names`` are its positional
-        parameters."""
+        """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
         forward, structure = self._forward, self.structure
         call = dict(zip(names, args)) | kwargs
         streams = forward.streams(index, call)
@@ -171,15 +167,10 @@ class Stage:
             text = streams["text"]
             streams = {**streams, "text": text.new_zeros(text.shape[0], 1, text.shape[2])}
         forward.give(index, call, streams, dummy)
-        self.attention.call = BlockCall(
-            index,
-            forward.context,
-            forward.tokens,
-            family.blocks.attention,
-            dummy,
-            family.cache.static_text,
-            self.adapter.take_text_mask(call),
-        )
+        mask = self.adapter.take_text_mask(call)
+        kinds = family.blocks.attention
+        static = family.cache.static_text
+        self.attention.call = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
         out = block(**call)
         self.attention.call = None
         if joined:
@@ -210,7 +201,7 @@ class Stage:
         }
 
     def _received(self, tokens: TokenShards) -> tuple[int, int]:
-        """(text tokens, tokens of the image stream) that come from the stage before: the latent's alone where
+        """(text tokens, tokens of the image stream) that come from the stage before: the latent's alone if
         text and references enter with this stage's first block."""
         if self.blocks.start > self.structure.entry:
             return tokens.carried_text, tokens.local.stream

@@ -1,8 +1,7 @@
 """Which tokens of the sequence a forward computes: PipeFusion patches, and their sequence-parallel shards.
 
-The joint sequence is [text | image] or [image | text]; "image" is every latent token, of video too. Text
-rides with patch 0 only. So do reference tokens: tokens at the end of the image stream that are given and not
-denoised, such as those of a reference image.
+The joint sequence is [text | image] or [image | text]; "image" is every latent token, of video too. Text and
+reference tokens, which end the image stream, ride with patch 0 only.
 """
 
 from dataclasses import dataclass, replace
@@ -32,9 +31,8 @@ class Sequence:
     """How many tokens a forward has: of text, of the latent, and of references.
 
     text_position: where text sits in the joint sequence: "first", "last" or None (no joint text).
-    per_block_text: so many tokens at the end of the text are given to every block anew, and go no further.
-    latents: (name, tokens) of latents that follow each other in the image stream, where a model attends to
-    them apart; the name is a kind of attention, like "image".
+    per_block_text: tokens at the end of the text that are given to every block anew, and go no further.
+    latents: (kind of attention, tokens) of latents in the image stream, if a model attends to them apart.
     """
 
     text: int
@@ -67,14 +65,12 @@ class Sequence:
 
     @property
     def joint(self) -> int:
-        """Tokens of the joint sequence."""
         return self.stream + (self.text if self.text_position else 0)
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The tokens of one forward on one SP rank: text, latent (``image``) and reference tokens, each a span of
-    its own stream."""
+    """The tokens of one forward on one SP rank; ``image`` and ``reference`` are spans of their own."""
 
     text: Span
     image: Span
@@ -91,8 +87,7 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The tokens of one forward, and how the SP ranks shard them. Positions count from the start of the joint
-    sequence."""
+    """The tokens of one forward, and how the SP ranks shard them."""
 
     sequence: Sequence
     text: Span
@@ -133,8 +128,8 @@ class TokenShards:
         return [len(self._shard_positions(kind, shard)) for shard in self.shards]
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
-        """Return the positions in the whole ``kind`` sequence of the tokens of ``ranks`` (default: all SP
-        ranks), (tokens,), in the order in which an all-gather returns them."""
+        """Return the positions (tokens,) in the whole ``kind`` sequence of the tokens of ``ranks`` (default:
+        all SP ranks), in the order of an all-gather."""
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
         return torch.cat([self._shard_positions(kind, shard) for shard in shards])
 
@@ -143,8 +138,7 @@ class TokenShards:
         return self._shard_positions(kind, self.local)
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
-        """Count this rank's tokens among the first ``count`` of the streams ``kinds`` ("text" | "image"), one
-        stream after the other."""
+        """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") in a row."""
         found: list[int] = []
         before = 0
         for kind in kinds:
@@ -183,8 +177,7 @@ def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) 
     """Return the patches of one PipeFusion step (arXiv 2405.14430), balanced over the joint sequence: patch 0
     has all text and reference tokens and fewer latent tokens.
 
-    Every patch has at least one latent token for each SP rank, since a block may see no others; ``count`` x
-    ``sp_size`` must not exceed the latent tokens.
+    Every patch has a latent token for each SP rank, so these must be ``count`` x ``sp_size`` at least.
     """
     given = sequence.joint - sequence.image
     first = sequence.image
@@ -192,9 +185,6 @@ def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) 
         most = sequence.image - (count - 1) * sp_size
         first = max(sp_size, min(round(sequence.joint / count) - given, most))
     whole = whole_sequence(sequence, sp_rank, sp_size)
-    none = Span(0, 0)
-    rest = Span(first, sequence.image)
-    later = [rest.shard(i, count - 1) for i in range(count - 1)]
-    return [replace(whole, image=Span(0, first))] + [
-        replace(whole, text=none, reference=none, image=span) for span in later
-    ]
+    rest = replace(whole, text=Span(0, 0), reference=Span(0, 0), image=Span(first, sequence.image))
+    later = [replace(rest, image=rest.image.shard(i, count - 1)) for i in range(count - 1)]
+    return [replace(whole, image=Span(0, first)), *later]

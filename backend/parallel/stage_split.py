@@ -1,17 +1,15 @@
 """What each pipeline stage holds: consecutive blocks, balanced by work, and modulation (adaLN) layers, placed
 to balance the weights.
 
-Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones,
-since image and text have their own. Modulation is computed once a request, for all steps, so its layers (27 %
-of Flux) may be held, and computed, by another stage than their block's.
+Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones.
+Modulation is computed once a request, so another stage than the block's may hold its layers (27 % of Flux).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-#: Most weights of a stage, as a multiple of the mean over the stages; a split by work alone that has more is
-#: given up where another has less.
+#: Most weights of a stage, as a multiple of the mean over the stages, if there is a split of so few.
 MOST_WEIGHTS = 1.15
 #: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.
 OWN_WEIGHTS = 1.05
@@ -38,23 +36,18 @@ def plan(
     stages: int,
     counts: Sequence[int] = (),
 ) -> Stages:
-    """Place a transformer on stages. Block i has the FLOPs ``costs[i]``, ``weights[i]`` parameters, and next
-    to them the modulation layers ``modulation[i]`` (name -> its parameters). ``counts`` fixes the number of
-    blocks on every stage."""
+    """Place a transformer on stages. Block i has the FLOPs ``costs[i]``, ``weights[i]`` parameters, and the
+    modulation layers ``modulation[i]`` (name -> parameters). ``counts`` fixes the blocks of every stage."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
     blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
     sizes = {name: size for layers in modulation for name, size in layers.items()}
-    return Stages(
-        blocks, owners, _placed(owners, sizes, [sum(weights[i] for i in own) for own in blocks], mean)
-    )
+    held = [sum(weights[i] for i in own) for own in blocks]
+    return Stages(blocks, owners, _placed(owners, sizes, held, mean))
 
 
-def _placed(
-    owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float
-) -> dict[str, int]:
-    """Layer -> stage: its own while that has room, else the stage that holds least. ``held``: weights of the
-    stages, counted on here."""
+def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float):
+    """Layer -> stage: its own while that has room, else the stage with the least weights (``held``)."""
     placed = {}
     rest = []
     for name, owner in owners.items():
@@ -72,12 +65,10 @@ def _placed(
 def stage_blocks(
     costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0
 ) -> list[range]:
-    """Split blocks into consecutive ranges, none empty, whose most expensive stage is as cheap as can be;
-    ``costs``: FLOPs of each block.
+    """Split blocks into consecutive ranges, none empty, whose most expensive stage is as cheap as can be.
 
-    Among equal splits the one that spreads the rest most evenly (least sum of squares) is taken. ``stages``
-    <= number of blocks. With ``weights`` only splits whose every stage weighs at most ``most``, where there
-    is one.
+    costs: FLOPs of each block. Among equal splits the most even (least sum of squares) is taken. With
+    ``weights`` only splits whose every stage weighs at most ``most``, if there is one.
     """
     if not costs:
         return [range(0)] * stages

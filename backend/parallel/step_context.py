@@ -10,8 +10,8 @@ class StepContext:
     """One micro-batch of one evaluation: a CFG branch of some samples and latent tokens.
 
     branch: name of the prompt. evaluation: index of the model call in the request's plan. items: samples of
-    this replica's batch. image: latent tokens of a PipeFusion patch; None for the whole latent. with_text:
-    whether the tokens that ride with patch 0 come too (text and reference tokens).
+    this replica's batch. image: latent tokens of a patch; None for the whole latent. with_text: text and
+    reference tokens come too.
     """
 
     branch: str

@@ -2,13 +2,10 @@
 
 Schemes (ParallelConfig.split_scheme):
 - megatron: column then row through attention and MLP (Shoeybi et al., arXiv 1909.08053); heads and MLP units
-  are divided, one all-reduce a pair.
-  A plan names the layers: "colwise", "gated colwise" (two halves of outputs that are multiplied), "packed
-  colwise" (several runs of outputs, which diffusers' layer names), "rowwise", "rowwise behind attention"
-  (inputs are attention's and the MLP's, each cut by itself), "norm" (of queries or keys: cut, and its mean
-  summed, where it is over all heads).
-- row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather);
-  activations stay whole.
+  are divided, one all-reduce a pair. Styles of a plan: "colwise", "gated colwise" (two halves of outputs that
+  are multiplied), "packed colwise" (several runs of outputs, which diffusers' layer names), "rowwise",
+  "rowwise after attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
+- row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather).
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
   without the activations' split).
 """
@@ -30,7 +27,7 @@ from .block_streams import block_list
 from .mesh import Axis, Mesh
 from .sequence import Span
 
-#: What attention modules call their layer of queries, their numbers of heads, and the width of all heads.
+#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
 QUERIES = ("to_q", "to_query")
 HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
 ALL_HEADS = "inner_dim"
@@ -41,8 +38,8 @@ class Shard:
     """The piece of one weight (out, in) on this rank, and the collectives of its layer.
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
-    whole activations and takes its columns of them. reduce: ranks over which outputs (a norm: means) are
-    summed. gather: ranks whose outputs are concatenated, each with ``widths[i]`` features.
+    whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
+    outputs are concatenated, of ``widths[i]`` features.
     """
 
     outputs: tuple[Span, ...]
@@ -67,9 +64,9 @@ class ShardedLinear(nn.Module):
         rows = sum(map(len, shard.outputs))
         columns = sum(map(len, shard.inputs))
         self.weight = nn.Parameter(linear.weight.new_empty(rows, columns), requires_grad=False)
-        self.bias = (
-            None if linear.bias is None else nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
-        )
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
@@ -82,17 +79,12 @@ class ShardedLinear(nn.Module):
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out
-        return torch.cat(
-            comm.all_gather(
-                out, [(*out.shape[:-1], width) for width in shard.widths], shard.gather, "tensor"
-            ),
-            dim=-1,
-        )
+        shapes = [(*out.shape[:-1], width) for width in shard.widths]
+        return torch.cat(comm.all_gather(out, shapes, shard.gather, "tensor"), dim=-1)
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm over the features of all heads, of which this rank holds some; the squares are summed over the
-    ranks in float32."""
+    """RMS norm over the features of all heads, of which this rank holds some; squares add up in float32."""
 
     def __init__(self, norm: nn.Module, shard: Shard):
         super().__init__()
@@ -111,9 +103,8 @@ class ShardedNorm(nn.Module):
 
 
 def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
-    """Return module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan or,
-    where it has none, diffusers' _tp_plan. Raises UnsupportedError where the scheme does not fit the
-    transformer."""
+    """Return module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan, else
+    diffusers' _tp_plan. Raises UnsupportedError if the scheme does not fit the transformer."""
     layers = {
         name: module
         for name, module in transformer.named_modules()
@@ -132,26 +123,16 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
             f"column or 2d."
         )
     _check_heads(layers, mesh.tp.size)
-    found = {
-        name: _planned(layers, name, style, mesh.tp)
-        for name in layers
-        if (style := _style(plan, name)) is not None
-    }
+    found = {name: _planned(layers, name, _style(plan, name), mesh.tp) for name in layers}
     return {name: shard for name, shard in found.items() if shard is not None}
-
-
-def _attends(module: nn.Module) -> bool:
-    return any(hasattr(module, name) for name in QUERIES)
 
 
 def _check_heads(layers, ranks):
     for name, module in layers.items():
-        for count in (
-            getattr(module, key)
-            for key in HEAD_COUNTS
-            if _attends(module) and isinstance(getattr(module, key, None), int)
-        ):
-            if count % ranks:
+        if not any(hasattr(module, query) for query in QUERIES):
+            continue
+        for count in (getattr(module, key, None) for key in HEAD_COUNTS):
+            if isinstance(count, int) and count % ranks:
                 raise UnsupportedError(
                     f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
                     f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
@@ -178,10 +159,10 @@ def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
 
 def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
     parent, _, leaf = name.rpartition(".")
-    if style == "norm":
-        return _norm(layers[name], layers[parent], leaf, tp)
     layer = layers[name]
-    return _megatron(layer, style, tp) if isinstance(layer, nn.Linear) else None
+    if style == "norm":
+        return _norm(layer, layers[parent], leaf, tp)
+    return _megatron(layer, style, tp) if style and isinstance(layer, nn.Linear) else None
 
 
 def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
@@ -195,7 +176,7 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
         return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
     packed = {
         "rowwise": [layer.in_features],
-        "rowwise behind attention": [layer.out_features, layer.in_features - layer.out_features],
+        "rowwise after attention": [layer.out_features, layer.in_features - layer.out_features],
     }
     # else diffusers' packed rowwise style
     widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
@@ -209,8 +190,7 @@ def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
 
 
 def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
-    """The norm of each head by itself stays whole; one over all heads is cut as the queries or keys that it
-    follows."""
+    """The norm of each head by itself stays whole; one over all heads is cut as its queries or keys."""
     width = getattr(attention, "to_q" if leaf.endswith("q") else "to_k").out_features
     weight = getattr(norm, "weight", None)
     if weight is None or len(weight) != width:
@@ -219,17 +199,12 @@ def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard |
 
 
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
-    """Put the sharded module in the place of every layer in ``found``, and set the number of heads that
-    attention modules have left."""
+    """Replace every layer in ``found`` by its sharded module, and set the heads that attention has left."""
     for name, shard in found.items():
-        parent = transformer.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        whole = getattr(parent, leaf)
-        setattr(
-            parent,
-            leaf,
-            ShardedLinear(whole, shard) if isinstance(whole, nn.Linear) else ShardedNorm(whole, shard),
-        )
+        whole = transformer.get_submodule(name)
+        is_linear = isinstance(whole, nn.Linear)
+        sharded = ShardedLinear(whole, shard) if is_linear else ShardedNorm(whole, shard)
+        transformer.set_submodule(name, sharded)
     if scheme != "megatron":
         return
     for module in transformer.modules():
@@ -239,32 +214,23 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
                     setattr(module, count, getattr(module, count) // tp.size)
     for name in family.blocks.lists if family.blocks.per_feature else ():
         for block in block_list(transformer, name):
-            block.register_forward_pre_hook(
-                partial(
-                    _own_features,
-                    signature=inspect.signature(block.forward),
-                    names=family.blocks.per_feature,
-                    tp=tp,
-                ),
-                with_kwargs=True,
-            )
+            signature = inspect.signature(block.forward)
+            own = partial(_own_features, signature=signature, names=family.blocks.per_feature, tp=tp)
+            block.register_forward_pre_hook(own, with_kwargs=True)
 
 
 def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
-    """Have the sharded layers communicate over the groups of ``new``, on which this rank's piece of every
-    weight is that of ``old``."""
+    """Have the sharded layers communicate over the groups of ``new``; their weights are those of ``old``."""
     axes = {id(getattr(old, name)): getattr(new, name) for name in ("tp", "tp_inputs", "tp_outputs")}
     for module in transformer.modules():
         if isinstance(module, (ShardedLinear, ShardedNorm)):
-            shard = module.shard
-            module.shard = replace(
-                shard, reduce=axes.get(id(shard.reduce)), gather=axes.get(id(shard.gather))
-            )
+            reduce = axes.get(id(module.shard.reduce))
+            gather = axes.get(id(module.shard.gather))
+            module.shard = replace(module.shard, reduce=reduce, gather=gather)
 
 
 def _own_features(block, args, kwargs, signature, names, tp):
-    """Return the block's arguments with those cut that run over the features of all heads: a tensor, or a
-    tuple of them."""
+    """Cut those arguments of a block that run over the features of all heads: tensors, or tuples of them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
         whole = bound.arguments[name]

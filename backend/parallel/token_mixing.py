@@ -1,10 +1,10 @@
-"""Token mixing other than softmax attention, over sequence-parallel ranks and in patches: linear attention
-and convolutions.
+"""Token mixing other than softmax attention, over SP ranks and in patches: linear attention, convolutions.
 
 Linear attention: a rank sends its share of the state, the sum over tokens, whose size does not depend on
-their number (USP of linear attention). In patches every patch has a share of its own, cached from step to
-step: stale shares of the others stand for their tokens (PipeFusion with a buffered state). Convolutions: a
-rank is sent the halo, the tokens next to its own; patches read it from a buffer of all tokens.
+their number. Every patch has a share of its own, cached from step to step: stale shares stand for other
+patches.
+Convolutions: a rank is sent the halo, the tokens next to its own; patches read it from a buffer of all
+tokens.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,7 @@ from .sequence import Span
 
 
 class Mixing:
-    """Answers for models/common/token_mixing.py within the blocks of ``attention``'s stage; the arguments are
-    explained there."""
+    """The functions of models/common/token_mixing.py within the blocks of ``attention``'s stage."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -64,7 +63,7 @@ class Mixing:
             return share
         return comm.all_reduce(share.contiguous(), self.sp, "linear-attention state")
 
-    def with_halo(self, x: Tensor, reach: int) -> Halo:
+    def with_halo(self, x: Tensor, width: int) -> Halo:
         """Return the tokens and their halo over ranks and patches (token_mixing.with_halo)."""
         call = self.attention.call
         buffers = self.attention.buffers
@@ -76,10 +75,10 @@ class Mixing:
         tokens = call.tokens
         total = tokens.sequence.image
         own = tokens.local.image
-        near = _near(own, reach, total)
+        near = _near(own, width, total)
         if buffers is None:
             spans = [shard.image for shard in tokens.shards]
-            return Halo(self._halo(x, spans, near, reach, total), near.lo, own.lo - near.lo)
+            return Halo(self._halo(x, spans, near, width, total), near.lo, own.lo - near.lo)
         shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
         fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
         positions = slice(tokens.image.lo, tokens.image.hi)

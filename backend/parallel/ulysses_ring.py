@@ -22,7 +22,7 @@ def head_shards(heads: int, axis: Axis) -> list[int]:
 
 
 def scatter_heads(qkv: Tensor, lengths: list[int], axis: Axis) -> Tensor:
-    """Exchange token shards for head shards by one packed all-to-all: (3, B, H, own tokens, D) -> (3, B, own
+    """Turn token shards into head shards by one packed all-to-all: (3, B, H, own tokens, D) -> (3, B, own
     heads, all tokens, D). ``lengths``: tokens of each Ulysses rank."""
     kinds, batch, heads, _, size = qkv.shape
     shards = qkv.split(head_shards(heads, axis), dim=2)
@@ -36,13 +36,8 @@ def gather_heads(out: Tensor, heads: int, lengths: list[int], axis: Axis) -> Ten
     """Undo scatter_heads: (B, own heads, all tokens, D) -> (B, H, own tokens, D)."""
     batch, _, _, size = out.shape
     own = lengths[axis.rank]
-    received = all_to_all(
-        list(out.split(lengths, dim=2)),
-        [(batch, n, own, size) for n in head_shards(heads, axis)],
-        axis,
-        "ulysses",
-    )
-    return torch.cat(received, dim=1)
+    shapes = [(batch, shard, own, size) for shard in head_shards(heads, axis)]
+    return torch.cat(all_to_all(list(out.split(lengths, dim=2)), shapes, axis, "ulysses"), dim=1)
 
 
 def ring_attend(

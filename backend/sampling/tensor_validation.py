@@ -118,7 +118,7 @@ def check_arguments(
 def _sides(name, grid) -> tuple[int, ...] | None:
     """The sides of the latent that an argument must have, or None."""
     parts = grid.grids if isinstance(grid, NestedGrid) else (grid,)
-    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(
+    return {"...": parts[0].shape[1:], "... of audio": parts[-1].shape[1:]}.get(
         DIMENSIONS.get(name, ("",))[-1]
     )
 

@@ -37,7 +37,8 @@ def unknown(cls: type) -> Family:
         io=ModelIO(arguments=lambda *arguments: {}, output=lambda output, grid: output),
         blocks=Blocks(lists={}),
         conditioning=Conditioning(accepted=(), required=(), widths=lambda config: {}),
-        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
+        tensor_plan=None,
+        layout=Layout(signature=(), config=lambda shapes: {}),
     )
 
 
@@ -85,7 +86,8 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
             required=(*widths, *["guidance"] * inputs.guided),
             widths=lambda config: widths,
         ),
-        layout=Layout(signature=(), absent=(), names={}, config=lambda shapes: {}),
+        tensor_plan=None,
+        layout=Layout(signature=(), config=lambda shapes: {}),
     )
     try:
         sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]

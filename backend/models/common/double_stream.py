@@ -1,21 +1,37 @@
 """Names of double-stream blocks in single files of Flux and of the families that took over its layout."""
 
-DOUBLE = "transformer_blocks.{}"
+from ..key_layout import under
+
 #: The file's module -> diffusers' (key_layout.Layout).
-DOUBLE_STREAM = {
-    "double_blocks.{}.img_mod.lin": f"{DOUBLE}.norm1.linear",
-    "double_blocks.{}.txt_mod.lin": f"{DOUBLE}.norm1_context.linear",
-    "double_blocks.{}.img_attn.qkv": f"{DOUBLE}.attn.to_q {DOUBLE}.attn.to_k {DOUBLE}.attn.to_v",
-    "double_blocks.{}.txt_attn.qkv": f"{DOUBLE}.attn.add_q_proj {DOUBLE}.attn.add_k_proj "
-    f"{DOUBLE}.attn.add_v_proj",
-    "double_blocks.{}.img_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_q.weight",
-    "double_blocks.{}.img_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_k.weight",
-    "double_blocks.{}.txt_attn.norm.query_norm.scale": f"{DOUBLE}.attn.norm_added_q.weight",
-    "double_blocks.{}.txt_attn.norm.key_norm.scale": f"{DOUBLE}.attn.norm_added_k.weight",
-    "double_blocks.{}.img_attn.proj": f"{DOUBLE}.attn.to_out.0",
-    "double_blocks.{}.txt_attn.proj": f"{DOUBLE}.attn.to_add_out",
-    "double_blocks.{}.img_mlp.0": f"{DOUBLE}.ff.net.0.proj",
-    "double_blocks.{}.img_mlp.2": f"{DOUBLE}.ff.net.2",
-    "double_blocks.{}.txt_mlp.0": f"{DOUBLE}.ff_context.net.0.proj",
-    "double_blocks.{}.txt_mlp.2": f"{DOUBLE}.ff_context.net.2",
-}
+DOUBLE_STREAM = under(
+    "double_blocks.{}",
+    "transformer_blocks.{}",
+    {
+        "img_mod.lin": "norm1.linear",
+        "txt_mod.lin": "norm1_context.linear",
+        "img_attn.qkv": "attn.to_q attn.to_k attn.to_v",
+        "txt_attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+        "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
+        "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
+        "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
+        "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
+        "img_attn.proj": "attn.to_out.0",
+        "txt_attn.proj": "attn.to_add_out",
+        "img_mlp.0": "ff.net.0.proj",
+        "img_mlp.2": "ff.net.2",
+        "txt_mlp.0": "ff_context.net.0.proj",
+        "txt_mlp.2": "ff_context.net.2",
+    },
+)
+#: The same of single-stream blocks.
+SINGLE_STREAM = under(
+    "single_blocks.{}",
+    "single_transformer_blocks.{}",
+    {
+        "modulation.lin": "norm.linear",
+        "linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
+        "linear2": "proj_out",
+        "norm.query_norm.scale": "attn.norm_q.weight",
+        "norm.key_norm.scale": "attn.norm_k.weight",
+    },
+)

@@ -1,6 +1,6 @@
-"""HunyuanVideo with a given first frame (image to video, v2 "replace"): that frame's tokens are modulated by
-a timestep of their own. The weights are text to video's, and only the request shows which it is, so blocks
-and embeddings take both ways; the arithmetic is diffusers' (its image_condition_type "token_replace")."""
+"""HunyuanVideo with a given first frame (image to video, v2 "replace"), whose tokens have a timestep of their
+own: diffusers' image_condition_type "token_replace". The weights are text to video's, and only the request
+shows which it is, so blocks and embeddings take both ways."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +16,11 @@ def _two_ways(norm, linear):
     """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
     the same for the first frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
-    return cast(
-        Any,
-        SimpleNamespace(
-            silu=torch.nn.functional.silu, norm=norm, linear=lambda embedding: next(calls)(embedding)
-        ),
-    )
+
+    def next_linear(embedding):
+        return next(calls)(embedding)
+
+    return cast(Any, SimpleNamespace(silu=torch.nn.functional.silu, norm=norm, linear=next_linear))
 
 
 class Norm(AdaLayerNormZero):
@@ -55,9 +54,8 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
 
 
 class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many tokens of text and of image are replaced, or one number for both. ComfyUI counts
-    a frame's tokens from the text's first token on, which Tencent's code does from the image's; the latent is
-    to be ComfyUI's."""
+    """``num_rows``: how many tokens of text and of image are replaced, or one number for both: as ComfyUI,
+    and unlike Tencent's code, this counts a frame's tokens from the text's first token on."""
 
     def forward(
         self,
@@ -77,19 +75,14 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         texts = encoder_hidden_states.shape[1]
         linear = self.norm.linear
         silu = torch.nn.functional.silu
-        text, image = (
-            num_rows if isinstance(num_rows, tuple) else (min(num_rows, texts), max(0, num_rows - texts))
-        )
-        replaced = torch.cat([torch.arange(tokens) < image, torch.arange(texts) < text]).to(
-            hidden_states.device
-        )[None, :, None]
-        pairs = zip(
-            linear(silu(temb)).chunk(3, dim=1),
-            getattr(linear, "second", linear)(silu(token_replace_emb)).chunk(3, dim=1),
-        )
-        shift, scale, gate = (
-            torch.where(replaced, first_frame[:, None], usual[:, None]) for usual, first_frame in pairs
-        )
+        if not isinstance(num_rows, tuple):
+            num_rows = min(num_rows, texts), max(0, num_rows - texts)
+        text, image = num_rows
+        replaced = torch.cat([torch.arange(tokens) < image, torch.arange(texts) < text])
+        replaced = replaced.to(hidden_states.device)[None, :, None]
+        usual = linear(silu(temb))[:, None]
+        first_frame = getattr(linear, "second", linear)(silu(token_replace_emb))[:, None]
+        shift, scale, gate = torch.where(replaced, first_frame, usual).chunk(3, dim=2)
         joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
         x = self.norm.norm(joined) * (1 + scale) + shift
         read = self.attn(
@@ -98,9 +91,8 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
             attention_mask=attention_mask,
             image_rotary_emb=image_rotary_emb,
         )
-        x = joined + gate * self.proj_out(
-            torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
-        )
+        both = torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
+        x = joined + gate * self.proj_out(both)
         return x[:, :tokens], x[:, tokens:]
 
 
@@ -111,9 +103,8 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
         if guidance is None or guidance.ndim == 1:
             return super().forward(timestep, pooled_projection, guidance)
         guidance, frame = guidance.unbind(1)
-        embedding, replaced = (
-            super(Condition, self).forward(time, pooled_projection, guidance)[0] for time in (timestep, frame)
-        )
+        embedding = super().forward(timestep, pooled_projection, guidance)[0]
+        replaced = super().forward(frame, pooled_projection, guidance)[0]
         # for cached layers and the last norm, which are given the embedding alone
         embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]
         return embedding, replaced
@@ -128,10 +119,8 @@ class LastNorm(AdaLayerNormContinuous):
         replaced = getattr(embedding, "second", None)
         if replaced is None:
             return super().forward(x, embedding)
-        return torch.cat(
-            [super().forward(x[:, : self.tokens], replaced), super().forward(x[:, self.tokens :], embedding)],
-            dim=1,
-        )
+        first = super().forward(x[:, : self.tokens], replaced)
+        return torch.cat([first, super().forward(x[:, self.tokens :], embedding)], dim=1)
 
 
 def patch_module(transformer, config):
@@ -155,8 +144,5 @@ class FirstFrame(BlockAdapter):
 
     def cut(self, call, tokens):
         counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
-        return {
-            name: tokens.leading(call[name], kinds)
-            for name, kinds in counted.items()
-            if call.get(name) is not None
-        }
+        given = [name for name in counted if call.get(name) is not None]
+        return {name: tokens.leading(call[name], counted[name]) for name in given}

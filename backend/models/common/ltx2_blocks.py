@@ -1,5 +1,5 @@
-"""Blocks of LTX-2: how the engine joins and divides their two streams, and what differs from diffusers'
-modules: ComfyUI's order of cross-attention, streams without tokens, and noise levels of single tokens."""
+"""Blocks of LTX-2: how the engine joins their two streams; ComfyUI's order of cross-attention, streams
+without tokens, and noise levels of single tokens."""
 
 from functools import wraps
 from typing import Any
@@ -27,6 +27,8 @@ LATENTS = Nested(
 )
 #: Arguments, and results, of a block: the tokens of each latent.
 STREAMS = ("hidden_states", "audio_hidden_states")
+#: Arguments of a block that Levels makes, in the order of Block.levels.
+MODULATIONS = ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
 
 
 class VideoAndAudio(BlockAdapter):
@@ -54,18 +56,16 @@ class VideoAndAudio(BlockAdapter):
 
     def divided(self, call, image, tokens):
         """Undo ``joined``, for all tokens or for this rank's."""
-        whole = image.shape[1] == tokens.sequence.image
         names = [LATENTS.names[i] for i in LATENTS.order]
-        sizes = [
-            tokens.sequence.length_of(name) if whole else len(tokens.local_positions(name)) for name in names
-        ]
+        sizes = [len(tokens.local_positions(name)) for name in names]
+        if image.shape[1] == tokens.sequence.image:
+            sizes = [tokens.sequence.length_of(name) for name in names]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, with 2.3's gate of every head, for any number of tokens, none included: a patch may
-    hold no audio."""
+    """LTX-2's attention, with 2.3's gate of every head; a patch may hold no tokens of audio."""
 
     def __call__(
         self,
@@ -82,24 +82,20 @@ class Attention(LTX2AudioVideoAttnProcessor):
         v = attn.to_v(source)
         if query_rotary_emb is not None:
             rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
-            q, k = (
-                rotate(x, emb) if x.shape[1] else x
-                for x, emb in ((q, query_rotary_emb), (k, key_rotary_emb or query_rotary_emb))
-            )
+            q = rotate(q, query_rotary_emb) if q.shape[1] else q
+            k = rotate(k, key_rotary_emb or query_rotary_emb) if k.shape[1] else k
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, None if attention_mask is None else attention_mask[:, None]
-        )
+        mask = None if attention_mask is None else attention_mask[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, mask)
         if attn.to_gate_logits is not None:
             out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
 class Levels(LTX2AdaLayerNormSingle):
-    """Compute modulation once per noise level, where tokens have levels of their own.
+    """Compute modulation once per noise level, of which a mask has a few, and give blocks each token's index.
 
-    A mask has a few levels. Video of 1280 x 704 pixels and 121 frames has 14080 tokens, and modulation of one
-    is 9 x 4096 numbers. Blocks are given the index of each token's level.
+    A video of 1280 x 704 pixels and 121 frames has 14080 tokens, whose modulation is 9 x 4096 numbers each.
     """
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
@@ -127,64 +123,28 @@ class Block(LTX2VideoTransformerBlock):
     heard: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
-    def forward(
-        self,
-        hidden_states,
-        audio_hidden_states,
-        encoder_hidden_states,
-        audio_encoder_hidden_states,
-        temb,
-        temb_audio,
-        temb_ca_scale_shift,
-        temb_ca_audio_scale_shift,
-        temb_ca_gate,
-        *args,
-        **kwargs,
-    ):
-        temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift = (
-            levels.of(tokens)
-            for levels, tokens in zip(
-                self.levels, (temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift)
-            )
-        )
-        self.times = temb_ca_scale_shift, temb_ca_gate
-        return super().forward(
-            hidden_states,
-            audio_hidden_states,
-            encoder_hidden_states,
-            audio_encoder_hidden_states,
-            temb,
-            temb_audio,
-            temb_ca_scale_shift,
-            temb_ca_audio_scale_shift,
-            temb_ca_gate,
-            *args,
-            **kwargs,
-        )
+    def forward(self, **call):
+        for name, levels in zip(MODULATIONS, self.levels):
+            call[name] = levels.of(call[name])
+        self.times = call["temb_ca_scale_shift"], call["temb_ca_gate"]
+        return super().forward(**call)
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
         """As diffusers', for any number of tokens, and for a few levels of many."""
+        count = len(scale_shift_table)
         if isinstance(temb, tuple):
             levels, tokens = temb
-            return tuple(
-                values[tokens]
-                for values in (
-                    scale_shift_table.to(levels.device) + levels.unflatten(1, (len(scale_shift_table), -1))
-                ).unbind(dim=1)
-            )
-        return (
-            scale_shift_table[None, None].to(temb.device)
-            + temb.unflatten(2, (len(scale_shift_table), temb.shape[2] // len(scale_shift_table)))
-        ).unbind(dim=2)
+            values = scale_shift_table.to(levels.device) + levels.unflatten(1, (count, -1))
+            return tuple(each[tokens] for each in values.unbind(dim=1))
+        values = temb.unflatten(2, (count, temb.shape[2] // count))
+        return (scale_shift_table[None, None].to(temb.device) + values).unbind(dim=2)
 
     def listen(self, attention, args, kwargs):
         """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
-        batch, (times, gates), table = (
-            self.video.shape[0],
-            self.times,
-            self.video_a2v_cross_attn_scale_shift_table,
-        )
+        batch = self.video.shape[0]
+        times, gates = self.times
+        table = self.video_a2v_cross_attn_scale_shift_table
         (gate,) = self.get_mod_params(table[4:], gates, batch)
         scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
         video = self.audio_to_video_norm(self.video + gate * self.heard) * (1 + scale) + shift
@@ -192,7 +152,7 @@ class Block(LTX2VideoTransformerBlock):
         return args, {**kwargs, "encoder_hidden_states": video}
 
     def watch(self):
-        """Keep what listen needs."""
+        """Store what listen needs."""
         self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "heard", out))
         self.audio_to_video_norm.register_forward_pre_hook(
             lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
@@ -207,19 +167,16 @@ def highest(times, batch):
 
 
 def gate_by_highest_level(transformer, config):
-    """Compute a stream's gate from the highest noise level among the other stream's tokens, as ComfyUI does.
-
-    ComfyUI takes it over the whole batch, this over each sample; diffusers uses the stream's own tokens.
-    """
+    """Compute a stream's gate from the highest noise level of the other stream, as ComfyUI does for the whole
+    batch, and this for each sample; diffusers uses the stream's own tokens."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
     for heard, gate in (
         (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
         (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate),
     ):
-        heard.register_forward_pre_hook(
-            lambda module, args, kwargs, gate=gate: setattr(
-                gate, "loudest", highest(args[0], kwargs["batch_size"])
-            ),
-            with_kwargs=True,
-        )
-        gate.register_forward_pre_hook(lambda module, args: (module.loudest * factor,))
+
+        def note(module, args, kwargs, gate=gate):
+            gate.highest = highest(args[0], kwargs["batch_size"])
+
+        heard.register_forward_pre_hook(note, with_kwargs=True)
+        gate.register_forward_pre_hook(lambda module, args: (module.highest * factor,))

@@ -7,7 +7,7 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection
 from diffusers.pipelines.ltx2.connectors import LTX2ConnectorTransformer1d
 from torch import nn
 
-from ..key_layout import CompanionFolder, blocks_of
+from ..key_layout import CompanionFolder, blocks_of, under
 
 #: Tokens of a connected prompt, at least.
 LEAST_TOKENS = 1024
@@ -17,18 +17,15 @@ SMALL_CONNECTOR_HEADS = 4
 
 
 def finish(connector, prompt):
-    """Return what the connector makes of a prompt (B, tokens, width) that it has yet to finish, which comes
-    with a feature more, of zeros; of others nothing."""
+    """Apply the connector to an unfinished prompt (B, tokens, width + 1); return others unchanged."""
     if prompt.shape[2] == connector.inner_dim:
         return prompt
     length = prompt.shape[1]
     registers = connector.num_learnable_registers
     spare = -(-max(LEAST_TOKENS, length) // registers) * registers - length
     known = torch.arange(length + spare, device=prompt.device) < length
-    return connector(
-        F.pad(prompt[..., :-1], (0, 0, 0, spare)),
-        torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1),
-    )[0]
+    mask = torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1)
+    return connector(F.pad(prompt[..., :-1], (0, 0, 0, spare)), mask)[0]
 
 
 class Prompt(PixArtAlphaTextProjection):
@@ -58,10 +55,8 @@ def put_connectors(transformer, config):
 
 def connector(shapes, name):
     """Arguments of LTX2ConnectorTransformer1d."""
-    (registers, width), gates = (
-        shapes[f"{name}.learnable_registers"],
-        shapes.get(f"{name}.transformer_1d_blocks.0.attn1.to_gate_logits.weight"),
-    )
+    registers, width = shapes[f"{name}.learnable_registers"]
+    gates = shapes.get(f"{name}.transformer_1d_blocks.0.attn1.to_gate_logits.weight")
     heads = gates[0] if gates else CONNECTOR_HEADS.get(width, SMALL_CONNECTOR_HEADS)
     return dict(
         num_attention_heads=heads,
@@ -74,25 +69,19 @@ def connector(shapes, name):
 
 def pipeline_connectors(config):
     """The same, of the connectors' folder of a diffusers pipeline."""
-    return {
-        "connectors": [
-            dict(
-                **{
-                    name: config[f"{kind}_connector_{name}"]
-                    for name in (
-                        "num_attention_heads",
-                        "attention_head_dim",
-                        "num_layers",
-                        "num_learnable_registers",
-                    )
-                },
-                gated_attention=config.get(f"{kind}_gated_attn", False),
-                rope_type=config["rope_type"],
-                rope_double_precision=config["rope_double_precision"],
-            )
-            for kind in ("video", "audio")
-        ]
-    }
+
+    def arguments(kind):
+        return dict(
+            num_attention_heads=config[f"{kind}_connector_num_attention_heads"],
+            attention_head_dim=config[f"{kind}_connector_attention_head_dim"],
+            num_layers=config[f"{kind}_connector_num_layers"],
+            num_learnable_registers=config[f"{kind}_connector_num_learnable_registers"],
+            gated_attention=config.get(f"{kind}_gated_attn", False),
+            rope_type=config["rope_type"],
+            rope_double_precision=config["rope_double_precision"],
+        )
+
+    return {"connectors": [arguments("video"), arguments("audio")]}
 
 
 COMPANION = CompanionFolder(
@@ -103,29 +92,25 @@ COMPANION = CompanionFolder(
         "audio_caption_projection.connector.": "audio_connector.",
     },
 )
-CONNECTORS = {
-    "video_embeddings_connector": "caption_projection.connector",
-    "audio_embeddings_connector": "audio_caption_projection.connector",
+CONNECTOR = {
+    "learnable_registers": "learnable_registers",
+    **under(
+        "transformer_1d_blocks.{}",
+        "transformer_blocks.{}",
+        {
+            "attn1.to_q": "attn1.to_q",
+            "attn1.to_k": "attn1.to_k",
+            "attn1.to_v": "attn1.to_v",
+            "attn1.to_out.0": "attn1.to_out.0",
+            "attn1.to_gate_logits": "attn1.to_gate_logits",
+            "attn1.q_norm": "attn1.norm_q",
+            "attn1.k_norm": "attn1.norm_k",
+            "ff.net.0.proj": "ff.net.0.proj",
+            "ff.net.2": "ff.net.2",
+        },
+    ),
 }
-MODULES = (
-    "attn1.to_q",
-    "attn1.to_k",
-    "attn1.to_v",
-    "attn1.to_out.0",
-    "attn1.to_gate_logits",
-    "ff.net.0.proj",
-    "ff.net.2",
-)
 CONNECTOR_NAMES = {
-    **{f"{theirs}.learnable_registers": f"{ours}.learnable_registers" for theirs, ours in CONNECTORS.items()},
-    **{
-        f"{theirs}.transformer_1d_blocks.{{}}.{module}": f"{ours}.transformer_blocks.{{}}.{module}"
-        for theirs, ours in CONNECTORS.items()
-        for module in MODULES
-    },
-    **{
-        f"{theirs}.transformer_1d_blocks.{{}}.attn1.{a}": f"{ours}.transformer_blocks.{{}}.attn1.{b}"
-        for theirs, ours in CONNECTORS.items()
-        for a, b in (("q_norm", "norm_q"), ("k_norm", "norm_k"))
-    },
+    **under("video_embeddings_connector", "caption_projection.connector", CONNECTOR),
+    **under("audio_embeddings_connector", "audio_caption_projection.connector", CONNECTOR),
 }

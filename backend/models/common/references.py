@@ -1,6 +1,5 @@
-"""Reference images of a model that makes another one: reference latents, whose tokens follow the
-latent's in the image stream and have positions of their own, and latents that come as further channels.
-Positions are ComfyUI's (its ref_latents_method)."""
+"""Reference images: latents whose tokens follow the latent's in the image stream, at positions of their own
+(ComfyUI's ref_latents_method), and latents that come as further channels."""
 
 from collections.abc import Mapping
 
@@ -12,26 +11,21 @@ from ..latent_tokens import TokenGrid
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")
+#: The remedy where a method does not exist (wrong_references).
+OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
     """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
-    return [
-        cond[name]
-        for name in sorted(
-            (name for name in cond if name.startswith("ref_latents.")),
-            key=lambda name: int(name.partition(".")[2]),
-        )
-    ]
+    names = [name for name in cond if name.startswith("ref_latents.")]
+    return [cond[name] for name in sorted(names, key=lambda name: int(name.partition(".")[2]))]
 
 
 def method(cond: Mapping[str, Tensor], default: str) -> str:
     """How the references are placed: one of REFERENCE_METHODS."""
-    return (
-        REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])]
-        if "ref_latents_method" in cond
-        else default
-    )
+    if "ref_latents_method" not in cond:
+        return default
+    return REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])]
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
@@ -39,19 +33,15 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
     method index_timestep_zero, "" where the model has it."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
-        return (
-            f"the references are called {', '.join(names)}; call them ref_latents.0, ref_latents.1 and so on."
-        )
+        called = ", ".join(names)
+        return f"the references are called {called}; call them ref_latents.0, ref_latents.1 and so on."
+    dimensions = len(grid.shape) + 1
     for name in names:
-        if (
-            cond[name].ndim not in (4, len(grid.shape) + 1)
-            or cond[name].shape[1] != grid.shape[0]
-            or not cond[name].numel()
-        ):
+        shape = cond[name].shape
+        if len(shape) not in (4, dimensions) or shape[1] != grid.shape[0] or not shape.numel():
             return (
-                f"{name} has shape {list(cond[name].shape)}, but the latent has {grid.shape[0]} "
-                f"channels in {len(grid.shape) + 1} dimensions; encode the reference with the VAE of "
-                f"this model."
+                f"{name} has shape {list(shape)}, but the latent has {grid.shape[0]} channels in "
+                f"{dimensions} dimensions; encode the reference with the VAE of this model."
             )
     number = int(cond["ref_latents_method"].flatten()[0]) if "ref_latents_method" in cond else 0
     if not 0 <= number < len(REFERENCE_METHODS):
@@ -59,12 +49,7 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
             f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for "
             f"{', '.join(REFERENCE_METHODS)}."
         )
-    if (
-        timestep_zero
-        and names
-        and "ref_latents_method" in cond
-        and REFERENCE_METHODS[number] == "index_timestep_zero"
-    ):
+    if timestep_zero and names and method(cond, "") == "index_timestep_zero":
         return (
             f"the references are placed by index_timestep_zero, which this model in diffusers does not "
             f"have; {timestep_zero}."
@@ -90,8 +75,11 @@ def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
 def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
     """(number, row, column), in tokens, where the top left corner of each reference is; the latent's own is
     at (0, 0, 0)."""
-    placed, (height, width), half = [], (0, 0), (grid.patch[1] // 2, grid.patch[2] // 2)
-    for number, (_, h, w) in enumerate((reference.extent for reference in found), 1):
+    placed = []
+    height = width = 0
+    _, ph, pw = grid.patch
+    for number, reference in enumerate(found, 1):
+        _, h, w = reference.extent
         index = 1
         row = 0
         column = 0
@@ -101,15 +89,15 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
             index = -number
         elif how == "uxo":
             index = 0
-            row = grid.counts[1] * grid.patch[1] + height
-            column = grid.counts[2] * grid.patch[2] + width
+            row = grid.counts[1] * ph + height
+            column = grid.counts[2] * pw + width
             height = height + h
             width = width + w
         else:  # offset: side by side, along the shorter side of what there is
             row, column = (0, width) if h + height > w + width else (height, 0)
             height = max(height, h + row)
             width = max(width, w + column)
-        placed.append((index, (row + half[0]) // grid.patch[1], (column + half[1]) // grid.patch[2]))
+        placed.append((index, (row + ph // 2) // ph, (column + pw // 2) // pw))
     return placed
 
 
@@ -133,12 +121,9 @@ def all_positions(
 ) -> Tensor:
     """(tokens of the latent and of all references, 3)."""
     found = grids(grid, cond)
-    return torch.cat(
-        [
-            positions(grid, device=device, centred=centred),
-            *(positions(one, place, device, centred) for one, place in zip(found, places(grid, found, how))),
-        ]
-    )
+    corners = [(0, 0, 0), *places(grid, found, how)]
+    pairs = zip([grid, *found], corners)
+    return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:

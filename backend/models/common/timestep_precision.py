@@ -1,14 +1,13 @@
-"""Timesteps in full precision: some of diffusers' transformers round them to the precision of their tokens
-before they make sines of them (of 1000 steps bf16 tells one in four from the next), ComfyUI's afterwards."""
+"""Timesteps in full precision: some of diffusers' transformers round them before they make sines of them (of
+1000 steps bf16 tells one in four from the next), ComfyUI's afterwards."""
 
 import torch
 from torch import nn
 
 
 def keep_timestep(transformer: nn.Module, embed: nn.Module, reader: nn.Linear, factor: float = 1.0):
-    """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``;
-    ``reader``: the first layer after the sines. Timesteps that the transformer adds, of reference tokens, are
-    zero."""
+    """Give ``embed``, whose first argument is a rounded timestep, the transformer's own times ``factor``, and
+    zeros for reference tokens; ``reader``: the first layer after the sines."""
     seen = {}
 
     def exact(module, args):

@@ -1,9 +1,7 @@
-"""Where a model mixes tokens otherwise than by softmax attention, a family's modules call these, by attribute
-of this module.
+"""What a family's modules call, by attribute of this module, to mix tokens other than by softmax attention.
 
-One process has every token at hand: then they hand back what they are given. While a request runs on several
-ranks or in patches, their place is taken by parallel/token_mixing.py, as that of
-F.scaled_dot_product_attention is by parallel/attention_hook.py.
+One process has every token: then these return what they are given. On several ranks or in patches
+parallel/token_mixing.py takes their place, as attention_hook.py that of F.scaled_dot_product_attention.
 """
 
 from collections.abc import Callable
@@ -15,8 +13,7 @@ from torch import Tensor
 class Halo(NamedTuple):
     """Image tokens with their neighbours.
 
-    tokens: (B, n, F), the tokens asked for and their neighbours; first: position in the image of the first of
-    them; before: how many neighbours come before the tokens asked for.
+    tokens: (B, n, F); first: position in the image of the first of them; before: neighbours at the start.
     """
 
     tokens: Tensor
@@ -38,8 +35,7 @@ def with_halo(x: Tensor, width: int) -> Halo:
 
 
 def text_tokens(whole: int) -> int:
-    """How many tokens of text are at hand, of ``whole`` in the sequence: where a block tells them from the
-    image's by itself."""
+    """Count the local text tokens, of ``whole`` in the sequence."""
     return whole
 
 
