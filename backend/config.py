@@ -15,10 +15,13 @@ AXES = {
     "ulysses": "ulysses_degree",
     "tp": "tensor_parallel_degree",
 }
-ATTENTIONS = ("auto", "sdpa", "flash-attn", "sage")
-DEVICES = ("auto", "cuda", "cpu")
-STALE_KV = ("reuse", "extrapolate")
-SPLIT_SCHEMES = ("megatron", "row", "column", "2d")
+#: Field -> the values that it can have.
+CHOICES = {
+    "attention": ("auto", "sdpa", "flash-attn", "sage"),
+    "device": ("auto", "cuda", "cpu"),
+    "stale_kv": ("reuse", "extrapolate"),
+    "split_scheme": ("megatron", "row", "column", "2d"),
+}
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
     "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
@@ -208,12 +211,7 @@ class ParallelConfig:
         self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()
-        for name, allowed in (
-            ("attention", ATTENTIONS),
-            ("device", DEVICES),
-            ("stale_kv", STALE_KV),
-            ("split_scheme", SPLIT_SCHEMES),
-        ):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r:.100}; choose one of {', '.join(allowed)}."
@@ -247,7 +245,7 @@ class ParallelConfig:
         if self.split_scheme in OTHER_SCHEMES:
             raise ConfigError(
                 f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; "
-                f"choose one of {', '.join(SPLIT_SCHEMES)}."
+                f"choose one of {', '.join(CHOICES['split_scheme'])}."
             )
         for name in ("pipefusion_degree", "tensor_parallel_degree"):
             if self.shard_weights and getattr(self, name) > 1:
