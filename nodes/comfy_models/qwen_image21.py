@@ -7,6 +7,8 @@ import comfy.model_base
 import comfy.supported_models_base
 import torch
 
+from .flux3 import text_and_references
+
 #: Of each channel of the VAE's latents.
 # fmt: off
 MEAN = (
@@ -54,32 +56,12 @@ class QwenImage21Model(comfy.model_base.BaseModel):
     reference latents and before which hidden state each stands."""
 
     def extra_conds(self, **kwargs):
-        found = super().extra_conds(**kwargs)
-        values = {
-            name: kwargs.get(key)
-            for name, key in (
-                ("c_crossattn", "cross_attn"),
-                ("attention_mask", "attention_mask"),
-                ("image_slots", "image_slots"),
-                ("ref_latents", "reference_latents"),
-                ("ref_latents_method", "reference_latents_method"),
-            )
-        }
-        kinds = {
-            "ref_latents": lambda latents: comfy.conds.CONDList(
-                [self.process_latent_in(latent) for latent in latents]
-            ),
-            "c_crossattn": comfy.conds.CONDRegular,
-            "attention_mask": comfy.conds.CONDRegular,
-        }
-        return {
-            **found,
-            **{
-                name: kinds.get(name, comfy.conds.CONDConstant)(value)
-                for name, value in values.items()
-                if value is not None
-            },
-        }
+        found = super().extra_conds(**kwargs) | text_and_references(self, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            found["attention_mask"] = comfy.conds.CONDRegular(kwargs["attention_mask"])
+        if kwargs.get("image_slots") is not None:
+            found["image_slots"] = comfy.conds.CONDConstant(kwargs["image_slots"])
+        return found
 
 
 class QwenImage21(comfy.supported_models_base.BASE):
