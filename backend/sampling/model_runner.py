@@ -21,22 +21,24 @@ from .request import Request
 @dataclass
 class LoadedModel:
     """A transformer on this rank. ``stage`` is None where one rank runs every token and block: then the model
-    is untouched.
-
-    generic: what clients must know where no family file describes the model (Checkpoint.generic).
-    """
+    is untouched."""
 
     transformer: nn.Module
-    family: Family
-    config: dict
     dtype: torch.dtype
     stage: Stage | None
     report: LoadReport
     sharded: bool
-    latent_format: str | None
     cache: LayerCache
     weights: FusedWeights
-    generic: dict | None = None
+
+    @property
+    def family(self) -> Family:
+        return self.weights.checkpoint.family
+
+    @property
+    def config(self) -> dict:
+        """Arguments of the diffusers class."""
+        return self.weights.checkpoint.config
 
     @property
     def bytes_read(self) -> int:
@@ -149,13 +151,15 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
         yield None
         return
     buffers = None
-    if request.patches > 1:
+    if request.config.patches > 1:
         batch = request.noise.shape[0]
-        buffers = KVBuffers(batch, request.stale_kv == "extrapolate", request.patch_spans)
-    stage.begin_request(request.kernel, buffers)
+        buffers = KVBuffers(batch, request.config.stale_kv == "extrapolate", request.patch_spans)
+    stage.begin_request(request.config.attention, buffers)
     stage.attention.install()
     try:
         yield buffers
     finally:
         stage.attention.uninstall()
-        stage.attention.begin_request(request.kernel, None)  # keys and values do not outlive the request
+        stage.attention.begin_request(
+            request.config.attention, None
+        )  # keys and values do not outlive the request

@@ -139,7 +139,7 @@ class Denoiser:
 
     def _is_stale(self, plan: list[Evaluation], index: int) -> bool:
         """Does the evaluation read stale keys and values? A prompt that begins to count has none yet."""
-        if len(self.patches) == 1 or plan[index].step < self.request.warmup_steps:
+        if len(self.patches) == 1 or plan[index].step < self.request.config.warmup_steps:
             return False
         before = self.request.prompts_at(plan[index - 1].sigma) if index else ()
         return set(self.request.prompts_at(plan[index].sigma)) <= set(before)

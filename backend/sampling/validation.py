@@ -14,7 +14,7 @@ from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
-from .request import request_config
+from .request import arguments_of, request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
@@ -58,13 +58,12 @@ def check_sample(
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
     _check_prompts(sample)
-    for branch in names(sample):
-        _check_conditioning(sample, branch, family, model_config)
-    check_patches(request_config(sample, config), _grid(sample, family, model_config))
-
-
-def _grid(sample, family, model_config):
-    return family.latent.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
+    shape = sample.tensors["noise"].shape
+    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    for name in names(sample):
+        given = arguments_of(name, sample.tensors)
+        check_arguments(f"the {name} conditioning", given, shape[0], grid, family, model_config)
+    check_patches(request_config(sample, config), grid)
 
 
 def _check_settings(sample, config, dtype, device):
@@ -218,21 +217,6 @@ def _check_prompts(sample):
                 f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's "
                 f"{tuple(noise.shape)}; make the mask of the size of the picture."
             ) from None
-
-
-def _check_conditioning(sample, branch, family, model_config):
-    prefix = branch + "."
-    given = {
-        name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
-    }
-    check_arguments(
-        f"the {branch} conditioning",
-        given,
-        sample.tensors["noise"].shape[0],
-        _grid(sample, family, model_config),
-        family,
-        model_config,
-    )
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):

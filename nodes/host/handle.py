@@ -80,26 +80,19 @@ def _load(
 ) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
-    if (
-        make_room
-        and (at_hand is None or not at_hand.alive())
-        and not keeps_weights(config)
-        and config.device != "cpu"
-    ):
+    starts = at_hand is None or not at_hand.alive()
+    if make_room and starts and not keeps_weights(config) and config.device != "cpu":
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
     backend = backend_for(config, check)
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
-    loaded = backend.load(
-        path,
-        weight_dtype,
-        keep,
-        check,
-        loras,
-        lambda progress: bar.update_absolute(progress.step, progress.total),
-    )
+
+    def show(progress):
+        bar.update_absolute(progress.step, progress.total)
+
+    loaded = backend.load(path, weight_dtype, keep, check, loras, show)
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
@@ -109,11 +102,10 @@ def _load(
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
     """Let the ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload
     models" was pressed, or its GPU is full."""
-    config, path, weight_dtype = (
-        handle.config,
-        handle.path,
-        handle.weight_dtype,
-    )  # not the handle, which must not live as long as its patcher's clones
+    # not the handle, which must not live as long as its patcher's clones
+    config = handle.config
+    path = handle.path
+    weight_dtype = handle.weight_dtype
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)

@@ -22,13 +22,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        callback,
-        latent: torch.Tensor,
-        total: int,
-        ranks: int,
-        disable_pbar: bool,
-        holds_last: bool = False,
+        self, callback, latent: torch.Tensor, total: int, ranks: int, disable_pbar: bool, holds_last: bool
     ):
         self.callback = callback
         self.latest = latent

@@ -64,11 +64,9 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
         end = problem.half_log_snr(sigma_next)
         half = start + 0.5 * (end - start)
         middle = problem.sigma_at(half)
-        denoised = yield (
-            _sde_step(x, denoised, (sigma, start), (middle, half), problem.brownian(sigma, middle)),
-            middle,
-            i,
-        )
+        noise = problem.brownian(sigma, middle)
+        x_middle = _sde_step(x, denoised, (sigma, start), (middle, half), noise)
+        denoised = yield x_middle, middle, i
         x = _sde_step(x, denoised, (sigma, start), (sigma_next, end), problem.brownian(sigma, sigma_next))
     return x
 
@@ -109,9 +107,8 @@ def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
         h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
         x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
         if old_denoised is not None and h_last is not None:
-            x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (
-                denoised - old_denoised
-            )
+            weight = 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h))
+            x = x + weight * (denoised - old_denoised)
         x = x + _sde_noise(problem, sigma, sigma_next, h)
         old_denoised, h_last = denoised, h
     return x

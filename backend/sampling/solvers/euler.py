@@ -111,9 +111,8 @@ def ddpm(x: Tensor, problem: Problem) -> Steps:
         signal = 1 / (sigma * sigma + 1)
         signal_next = 1 / (sigma_next * sigma_next + 1)
         alpha = signal / signal_next
-        x = (1.0 / alpha).sqrt() * (
-            x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt()
-        )
+        x = x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt()
+        x = (1.0 / alpha).sqrt() * x
         if sigma_next > 0:
             x = x + ((1 - alpha) * (1.0 - signal_next) / (1.0 - signal)).sqrt() * fresh()
             x = x * torch.sqrt(1.0 + sigma_next**2.0)

@@ -83,6 +83,11 @@ def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions
     return end - start, sigmas, [s * log_alpha.exp() for s, log_alpha in zip(sigmas, lambdas)]
 
 
+def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
+    return sigma_next / sigma * (-h).exp() * x
+
+
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
     """SEEDS-2 (Gonzalez et al. 2023, arXiv 2305.14267): the half step's prediction takes the whole step
     (phi_1 form)."""
@@ -94,23 +99,12 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
             continue
         h, sigmas, alphas = _seeds_points(problem, sigma, sigma_next, (0.5,))
         noise = _SeedsNoise(h, fresh)
-        middle = (
-            sigmas[0] / sigma * (-0.5 * h).exp() * x
-            - alphas[0] * torch.expm1(-h) * denoised
-            + noise.up_to(0.5) * sigmas[0]
-        )
+        middle = _scaled(x, sigma, sigmas[0], 0.5 * h) - alphas[0] * torch.expm1(-h) * denoised
+        middle = middle + noise.up_to(0.5) * sigmas[0]
         denoised = yield middle, sigmas[0], i
-        x = (
-            sigma_next / sigma * (-h).exp() * x
-            - alphas[1] * torch.expm1(-2 * h) * denoised
-            + noise.up_to(1.0) * sigma_next
-        )
+        x = _scaled(x, sigma, sigma_next, h) - alphas[1] * torch.expm1(-2 * h) * denoised
+        x = x + noise.up_to(1.0) * sigma_next
     return x
-
-
-def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
-    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
-    return sigma_next / sigma * (-h).exp() * x
 
 
 def seeds_3(x: Tensor, problem: Problem) -> Steps:

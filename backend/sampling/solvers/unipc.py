@@ -25,15 +25,9 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
     # with one step ComfyUI's order is 0: it never leaves the first level, and so do we
     for k in range(1, steps + 1 if order else 0):
         used = k if k < order else min(order, steps + 1 - k)
-        update = partial(
-            _update,
-            x,
-            data[:used],
-            alphas[k],
-            stds[k] / stds[k - 1],
-            lambdas[[k, *range(k - 1, k - 1 - used, -1)]],
-            variant,
-        )
+        ratio = stds[k] / stds[k - 1]
+        levels = lambdas[[k, *range(k - 1, k - 1 - used, -1)]]
+        update = partial(_update, x, data[:used], alphas[k], ratio, levels, variant)
         if k == steps:
             x = update(None)
         else:
