@@ -152,28 +152,30 @@ class ParallelConfig:
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
-        """Whether the ranks of this configuration can run the other without starting again: as many, on the
-        same devices."""
-        return (self.device, self.gpu_indices, self.address) == (
-            other.device,
-            other.gpu_indices,
-            other.address,
-        )
+        """Whether these ranks can run the other configuration: as many, on the same devices."""
+        same_devices = self.device == other.device and self.gpu_indices == other.gpu_indices
+        return same_devices and self.address == other.address
 
     def same_weights(self, other: "ParallelConfig") -> bool:
         """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to
         their process groups."""
-        return (
-            self.topology() == other.topology()
-            or not (self.shard_weights or other.shard_weights)
-            and self._weights() == other._weights()
-        )
+        if self.shard_weights or other.shard_weights:
+            return self.topology() == other.topology()
+        return self.topology() == other.topology() or self._weights() == other._weights()
 
     def _weights(self) -> list[tuple]:
         """Return what decides which weights each rank holds: its stage and its shard of every matrix."""
         stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
         kind = (stages, self.stage_counts, tp, self.split_scheme if tp > 1 else "", self.offload_modulation)
         return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]
+
+    def check_guidance(self, cfg: float, negative: bool):
+        """ConfigError where no ``negative`` prompt is computed, so that half of the ranks has no work."""
+        if self.cfg_degree == 2 and not negative:
+            raise ConfigError(
+                f"cfg is {cfg:g}, which skips the negative prompt, so cfg_degree 2 would leave half of the "
+                f"ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
+            )
 
     def check_batch(self, batch: int):
         """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
@@ -276,9 +278,8 @@ class ParallelConfig:
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "
                 f"would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
             )
-        if self.warmup_steps < 0 or (
-            self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1
-        ):
+        least = 1 if self.pipefusion_degree > 1 and self.patches > 1 else 0
+        if self.warmup_steps < least:
             raise ConfigError(
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
                 f"at least one synchronous step to fill its key/value buffers."
