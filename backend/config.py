@@ -102,8 +102,7 @@ class ParallelConfig:
 
     @property
     def stage_counts(self) -> list[int]:
-        """``attn_layer_num_for_pp`` as numbers, empty where the split is ours; ConfigError where it does not
-        fit ``pipefusion_degree``."""
+        """Blocks of each stage, empty where the split is ours. ConfigError for what is no such list."""
         text = self.attn_layer_num_for_pp.strip()
         if not text:
             return []
@@ -123,8 +122,7 @@ class ParallelConfig:
 
     @property
     def gpu_indices(self) -> list[int]:
-        """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has
-        the wrong length."""
+        """The devices of ranks 0..N-1. ConfigError for a list that does not name each rank's once."""
         if not self.gpus.strip():
             return list(range(self.world_size))
         try:

@@ -183,8 +183,7 @@ class Engine:
         return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
-        """Name the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
-        and the weights are there once."""
+        """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled."""
         if not stack:
             return key
         digest = hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()
@@ -276,8 +275,7 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
-        """Call the model once; return its output (B, C, [T,] H, W) in float32 on the first stage, and
-        statistics."""
+        """Call the model once; return its output as ``sample`` does its latent, and statistics."""
         comm.SENT.clear()
         model = self.ready(call.model)
         mesh = self.mesh

@@ -104,8 +104,7 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
 
 
 class RemoteTransformer(ElsewhereModule):
-    """Called by ComfyUI in place of a transformer: the same arguments, the same output, computed by the
-    ranks."""
+    """Called by ComfyUI in place of a transformer; the ranks compute its output."""
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
@@ -127,8 +126,7 @@ class RemoteTransformer(ElsewhereModule):
             ) from None
 
     def hold_backend(self, executor, *args, **kwargs):
-        """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the
-        sampling; the next one starts another."""
+        """Hold one live backend for a whole sampling; if it ends, so does the sampling."""
         before = self.held
         self.held = ensure_loaded(self.dit)
         try:
@@ -245,8 +243,7 @@ def _refused(what: str):
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused
-    where ComfyUI would do nothing."""
+    """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
 
     add_patches = _refused(
         "a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights"

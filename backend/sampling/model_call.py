@@ -140,8 +140,7 @@ def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
-    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent,
-    families are given them as c_concat."""
+    """The latent, and the model's arguments; ComfyUI joins c_concat to the latent as further channels."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
     arguments = arguments_of("cond", call.tensors)
@@ -151,8 +150,7 @@ def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor,
 
 
 class OneCall(Denoiser):
-    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer.
-    PipeFusion's pipeline is drained."""
+    """The step loop where the client has its solver: one evaluation, whose output is the answer."""
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner):
         super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
@@ -161,8 +159,7 @@ class OneCall(Denoiser):
         return [Evaluation(self.request.sigmas[0], 0)]
 
     def _modulate_ahead(self, plan: list[Evaluation]):
-        """There is no next call to compute for; but weights that wait in host memory, or on another stage,
-        run no other way."""
+        """Only weights in host memory or on another stage are run ahead: there is no next call."""
         cache = self.runner.model.cache
         if cache.hosted or cache.offload_device.type != self.x.device.type:
             super()._modulate_ahead(plan)

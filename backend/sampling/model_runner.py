@@ -20,8 +20,7 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block: then the model
-    is untouched."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -56,8 +55,7 @@ class Runner:
         self.calls = 0
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
-        """Compute the modulation of evaluations before they begin, where the family has such layers;
-        ``sigmas`` (0-d) are the noise levels of all of them."""
+        """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
         model = self.model
         # sharded weights are whole only inside their block's forward
         if not model.family.cache.modulation or model.sharded:
@@ -105,23 +103,20 @@ class Runner:
         return model.family.io.output(output, grid)[:, local.lo : local.hi]
 
     def _time(self, sigma: Tensor, samples: slice) -> Tensor:
-        """What ModelIO.arguments gets at a noise level: the model's own time of it, or the samples' times
-        where the client sent them."""
+        """The model's own time of a noise level, or the samples' times where the client sent them."""
         schedule = self.model.family.noise.schedule
         if self.request.times is not None:
             return self.request.times[samples]
         return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, evaluation: int, ratio: float):
-        """Start the evaluation of that index; ``ratio`` is its step in sigma over the one before (0:
-        unknown)."""
+        """Start an evaluation; ``ratio`` is its step in sigma over the one before (0: unknown)."""
         self.model.cache.begin_evaluation(evaluation)
         if self.buffers is not None:
             self.buffers.begin_evaluation(ratio)
 
     def expect(self, context: StepContext) -> bool:
-        """Make ready to receive the activations of a forward that follows; return False where their size is
-        not known yet."""
+        """Make ready to receive a forward's activations; return False where their size is not known yet."""
         return self.model.stage is None or self.model.stage.expect(context)
 
     def drain(self):
@@ -132,8 +127,7 @@ class Runner:
 
 @contextmanager
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
-    """Yield the runner of ``request``, with the attention hook in place and the layer cache in use
-    meanwhile."""
+    """Yield the runner of ``request``, with the attention hook in place and the layer cache in use."""
     model.cache.begin_request()
     if model.family.io.prepare:
         model.family.io.prepare(model.transformer, request.grid)

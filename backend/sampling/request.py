@@ -78,8 +78,7 @@ class Request:
         return _samples(self.conditioning[branch], items, self.noise.shape[0])
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
-        """Return the latents (b, C, [T,] H, W) that the model is given for some samples of x (B, N, F) at
-        noise level ``sigma``."""
+        """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""
         if self.given is not None:
             return self.given[items]
         x = self.prediction.model_input(x[items], sigma)

@@ -32,8 +32,7 @@ def check_numbers(tensors: dict[str, Tensor]):
 
 
 def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
-    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``.
-    Raises UnsupportedError."""
+    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. Raises UnsupportedError."""
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)
@@ -73,8 +72,7 @@ def check_arguments(
     family: Family,
     model_config: dict,
 ):
-    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises
-    UnsupportedError."""
+    """Refuse arguments that the family does not take, or that do not fit it. Raises UnsupportedError."""
     for name in given:
         if name.partition(".")[0] not in family.conditioning.accepted:
             raise UnsupportedError(

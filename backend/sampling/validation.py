@@ -212,8 +212,7 @@ def _check_prompts(sample):
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
-    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises
-    UnsupportedError."""
+    """Refuse degrees that do not fit a model of such blocks and heads. Raises UnsupportedError."""
     stages = config.pipefusion_degree
     counts = config.stage_counts
     tp = config.tensor_parallel_degree
@@ -242,8 +241,7 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
 
 
 def check_family(family: Family, config: ParallelConfig):
-    """Refuse methods that the structure of a transformer without a family file does not allow. Raises
-    UnsupportedError."""
+    """Refuse methods that a transformer without a family file cannot do. Raises UnsupportedError."""
     if not family.blocks.whole_only:
         return
     for degree in ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree"):

@@ -92,8 +92,7 @@ def _minimax_references(payload: dict, layout, references: list[tuple[int, int, 
 
 
 def ltxv(arguments: dict) -> dict:
-    """Drop what changes nothing: guides that are attended to as they are, and frames that only later
-    versions mark."""
+    """Drop what changes nothing: plain guides, and frames that only later versions mark."""
     guides = arguments.get("guide_attention_entries", [])
     plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
     dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))

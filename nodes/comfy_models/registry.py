@@ -175,8 +175,7 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
 
 
 def family_named(loaded: Loaded) -> Family:
-    """Return the entry of a loaded transformer, or that of one that the backend recognised by its structure;
-    RefusedError for a family of another version."""
+    """Return a loaded transformer's entry, or a generic one; RefusedError for another version's family."""
     if loaded.info.get("generic"):
         return Family(comfy_class=lambda config: "")
     if loaded.family not in FAMILIES:

@@ -144,7 +144,6 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
 
 
 def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:
-    """Return ``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a
-    CONDITIONING leaves out."""
+    """Return ``arguments`` with the zeros that ComfyUI's model takes for what a CONDITIONING leaves out."""
     zeros = {key: torch.zeros(batch, unet_config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

@@ -52,8 +52,7 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
-    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable;
-    errors as in ``load``."""
+    """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
     found = replace(handle, loaded=loaded, loras=loras)

@@ -33,8 +33,7 @@ def for_what(dit: ParallelDiT, prompts: int, what: str, described: Described) ->
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
-    """Return (what is assumed to be sampled, [C, [T,] H, W] of its latent, the first one where there are
-    several)."""
+    """Return (what is assumed to be sampled, [C, [T,] H, W] of its first latent)."""
     format = dit.patcher.model.latent_format
     family = family_named(dit.loaded)
     known = hasattr(format, "spacial_downscale_ratio")

@@ -67,7 +67,6 @@ BRANCHES = (
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
 EXCEPTIONS = {
     "backend.models.minimax_h3.forward_args": "one dictionary of the forward's arguments",
-    "nodes.diffusers_folder.pipelines._open_pipeline": "what diffusers is asked, and how each error reads",
 }
 
 

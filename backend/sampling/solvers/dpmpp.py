@@ -52,8 +52,7 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
 
 
 def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++ of the SDE: a half step to the middle of the half log SNR, whose prediction then takes the
-    whole step."""
+    """DPM-Solver++ of the SDE: the prediction at the middle of the half log SNR takes the whole step."""
     problem = problem.with_finite_snr()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -74,8 +73,7 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
 def _sde_step(
     x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor
 ) -> Tensor:
-    """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a
-    flow model too."""
+    """An ancestral step between two (sigma, half log SNR), in sigma / alpha also for flow models."""
     (sigma, start), (target, end) = here, there
     alpha = sigma * start.exp()
     alpha_target = target * end.exp()

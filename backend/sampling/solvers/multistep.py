@@ -39,8 +39,7 @@ def _weighted(weights, terms) -> Tensor:
 
 
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
-    """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to
-    degree 3."""
+    """Integral of the Lagrange polynomial of knot j; two Gauss points are exact up to degree 3."""
     half = (end - start) / 2
     centre = (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
@@ -54,8 +53,7 @@ _EQUAL_STEPS = (((1,), 1), ((3, -1), 2), ((23, -16, 5), 12), ((55, -59, 37, -9),
 
 
 def ipndm(x: Tensor, problem: Problem) -> Steps:
-    """Improved PNDM (Zhang & Chen 2022, arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of
-    equal steps."""
+    """Improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal steps."""
     sigmas = problem.sigmas
 
     def change(i, slopes):
@@ -133,8 +131,7 @@ def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
 
 @lru_cache(maxsize=4)
 def _deis_weights(sigmas: tuple[float, ...], points: int = 10000) -> list[tuple[float, ...]]:
-    """Weights of the slopes of each step, newest first, by a Riemann sum of ``points``, in float32 as ComfyUI
-    does it."""
+    """Weights of each step's slopes, newest first, by a Riemann sum in float32 as in ComfyUI."""
     times, beta_0, beta_1 = _vp_time(torch.tensor(sigmas))
     weights: list[tuple[float, ...]] = [()]
     for i in range(1, len(times) - 1):
@@ -160,8 +157,7 @@ def _lagrange(knots: Tensor, j: int, at: Tensor) -> Tensor:
 
 
 def res_multistep(x: Tensor, problem: Problem) -> Steps:
-    """RES (Zhang et al. 2023, arXiv 2308.02157): the second-order exponential multistep method with refined
-    coefficients."""
+    """RES (arXiv 2308.02157): exponential multistep of order 2 with refined coefficients."""
     old_denoised = t_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -180,8 +176,7 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
 
 
 def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Steps:
-    """Gradient estimation (Permenter & Yuan 2023, arXiv 2306.04848): Euler with the slope's change added
-    again."""
+    """Gradient estimation (arXiv 2306.04848): Euler with the slope's change added again."""
     old_slope = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

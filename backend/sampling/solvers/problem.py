@@ -83,8 +83,7 @@ def euler_step(x: Tensor, denoised: Tensor, sigma: Tensor, target: Tensor) -> Te
 
 
 def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
-    """Take the same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's
-    form."""
+    """Take the same step by ``ratio`` = target / sigma; each solver has the form that rounds as ComfyUI's."""
     return ratio * x + (1 - ratio) * denoised
 
 
@@ -97,8 +96,7 @@ def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level
-    ``target``."""
+    """Return (down, keep, level): integrate to ``down``; keep · x + level · noise is then at ``target``."""
     if target == 0:  # also from 0
         return target, torch.ones_like(target), target
     if not problem.flow:
