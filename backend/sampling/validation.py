@@ -199,7 +199,7 @@ def _check_prompts(sample):
         )
         if not numbers or set(settings) - {"strength", "from", "until"}:
             raise UnsupportedError(
-                f"{name} is to be mixed by {settings!r:.200}; tell the numbers strength, from and until."
+                f"{name} is to be mixed by {settings!r:.200}; give the numbers strength, from and until."
             )
     for key in weights:
         try:
@@ -268,7 +268,7 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     if not prompts or not 0 <= message.text_rows <= MOST_SIDE:
         raise UnsupportedError(
             f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
-            f"{config.cfg_degree}; tell one or two of at most {MOST_SIDE} rows, and as many as ranks share "
+            f"{config.cfg_degree}; give one or two of at most {MOST_SIDE} rows, and as many as ranks share "
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
