@@ -116,9 +116,8 @@ def check_arguments(
 def _sides(name, grid) -> tuple[int, ...] | None:
     """The sides of the latent that an argument must have, or None."""
     parts = grid.grids if isinstance(grid, NestedGrid) else (grid,)
-    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(
-        DIMENSIONS.get(name, ("",))[-1]
-    )
+    last = DIMENSIONS.get(name, ("",))[-1]
+    return {"...": parts[0].shape[1:], "... of sound": parts[-1].shape[1:]}.get(last)
 
 
 def _wrong_form(name, value, batch, grid) -> str | None:
@@ -127,11 +126,10 @@ def _wrong_form(name, value, batch, grid) -> str | None:
     sides = _sides(name, grid)
     if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
         return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
-    if (
-        known is None
-        or (value.dtype in FLOATS or name not in FLOATING)
-        and value.ndim == (len(sides) + 2 if sides else len(known))
-    ):
+    if known is None:
+        return None
+    dimensions = len(sides) + 2 if sides else len(known)
+    if value.ndim == dimensions and (value.dtype in FLOATS or name not in FLOATING):
         return None
     kind = "a floating-point tensor" if name in FLOATING else "a tensor"
     return (

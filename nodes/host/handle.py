@@ -16,7 +16,7 @@ import comfy.utils
 
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
-from ...backend.protocol import Describe, Described, Loaded
+from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
@@ -67,11 +67,6 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
     """
     return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
-
-
-def describe(handle: ParallelDiT, message: Describe) -> Described:
-    """Return what each rank would hold and send. Errors as in ``load``."""
-    return ensure_loaded(handle)[0].describe(message)
 
 
 def _load(

@@ -2,7 +2,7 @@
 
 from ...backend.protocol import Describe, Described
 from ..comfy_models.registry import family_named
-from .handle import ParallelDiT, describe
+from .handle import ParallelDiT, ensure_loaded
 
 #: The request: width and height of an image, or width, height and frames of a video, and text tokens.
 IMAGE_SIZE = 1024
@@ -14,8 +14,9 @@ def plan(dit: ParallelDiT, prompts: int) -> list[str]:
     """Return a line about the request and the settings of ``dit``, and one for each rank."""
     config = dit.config
     what, latent = assumed_latent(dit)
+    backend, _ = ensure_loaded(dit)
     settings = (config.num_pipeline_patch, config.stale_kv)
-    described = describe(dit, Describe(dit.loaded.model, latent, TEXT_TOKENS, prompts, *settings))
+    described = backend.describe(Describe(dit.loaded.model, latent, TEXT_TOKENS, prompts, *settings))
     return [for_what(dit, prompts, what, described), *described.ranks]
 
 
