@@ -15,10 +15,13 @@ AXES = {
     "ulysses": "ulysses_degree",
     "tp": "tensor_parallel_degree",
 }
-ATTENTIONS = ("auto", "sdpa", "flash-attn", "sage")
-DEVICES = ("auto", "cuda", "cpu")
-STALE_KV = ("reuse", "extrapolate")
-SPLIT_SCHEMES = ("megatron", "row", "column", "2d")
+#: Field -> the values that it can have.
+CHOICES = {
+    "attention": ("auto", "sdpa", "flash-attn", "sage"),
+    "device": ("auto", "cuda", "cpu"),
+    "stale_kv": ("reuse", "extrapolate"),
+    "split_scheme": ("megatron", "row", "column", "2d"),
+}
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
     "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
@@ -99,8 +102,7 @@ class ParallelConfig:
 
     @property
     def stage_counts(self) -> list[int]:
-        """``attn_layer_num_for_pp`` as numbers, empty where the split is ours; ConfigError where it does not
-        fit ``pipefusion_degree``."""
+        """Blocks of each stage, empty where the split is ours. ConfigError for what is no such list."""
         text = self.attn_layer_num_for_pp.strip()
         if not text:
             return []
@@ -120,8 +122,7 @@ class ParallelConfig:
 
     @property
     def gpu_indices(self) -> list[int]:
-        """The devices of ranks 0..N-1; ConfigError where ``gpus`` is not a list of distinct integers or has
-        the wrong length."""
+        """The devices of ranks 0..N-1. ConfigError for a list that does not name each rank's once."""
         if not self.gpus.strip():
             return list(range(self.world_size))
         try:
@@ -149,28 +150,30 @@ class ParallelConfig:
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
-        """Whether the ranks of this configuration can run the other without starting again: as many, on the
-        same devices."""
-        return (self.device, self.gpu_indices, self.address) == (
-            other.device,
-            other.gpu_indices,
-            other.address,
-        )
+        """Whether these ranks can run the other configuration: as many, on the same devices."""
+        same_devices = self.device == other.device and self.gpu_indices == other.gpu_indices
+        return same_devices and self.address == other.address
 
     def same_weights(self, other: "ParallelConfig") -> bool:
         """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to
         their process groups."""
-        return (
-            self.topology() == other.topology()
-            or not (self.shard_weights or other.shard_weights)
-            and self._weights() == other._weights()
-        )
+        if self.shard_weights or other.shard_weights:
+            return self.topology() == other.topology()
+        return self.topology() == other.topology() or self._weights() == other._weights()
 
     def _weights(self) -> list[tuple]:
         """Return what decides which weights each rank holds: its stage and its shard of every matrix."""
         stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
         kind = (stages, self.stage_counts, tp, self.split_scheme if tp > 1 else "", self.offload_modulation)
         return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]
+
+    def check_guidance(self, cfg: float, negative: bool):
+        """ConfigError where no ``negative`` prompt is computed, so that half of the ranks has no work."""
+        if self.cfg_degree == 2 and not negative:
+            raise ConfigError(
+                f"cfg is {cfg:g}, which skips the negative prompt, so cfg_degree 2 would leave half of the "
+                f"ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
+            )
 
     def check_batch(self, batch: int):
         """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
@@ -208,12 +211,7 @@ class ParallelConfig:
         self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()
-        for name, allowed in (
-            ("attention", ATTENTIONS),
-            ("device", DEVICES),
-            ("stale_kv", STALE_KV),
-            ("split_scheme", SPLIT_SCHEMES),
-        ):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r:.100}; choose one of {', '.join(allowed)}."
@@ -247,7 +245,7 @@ class ParallelConfig:
         if self.split_scheme in OTHER_SCHEMES:
             raise ConfigError(
                 f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; "
-                f"choose one of {', '.join(SPLIT_SCHEMES)}."
+                f"choose one of {', '.join(CHOICES['split_scheme'])}."
             )
         for name in ("pipefusion_degree", "tensor_parallel_degree"):
             if self.shard_weights and getattr(self, name) > 1:
@@ -278,9 +276,8 @@ class ParallelConfig:
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "
                 f"would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
             )
-        if self.warmup_steps < 0 or (
-            self.pipefusion_degree > 1 and self.patches > 1 and self.warmup_steps < 1
-        ):
+        least = 1 if self.pipefusion_degree > 1 and self.patches > 1 else 0
+        if self.warmup_steps < least:
             raise ConfigError(
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
                 f"at least one synchronous step to fill its key/value buffers."

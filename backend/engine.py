@@ -21,12 +21,14 @@ from .models.family import Family
 from .parallel import comm, fsdp, tensor_parallel
 from .parallel.cached_layers import cache_layers
 from .parallel.mesh import Mesh
+from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.sequence import Span
+from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .rank_plan import describe as describe
 from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
-from .sampling.model_runner import LoadedModel, running
+from .sampling.model_runner import LoadedModel, Runner, running
 from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
 from .sampling.tensor_validation import check_numbers
@@ -41,7 +43,9 @@ class Engine:
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, folders: Folders = ANYWHERE):
         """``folders``: below which a client's paths lie; the leader checks them (worker.Leader.on_load)."""
-        self.config, self.mesh, self.folders = config, mesh, folders
+        self.config = config
+        self.mesh = mesh
+        self.folders = folders
         self.models: dict[str, LoadedModel] = {}
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
@@ -58,18 +62,13 @@ class Engine:
             )
         checkpoint = open_checkpoint(path, self.folders)
         self._check_degrees(checkpoint)
-        if self.mesh.tp.size > 1:
-            tensor_parallel.shards(checkpoint.empty, checkpoint.family, self.config.split_scheme, self.mesh)
+        self._cuts(checkpoint)
         return checkpoint
 
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)
-        check_model(
-            checkpoint.name,
-            checkpoint.block_count,
-            checkpoint.family.blocks.heads(checkpoint.config),
-            self.config,
-        )
+        heads = checkpoint.family.blocks.heads(checkpoint.config)
+        check_model(checkpoint.name, checkpoint.block_count, heads, self.config)
 
     def load(
         self,
@@ -84,75 +83,61 @@ class Engine:
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype)
-        family, transformer, dtype = (
-            checkpoint.family,
-            checkpoint.empty,
-            self.weight_dtype(checkpoint, weight_dtype),
-        )
-        stages, own = checkpoint.stages(self.config), self.mesh.pp.rank
-        blocks, held = stages.blocks[own], {name: holder == own for name, holder in stages.holders.items()}
-        cuts = {}
+        transformer = checkpoint.empty
+        dtype = self.weight_dtype(checkpoint, weight_dtype)
+        stages = checkpoint.stages(self.config)
+        own = self.mesh.pp.rank
+        blocks = stages.blocks[own]
+        held = {name: holder == own for name, holder in stages.holders.items()}
+        cuts = self._cuts(checkpoint)
         if self.mesh.tp.size > 1:
-            cuts = tensor_parallel.shards(transformer, family, self.config.split_scheme, self.mesh)
-            tensor_parallel.apply(transformer, cuts, family, self.config.split_scheme, self.mesh.tp)
+            scheme = self.config.split_scheme
+            tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress)
         weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
         weights = FusedWeights(checkpoint, cuts, device)
-        offload_device = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
-        cache = cache_layers(
-            transformer,
-            [name for i, name in enumerate(checkpoint.block_names) if i in blocks],
-            family,
-            offload_device,
-            dtype,
-            stages,
-            self.mesh,
-        )
-        cache.offload()
+        cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
-            fsdp.shard(transformer, family.blocks.lists, self.mesh)
-        stage = Stage(transformer, family, self.mesh, blocks) if self._is_staged(family) else None
-        sharding_ranks = self.config.sp_degree * self.config.data_parallel_degree if sharded else 1
-        report = LoadReport(
-            self.mesh.rank,
-            own,
-            (blocks.start, blocks.stop),
-            bytes_read,
-            checkpoint.files.size,
-            weight_bytes // sharding_ranks,
-            peak_bytes(self.mesh.device),
-            time.perf_counter() - started,
-        )
-        self.models[key] = LoadedModel(
-            transformer,
-            family,
-            checkpoint.config,
-            dtype,
-            stage,
-            report,
-            sharded,
-            checkpoint.latent_format,
-            cache,
-            weights,
-            checkpoint.generic,
-        )
+            fsdp.shard(transformer, checkpoint.family.blocks.lists, self.mesh)
+            weight_bytes //= self.config.sp_degree * self.config.data_parallel_degree
+        stage = None
+        if self._is_staged(checkpoint.family):
+            stage = Stage(transformer, checkpoint.family, self.mesh, blocks)
+        block_range = (blocks.start, blocks.stop)
+        cost = (weight_bytes, peak_bytes(self.mesh.device), time.perf_counter() - started)
+        report = LoadReport(self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost)
+        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights)
+
+    def _cuts(self, checkpoint: Checkpoint) -> dict[str, tensor_parallel.Shard]:
+        """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
+        if self.mesh.tp.size == 1:
+            return {}
+        scheme = self.config.split_scheme
+        return tensor_parallel.shards(checkpoint.empty, checkpoint.family, scheme, self.mesh)
+
+    def _cache_layers(self, checkpoint: Checkpoint, stages: Stages, dtype: torch.dtype) -> LayerCache:
+        own = stages.blocks[self.mesh.pp.rank]
+        blocks = [name for i, name in enumerate(checkpoint.block_names) if i in own]
+        where = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
+        family = checkpoint.family
+        cache = cache_layers(checkpoint.empty, blocks, family, where, dtype, stages, self.mesh)
+        cache.offload()
+        return cache
 
     def _is_staged(self, family: Family) -> bool:
-        # patches without a pipeline are one process's simulation of it, for measuring drift: clients are
-        # refused that
-        return (
-            self.mesh.pp.size > 1
-            or self.mesh.sp.size > 1
-            or self.config.patches > 1
-            or family.cache.static_text
-        )
+        # patches without a pipeline simulate it in one process, for measuring drift; clients are refused that
+        divided = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
+        return divided or family.cache.static_text
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks: models of which every rank holds the same keep their
         weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
-        same, (old, self.config, self.mesh) = self.config.same_weights(config), (self.mesh, config, mesh)
+        same = self.config.same_weights(config)
+        old = self.mesh
+        self.config = config
+        self.mesh = mesh
         self.argument_cache.clear()
         for key in self.models.keys() - self.stacks.keys():
             if same and self._fits(self.models[key]):
@@ -195,13 +180,13 @@ class Engine:
         return [lora.warning for lora in self.models[key].weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
-        """Name the loaded model ``key`` with the LoRAs of ``stack``: they are fused when it is sampled,
-        and the weights are there once."""
+        """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled."""
         if not stack:
             return key
         digest = hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()
         name = f"{key}{LORAS}{digest[:16]}"
-        self.models[name], self.stacks[name] = self.models[key], stack
+        self.models[name] = self.models[key]
+        self.stacks[name] = stack
         return name
 
     def ready(self, name: str) -> LoadedModel:
@@ -227,8 +212,8 @@ class Engine:
         return {
             "config": model.config,
             "conditioning": list(model.family.conditioning.accepted),
-            "latent_format": model.latent_format,
-            "generic": model.generic,
+            "latent_format": model.weights.checkpoint.latent_format,
+            "generic": model.weights.checkpoint.generic,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,
@@ -238,17 +223,13 @@ class Engine:
     def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
         """Count the latent's tokens, and describe each rank in a line, for a loaded model that was read from
         ``path``. Raises UnsupportedError or ConfigError."""
-        dtype, checkpoint = self._loaded(message.model).dtype, open_checkpoint(path, self.folders)
-        config = replace(
-            self.config, num_pipeline_patch=message.num_pipeline_patch, stale_kv=message.stale_kv
-        )
+        dtype = self._loaded(message.model).dtype
+        checkpoint = open_checkpoint(path, self.folders)
+        settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
+        config = replace(self.config, **settings)
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
-        return tokens, [
-            str(plan)
-            for plan in describe(
-                config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype
-            )
-        ]
+        plans = describe(config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype)
+        return tokens, [str(plan) for plan in plans]
 
     # ------------------------------------------------------------------ sampling
     @refusing("the request")
@@ -279,50 +260,36 @@ class Engine:
             if sample.denoised:
                 callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-        return samples.cpu(), {
-            "seconds": time.perf_counter() - started,
-            "model_calls": runner.calls,
-            "bytes_sent": dict(comm.SENT),
-        }
+        return samples.cpu(), _statistics(started, runner)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall):
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
         model = self._loaded(call.model)
         check_numbers(call.tensors)
-        check_call(
-            self.argument_cache.filled(call),
-            self.config,
-            model.family,
-            model.config,
-            model.dtype,
-            self.mesh.device.type,
-        )
+        filled = self.argument_cache.filled(call)
+        check_call(filled, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
 
     @torch.inference_mode()
     def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
-        """Call the model once; return its output (B, C, [T,] H, W) in float32 on the first stage, and
-        statistics."""
+        """Call the model once; return its output as ``sample`` does its latent, and statistics."""
         comm.SENT.clear()
-        model, mesh, started = self.ready(call.model), self.mesh, time.perf_counter()
-        batch, replicas = call.tensors["x"].shape[0], mesh.dp.size * mesh.cfg.size
-        samples = samples_of_replica(batch, mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank, replicas)
+        model = self.ready(call.model)
+        mesh = self.mesh
+        started = time.perf_counter()
+        batch = call.tensors["x"].shape[0]
+        replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
+        samples = samples_of_replica(batch, replica, mesh.dp.size * mesh.cfg.size)
         filled = self.argument_cache.filled(call)
         self.argument_cache.update(call)
         request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
         with running(model, request) as runner:
             tokens = OneCall(mesh, request, runner).run()
         output = request.grid.to_latent(tokens)
-        for axis in (
-            mesh.cfg,
-            mesh.dp,
-        ):  # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
+        # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
+        for axis in (mesh.cfg, mesh.dp):
             output = comm.gather(output, axis, "outputs")
-        return output[:batch].cpu(), {
-            "seconds": time.perf_counter() - started,
-            "model_calls": runner.calls,
-            "bytes_sent": dict(comm.SENT),
-        }
+        return output[:batch].cpu(), _statistics(started, runner)
 
     def _loaded(self, name: str) -> LoadedModel:
         """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
@@ -336,8 +303,13 @@ class Engine:
 
     def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
         """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
-        shapes = [
-            (len(Span(0, request.batch).shard(i, self.mesh.dp.size)), *tokens.shape[1:])
-            for i in range(self.mesh.dp.size)
-        ]
+        replicas = self.mesh.dp.size
+        counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
+        shapes = [(count, *tokens.shape[1:]) for count in counts]
         return torch.cat(comm.all_gather(tokens, shapes, self.mesh.dp, "outputs"))
+
+
+def _statistics(started: float, runner: Runner) -> dict:
+    """Return the seconds, the calls of the model and the bytes by purpose of one request."""
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}

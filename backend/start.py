@@ -113,8 +113,7 @@ def _from_parent(store, leads: bool) -> tuple[str, str]:
 
 
 def _end_with_parent():
-    """End this rank when the last process that could write to standard input is gone: the launcher's death by
-    any signal closes it."""
+    """End this rank when the launcher ends: its end of standard input closes, whatever ended it."""
 
     def watch():
         pipe = select.poll()

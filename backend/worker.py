@@ -90,23 +90,20 @@ class Worker:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
         no rank keeps it), else what it cost each is in ``reports``."""
         key = model_key(message)
-        reason = ""
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
             return []
+        reason = ""
         try:
             self.engine.load(key, message.path, message.weight_dtype, on_progress)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
             reason = f"rank {self.mesh.rank}: {error}"
-        all_gather_object = self.dispatcher.all_gather_object(
-            [reason, None if reason else self.engine.models[key].report.as_dict()]
-        )
-        reasons, self.reports[key] = (
-            [why for why, _ in all_gather_object if why],
-            [report for _, report in all_gather_object],
-        )
+        report = None if reason else self.engine.models[key].report.as_dict()
+        answers = self.dispatcher.all_gather_object([reason, report])
+        reasons = [why for why, _ in answers if why]
+        self.reports[key] = [report for _, report in answers]
         if reasons:
             self.engine.unload(key)
         return reasons
@@ -132,12 +129,10 @@ class Leader(Worker):
         super().__init__(begun)
         config, device = begun.config, begun.device
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
-        self.server = Server(
-            begun.address,
-            begun.token,
-            welcome,
-            models=lambda: list(self.engine.models.keys() - self.engine.stacks.keys()),
-        )
+        self.server = Server(begun.address, begun.token, welcome, models=self._models)
+
+    def _models(self) -> list[str]:
+        return list(self.engine.models.keys() - self.engine.stacks.keys())
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -223,13 +218,8 @@ class Leader(Worker):
             if stack:
                 self.dispatcher.broadcast(message)
             name = self.engine.name(key, stack)
-            job.reply(
-                Loaded(
-                    name,
-                    self.engine.models[key].family.name,
-                    {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]},
-                )
-            )
+            info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
+            job.reply(Loaded(name, self.engine.models[key].family.name, info))
 
         return act
 
@@ -301,7 +291,12 @@ HANDLERS = {
 def _reporter(job: Job):
     """Return a callback that reports to the client how many values rank 0 has loaded."""
     rate = Previews(LOAD_SECONDS, time.monotonic)
-    return lambda done, total: job.reply(Progress(done, total)) if rate.due() or done == total else None
+
+    def report(done, total):
+        if rate.due() or done == total:
+            job.reply(Progress(done, total))
+
+    return report
 
 
 def model_key(message: Load) -> str:

@@ -1,8 +1,8 @@
 """What previews cost while a latent is sampled: transport.py runs it.
 
 A round is four whole samplings on a warm backend: without previews, with, with, without, so that a machine
-that grows faster or slower meanwhile does so for both. Told are, in percent, the time that rank 0 spends on
-making previews over that of sampling ("made"), and by how much the two with previews take longer at the
+that grows faster or slower meanwhile does so for both. Reported are, in percent, the time that rank 0 spends
+on making previews over that of sampling ("made"), and by how much the two with previews take longer at the
 engine ("slower") and cost rank 0's process more CPU time, its sending included ("CPU"), than the two without.
 """
 

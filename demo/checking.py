@@ -24,7 +24,7 @@ _SAG = {"circle": 0.0, "square": 0.0, "triangle": 0.2}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Check:
     """What is wrong with an image, in words; true when nothing is."""
 
     misplaced: tuple[str, ...]  # wrong colours, places or background
@@ -38,7 +38,7 @@ class Verdict:
         return not self.problems
 
 
-def check_picture(prompt: str, image: torch.Tensor) -> Verdict:
+def check_image(prompt: str, image: torch.Tensor) -> Check:
     """Check an image (H, W, 3) in [0, 1] against a prompt of the grammar in scenes.py.
 
     Every object must be there in its colour, place and shape, on the right background, and
@@ -59,7 +59,7 @@ def check_picture(prompt: str, image: torch.Tensor) -> Verdict:
         misplaced.append("colour where the prompt has none")
     if _share(named == _NAMES.index(scene.background)) < LEAST_BACKGROUND:
         misplaced.append(f"background not {scene.background}")
-    return Verdict(tuple(misplaced), tuple(misshapen))
+    return Check(tuple(misplaced), tuple(misshapen))
 
 
 def _label(item: Item) -> str:

@@ -29,17 +29,17 @@ def paint(model, prompts: list[str], options) -> torch.Tensor:
     return torch.cat(images)
 
 
-def contact_sheet(images, prompts: list[str], verdicts: list[shapes.Verdict]) -> Image.Image:
+def contact_sheet(images, prompts: list[str], checks: list[shapes.Check]) -> Image.Image:
     """All images in a grid, prompts underneath, failed ones in red."""
     height, width = images.shape[1:3]
     rows = -(-len(prompts) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * width, rows * (height + LABEL_HEIGHT)), "black")
     pen = ImageDraw.Draw(sheet)
-    for index, (image, prompt, verdict) in enumerate(zip(images, prompts, verdicts)):
+    for index, (image, prompt, check) in enumerate(zip(images, prompts, checks)):
         corner = index % COLUMNS * width, index // COLUMNS * (height + LABEL_HEIGHT)
         sheet.paste(Image.fromarray((image * 255).round().byte().numpy()), corner)
         label = prompt.replace(" on ", "\non ").replace(" of ", " of\n")
-        pen.text((corner[0] + 4, corner[1] + height), label, fill="white" if verdict else "red")
+        pen.text((corner[0] + 4, corner[1] + height), label, fill="white" if check else "red")
     return sheet
 
 
@@ -72,14 +72,14 @@ def main() -> None:
     start = time.time()
     images = paint(model, prompts, options)
     seconds = (time.time() - start) / len(prompts)
-    verdicts = [shapes.check_picture(prompt, image) for prompt, image in zip(prompts, images)]
-    for prompt, verdict in zip(prompts, verdicts):
-        if not verdict:
-            print(f"{prompt}: {'; '.join(verdict.problems)}")
-    print(f"{share(verdicts)} right, {seconds:.2f} s per image")
-    print(f"{share([not verdict.misplaced for verdict in verdicts])} right if shapes do not count")
+    checks = [shapes.check_image(prompt, image) for prompt, image in zip(prompts, images)]
+    for prompt, check in zip(prompts, checks):
+        if not check:
+            print(f"{prompt}: {'; '.join(check.problems)}")
+    print(f"{share(checks)} right, {seconds:.2f} s per image")
+    print(f"{share([not check.misplaced for check in checks])} right if shapes do not count")
     if options.sheet:
-        contact_sheet(images, prompts, verdicts).save(options.sheet)
+        contact_sheet(images, prompts, checks).save(options.sheet)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures as Flux-like latents without a VAE: 12 channels of rearranged pixels and 4 of zeros.
+"""Images as Flux-like latents without a VAE: 12 channels of rearranged pixels and 4 of zeros.
 
 "Model space" is what the transformer sees. "VAE units" are what a LATENT holds between nodes:
 ComfyUI's Flux latent format turns them into model space by `(z - shift) * scale`.
@@ -52,7 +52,7 @@ def decode(latent: torch.Tensor, upscale: int = UPSCALE) -> torch.Tensor:
 
 
 def encode(image: torch.Tensor, upscale: int = UPSCALE) -> torch.Tensor:
-    """Picture (B, H, W, 3) in [0, 1] -> VAE units (B, 16, H / (2 * upscale), W / (2 * upscale)).
+    """Image (B, H, W, 3) in [0, 1] -> VAE units (B, 16, H / (2 * upscale), W / (2 * upscale)).
 
     Rows and columns that do not fill a latent cell are cut off at the bottom and the right.
     """

@@ -4,7 +4,7 @@ Needs torch and the standard library only, so that it can take the place of text
 wherever the transformer runs.
 """
 
-from .checking import Verdict, check_picture
+from .checking import Check, check_image
 from .latents import (
     LATENT_RGB_BIAS,
     LATENT_RGB_FACTORS,
@@ -42,8 +42,8 @@ __all__ = [
     "RELATIONS",
     "SHAPES",
     "Scene",
-    "Verdict",
-    "check_picture",
+    "Check",
+    "check_image",
     "decode",
     "describe",
     "draw",

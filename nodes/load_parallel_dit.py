@@ -9,7 +9,7 @@ from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
 from ..backend.protocol import RefusedError
 from .host import handle
-from .host.guidance import check_guidance, skips_negative
+from .host.guidance import skips_negative
 from .host.model_files import model_folders, model_paths
 from .host.plan import plan
 from .host.progress import node_text
@@ -59,7 +59,7 @@ class LoadParallelDiT(io.ComfyNode):
     def execute(cls, config, model_name, weight_dtype="default") -> io.NodeOutput:
         guidance = list(_guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id))
         for cfg, sampler_name in guidance:
-            check_guidance(cfg, sampler_name, config)
+            config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
             raise RefusedError(
@@ -87,7 +87,6 @@ def _guidance_of_samplers(prompt: dict, loader_id: str) -> Iterator[tuple[float,
         if node["class_type"].startswith("ParallelSampler"):
             cfg = inputs.get("cfg")
             sampler_name = inputs.get("sampler_name")
-            if isinstance(cfg, (int, float)) and isinstance(
-                sampler_name, str
-            ):  # a linked one is not known yet
+            # a linked one is not known yet
+            if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):
                 yield cfg, sampler_name

@@ -44,19 +44,10 @@ REFUSED_OPTIONS = {
     "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
-HARMLESS_OPTIONS = {
-    "cond_or_uncond",
-    "uuids",
-    "sigmas",
-    "sample_sigmas",
-    "wrappers",
-    "callbacks",
-    "prefetch_dynamic_vbars",
-    "easycache",
-    "lazycache",
-    "context_window",
-    "qwen_image21_cache",
-}
+HARMLESS_OPTIONS = set(
+    "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars easycache lazycache "
+    "context_window qwen_image21_cache".split()
+)
 
 
 class ParallelModel(io.ComfyNode):
@@ -97,13 +88,12 @@ class ParallelModel(io.ComfyNode):
 def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     """Return a MODEL whose transformer is the one that ``dit`` names."""
     patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
-    patcher.model.memory_usage_factor = (
-        0.0  # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
-    )
-    patcher.model.process_timestep = lambda timestep, **arguments: (
-        timestep
-    )  # the ranks make those of frames and tokens from the mask, which comes with the arguments
+    # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
+    patcher.model.memory_usage_factor = 0.0
+    # the ranks make those of frames and tokens from the mask, which comes with the arguments
+    patcher.model.process_timestep = lambda timestep, **arguments: timestep
     transformer = patcher.model.diffusion_model
+    transformer.unet_config = patcher.model.model_config.unet_config
     sampling = patcher.model.model_sampling
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
@@ -114,17 +104,16 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
 
 
 class RemoteTransformer(ElsewhereModule):
-    """Called by ComfyUI in place of a transformer: the same arguments, the same output, computed by the
-    ranks."""
+    """Called by ComfyUI in place of a transformer; the ranks compute its output."""
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
         self.dit = dit
         self.held: tuple[Backend, Loaded] | None = None
         self.cached_arguments = ArgumentCache()
-        #: What ComfyUI multiplies a flow model's noise level by to make the timestep that it hands to a
-        #: transformer of this family.
+        #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
+        self.unet_config = {}
         self._said = set()
 
     def __getattr__(self, name):
@@ -137,8 +126,7 @@ class RemoteTransformer(ElsewhereModule):
             ) from None
 
     def hold_backend(self, executor, *args, **kwargs):
-        """Around a whole sampling: one live backend with the model loaded. If it ends on the way, so does the
-        sampling; the next one starts another."""
+        """Hold one live backend for a whole sampling; if it ends, so does the sampling."""
         before = self.held
         self.held = ensure_loaded(self.dit)
         try:
@@ -159,33 +147,27 @@ class RemoteTransformer(ElsewhereModule):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
-        values = {
-            name: value for name, value in {"c_crossattn": context, **arguments}.items() if value is not None
-        }
+        arguments = {"c_crossattn": context, **arguments}
+        values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
-        tensors = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
-        tensors = fill_zeros(tensors, x.shape[0], family, family.unet_config(loaded.info["config"]))
+        found = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
+        found = fill_zeros(found, x.shape[0], family, self.unet_config)
         self._warn_of_idle_ranks(x.shape[0])
-        call = ModelCall(
-            loaded.model,
-            self.dit.config.attention,
-            latent_shapes=[list(shape[1:]) for shape in shapes],
-            tensors={
-                "x": x,
-                "time": timestep / self.time_scale,
-                **{f"cond.{name}": value for name, value in tensors.items()},
-            },
-        )
+        tensors = {"x": x, "time": timestep / self.time_scale}
+        tensors |= {f"cond.{name}": value for name, value in found.items()}
+        shapes_of_samples = [list(shape[1:]) for shape in shapes]
+        attention = self.dit.config.attention
+        call = ModelCall(loaded.model, attention, latent_shapes=shapes_of_samples, tensors=tensors)
         output = self._output(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
     def _output(self, backend: Backend, call: ModelCall) -> torch.Tensor:
-        management, result = comfy.model_management, None
+        management = comfy.model_management
+        result = None
         try:
             result, holds = self._ask(backend, call)
-            if result is not None and (
-                "missing" in result.stats or not holds
-            ):  # the ranks are others, or have served others; or a prompt has changed a little
+            # the ranks are others, or have served others; or a prompt has changed a little
+            if result is not None and ("missing" in result.stats or not holds):
                 self.cached_arguments.reset()
                 result, _ = self._ask(backend, call)
         finally:
@@ -261,8 +243,7 @@ def _refused(what: str):
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher of a MODEL whose weights are elsewhere: what would change, read or copy them is refused
-    where ComfyUI would do nothing."""
+    """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
 
     add_patches = _refused(
         "a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights"

@@ -3,8 +3,7 @@
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
-from .host.remote_solver import comfyui_node, model_on_ranks
-from .host.sampling_checks import check_inputs
+from .host.remote_solver import sample_on_ranks
 
 
 class ParallelSampler(io.ComfyNode):
@@ -19,14 +18,7 @@ class ParallelSampler(io.ComfyNode):
             description="KSampler with the denoising loop on several GPUs: same inputs, same latent.",
             inputs=[
                 inputs.DIT,
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
-                    tooltip=inputs.SEED_TOOLTIP,
-                ),
+                inputs.seed_input("seed"),
                 inputs.STEPS,
                 inputs.cfg_input(1.0),
                 inputs.SAMPLER_NAME,
@@ -48,26 +40,5 @@ class ParallelSampler(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        dit,
-        seed,
-        steps,
-        cfg,
-        sampler_name,
-        scheduler,
-        positive,
-        negative,
-        latent_image,
-        denoise,
-        shift=0.0,
-    ) -> io.NodeOutput:
-        node = comfyui_node("KSampler")
-
-        negative = check_inputs(dit, cfg, sampler_name, positive, negative, latent_image)
-        model, _ = model_on_ranks(dit, sampler_name, shift)
-        return io.NodeOutput(
-            *node().sample(
-                model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise
-            )
-        )
+    def execute(cls, dit, shift=0.0, **values) -> io.NodeOutput:
+        return sample_on_ranks("KSampler", dit, shift, values)

@@ -4,8 +4,7 @@ import comfy.samplers
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
-from .host.remote_solver import comfyui_node, model_on_ranks
-from .host.sampling_checks import check_inputs
+from .host.remote_solver import sample_on_ranks
 
 
 class ParallelSamplerAdvanced(io.ComfyNode):
@@ -27,14 +26,7 @@ class ParallelSamplerAdvanced(io.ComfyNode):
                     default="enable",
                     tooltip="disable where latent_image brings its noise, from the stage before.",
                 ),
-                io.Int.Input(
-                    "noise_seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
-                    tooltip=inputs.SEED_TOOLTIP,
-                ),
+                inputs.seed_input("noise_seed"),
                 inputs.STEPS,
                 inputs.cfg_input(8.0),
                 inputs.SAMPLER_NAME,
@@ -64,41 +56,5 @@ class ParallelSamplerAdvanced(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        dit,
-        add_noise,
-        noise_seed,
-        steps,
-        cfg,
-        sampler_name,
-        scheduler,
-        positive,
-        negative,
-        latent_image,
-        start_at_step,
-        end_at_step,
-        return_with_leftover_noise,
-        shift=0.0,
-    ) -> io.NodeOutput:
-        node = comfyui_node("KSamplerAdvanced")
-
-        negative = check_inputs(dit, cfg, sampler_name, positive, negative, latent_image)
-        model, _ = model_on_ranks(dit, sampler_name, shift)
-        return io.NodeOutput(
-            *node().sample(
-                model,
-                add_noise,
-                noise_seed,
-                steps,
-                cfg,
-                sampler_name,
-                scheduler,
-                positive,
-                negative,
-                latent_image,
-                start_at_step,
-                end_at_step,
-                return_with_leftover_noise,
-            )
-        )
+    def execute(cls, dit, shift=0.0, **values) -> io.NodeOutput:
+        return sample_on_ranks("KSamplerAdvanced", dit, shift, values)

@@ -49,7 +49,7 @@ METHODS = [
 #: Largest relative difference of exact methods (float32), and what stale keys and values may do to random
 #: weights in a few steps.
 EXACT, STALE = 1e-5, 0.25
-#: Tells the ranks of the file in which they meet.
+#: The environment variable that names the file in which the ranks meet.
 STORE_VARIABLE = "PARALLEL_DIT_CHECK_STORE"
 #: Fields of Blocks that say how blocks are taken apart.
 FACTS = ("lists", "image", "text", "returns", "text_position", "attention", "per_token")

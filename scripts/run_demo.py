@@ -132,7 +132,7 @@ def main():
     finally:
         pool.close_all()
     save(two, chosen.out)
-    check = shapes.check_picture(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
+    check = shapes.check_image(chosen.prompt, shapes.decode(shapes.to_vae_units(two))[0])
     print(
         f"1 rank: {alone:.2f} s, 2 ranks ({chosen.method}): {together:.2f} s, {alone / together:.2f} times "
         f"as fast (medians of {chosen.repeat})."

@@ -42,19 +42,17 @@ class Prompt:
 
     def weigh(self, denoised: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         """Return (weighted prediction, weight) of some tokens."""
-        weight = (
-            self.weight[:, tokens]
-            if isinstance(self.weight, Tensor)
-            else torch.full_like(denoised[:1, :1, :1], self.weight)
-        )
+        if isinstance(self.weight, Tensor):
+            weight = self.weight[:, tokens]
+        else:
+            weight = torch.full_like(denoised[:1, :1, :1], self.weight)
         return denoised * weight, weight
 
 
 def names(sample: Sample) -> list[str]:
     """List the prompts of a request, the positive ones first, as ComfyUI does."""
-    found = {name for name in (key.partition(".")[0] for key in sample.tensors) if _NAME.fullmatch(name)}
-
-    return sorted(found, key=_place)
+    found = {key.partition(".")[0] for key in sample.tensors}
+    return sorted(filter(_NAME.fullmatch, found), key=_place)
 
 
 def guidance_of(name: str) -> str:

@@ -20,7 +20,7 @@ from ..protocol import ModelCall
 from .guidance import GUIDANCE, Prompt
 from .model_runner import Runner
 from .prediction import OUTPUT
-from .request import Request
+from .request import Request, arguments_of
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
@@ -97,81 +97,60 @@ def build_call(
 ) -> Request:
     """Build the request of a checked call on ``device`` for some ``samples`` of its batch."""
     latent, arguments = _split(call, family, model_config)
-    batch = latent.shape[0]
     grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
-
-    def mine(value):
-        return (
-            _samples(value, samples)
-            if value.ndim and value.shape[0] == batch
-            else value.expand(len(samples), *value.shape[1:])
-            if value.ndim
-            else value
-        )
-
-    given = mine(latent).to(device, torch.float32).contiguous()
-    times = mine(call.tensors["time"]).to(device, torch.float32)
+    batch = latent.shape[0]
+    given = _samples(latent, samples, batch).to(device, torch.float32).contiguous()
+    times = _samples(call.tensors["time"], samples, batch).to(device, torch.float32)
+    conditioning = {
+        name: family.conditioning.cast(name, _samples(value, samples, batch), device, dtype)
+        for name, value in arguments.items()
+    }
     # with it the model is given another latent than came
     carry = family.latent.nested and family.latent.nested.carry
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
+    name = GUIDANCE[0]
     return Request(
-        solver="",
+        config=ParallelConfig(attention=call.attention),
         prediction=OUTPUT,
-        cfg=1.0,
-        seed=0,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,
         latent=tokens,
-        mask=None,
         grid=grid,
+        prompts={name: Prompt(name)},
+        conditioning={name: conditioning},
+        reference_tokens={name: family.conditioning.context_tokens(model_config, grid, arguments)},
         batch=len(samples),
         items=slice(None),
-        times=None if family.latent.nested else times,
         carry=carry,
+        times=None if family.latent.nested else times,
         given=None if carry else given,
-        prompts={GUIDANCE[0]: Prompt(GUIDANCE[0])},
-        conditioning={
-            GUIDANCE[0]: {
-                name: family.conditioning.cast(name, mine(value), device, dtype)
-                for name, value in arguments.items()
-            }
-        },
-        patches=1,
-        warmup_steps=0,
-        stale_kv="reuse",
-        kernel=call.attention,
-        from_pure_noise=False,
-        clean_inpaint=False,
-        percent_sigmas={},
-        reference_tokens={GUIDANCE[0]: family.conditioning.context_tokens(model_config, grid, arguments)},
-        patch0_tokens=0,
     )
 
 
-def _samples(value: Tensor, samples: list[int]) -> Tensor:
-    """Some samples of ``value``, not copied where they are adjacent: a prompt is several times the latent."""
+def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
+    """Some samples of ``value``; what is for all samples is repeated. Adjacent ones are not copied: a prompt
+    is several times the latent."""
+    if not value.ndim:
+        return value
+    if value.shape[0] != batch:
+        return value.expand(len(samples), *value.shape[1:])
     first = samples[0]
     end = samples[-1] + 1
     return value[first:end] if samples == list(range(first, end)) else value[samples]
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
-    """The latent, and the model's arguments by name: ComfyUI joins further input channels to the latent,
-    families are given them as c_concat."""
+    """The latent, and the model's arguments; ComfyUI joins c_concat to the latent as further channels."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
-    arguments = {
-        name.removeprefix("cond."): value for name, value in call.tensors.items() if name.startswith("cond.")
-    }
-    return x[:, :channels], arguments if x.shape[1] <= channels else {
-        **arguments,
-        "c_concat": x[:, channels:],
-    }
+    arguments = arguments_of("cond", call.tensors)
+    if x.shape[1] > channels:
+        arguments["c_concat"] = x[:, channels:]
+    return x[:, :channels], arguments
 
 
 class OneCall(Denoiser):
-    """The step loop, where the client has its solver: the whole latent, once, and the output is the answer.
-    PipeFusion's pipeline is drained."""
+    """The step loop where the client has its solver: one evaluation, whose output is the answer."""
 
     def __init__(self, mesh: Mesh, request: Request, runner: Runner):
         super().__init__(replace(mesh, cfg=ALONE), request, runner, Callbacks())
@@ -180,8 +159,7 @@ class OneCall(Denoiser):
         return [Evaluation(self.request.sigmas[0], 0)]
 
     def _modulate_ahead(self, plan: list[Evaluation]):
-        """There is no next call to compute for; but weights that wait in host memory, or on another stage,
-        run no other way."""
+        """Only weights in host memory or on another stage are run ahead: there is no next call."""
         cache = self.runner.model.cache
         if cache.hosted or cache.offload_device.type != self.x.device.type:
             super()._modulate_ahead(plan)

@@ -20,23 +20,24 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block: then the model
-    is untouched.
-
-    generic: what clients must know where no family file describes the model (Checkpoint.generic).
-    """
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
 
     transformer: nn.Module
-    family: Family
-    config: dict
     dtype: torch.dtype
     stage: Stage | None
     report: LoadReport
     sharded: bool
-    latent_format: str | None
     cache: LayerCache
     weights: FusedWeights
-    generic: dict | None = None
+
+    @property
+    def family(self) -> Family:
+        return self.weights.checkpoint.family
+
+    @property
+    def config(self) -> dict:
+        """Arguments of the diffusers class."""
+        return self.weights.checkpoint.config
 
     @property
     def bytes_read(self) -> int:
@@ -54,8 +55,7 @@ class Runner:
         self.calls = 0
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
-        """Compute the modulation of evaluations before they begin, where the family has such layers;
-        ``sigmas`` (0-d) are the noise levels of all of them."""
+        """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
         model = self.model
         # sharded weights are whole only inside their block's forward
         if not model.family.cache.modulation or model.sharded:
@@ -103,23 +103,20 @@ class Runner:
         return model.family.io.output(output, grid)[:, local.lo : local.hi]
 
     def _time(self, sigma: Tensor, samples: slice) -> Tensor:
-        """What ModelIO.arguments gets at a noise level: the model's own time of it, or the samples' times
-        where the client sent them."""
+        """The model's own time of a noise level, or the samples' times where the client sent them."""
         schedule = self.model.family.noise.schedule
         if self.request.times is not None:
             return self.request.times[samples]
         return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, evaluation: int, ratio: float):
-        """Start the evaluation of that index; ``ratio`` is its step in sigma over the one before (0:
-        unknown)."""
+        """Start an evaluation; ``ratio`` is its step in sigma over the one before (0: unknown)."""
         self.model.cache.begin_evaluation(evaluation)
         if self.buffers is not None:
             self.buffers.begin_evaluation(ratio)
 
     def expect(self, context: StepContext) -> bool:
-        """Make ready to receive the activations of a forward that follows; return False where their size is
-        not known yet."""
+        """Make ready to receive a forward's activations; return False where their size is not known yet."""
         return self.model.stage is None or self.model.stage.expect(context)
 
     def drain(self):
@@ -130,8 +127,7 @@ class Runner:
 
 @contextmanager
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
-    """Yield the runner of ``request``, with the attention hook in place and the layer cache in use
-    meanwhile."""
+    """Yield the runner of ``request``, with the attention hook in place and the layer cache in use."""
     model.cache.begin_request()
     if model.family.io.prepare:
         model.family.io.prepare(model.transformer, request.grid)
@@ -149,13 +145,15 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
         yield None
         return
     buffers = None
-    if request.patches > 1:
+    if request.config.patches > 1:
         batch = request.noise.shape[0]
-        buffers = KVBuffers(batch, request.stale_kv == "extrapolate", request.patch_spans)
-    stage.begin_request(request.kernel, buffers)
+        buffers = KVBuffers(batch, request.config.stale_kv == "extrapolate", request.patch_spans)
+    stage.begin_request(request.config.attention, buffers)
     stage.attention.install()
     try:
         yield buffers
     finally:
         stage.attention.uninstall()
-        stage.attention.begin_request(request.kernel, None)  # keys and values do not outlive the request
+        stage.attention.begin_request(
+            request.config.attention, None
+        )  # keys and values do not outlive the request

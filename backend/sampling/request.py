@@ -1,7 +1,7 @@
 """One sampling request as tensors on this rank's device, and its random numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,41 +22,37 @@ from .solver_registry import Problem
 class Request:
     """One checked sampling request.
 
-    noise, latent: (B, N, F) tokens in float32. mask: the same shape (1 = denoise) or None. prompts: name ->
-    how it counts. conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's
-    noise level, at solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens
-    after the latent's in the image stream. patches: PipeFusion's M. warmup_steps: synchronous steps before
-    stale keys and values are used. carry: as in models.family.Nested. patch0_tokens: of joint text and of
-    references, for the balance of the patches. sp_size: ranks that shard a patch. batch, items: size of the
-    whole batch, and the samples of it that this replica (data parallel) denoises; tensors hold those alone.
+    config: the backend's, with the settings that travel with the request. noise, latent: (B, N, F) tokens in
+    float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts. conditioning: name ->
+    model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
+    solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens after the
+    latent's in the image stream. carry: as in models.family.Nested. patch0_tokens: of joint text and of
+    references, for the balance of the patches. batch, items: size of the whole batch, and the samples of it
+    that this replica (data parallel) denoises; tensors hold those alone.
 
     times: (B,), the noise as the client gives it to the model, and given: (B, C, [T,] H, W), the latent as it
     is given to the model (ModelCall; noise and latent then have a shape and no values); None where they
     follow from the noise level and x."""
 
-    solver: str
+    config: ParallelConfig
     prediction: Prediction
-    cfg: float
-    seed: int
     sigmas: Tensor
     noise: Tensor
     latent: Tensor
-    mask: Tensor | None
     grid: TokenGrid | NestedGrid
     prompts: dict[str, Prompt]
     conditioning: dict[str, dict[str, Tensor]]
     reference_tokens: dict[str, int]
-    patches: int
-    warmup_steps: int
-    stale_kv: str
-    kernel: str
-    from_pure_noise: bool
-    clean_inpaint: bool
-    percent_sigmas: dict[float, float]
     batch: int
     items: slice
-    patch0_tokens: int
-    sp_size: int = 1
+    solver: str = ""
+    cfg: float = 1.0
+    seed: int = 0
+    mask: Tensor | None = None
+    from_pure_noise: bool = False
+    clean_inpaint: bool = False
+    percent_sigmas: dict[float, float] = field(default_factory=dict)
+    patch0_tokens: int = 0
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
     given: Tensor | None = None
@@ -74,24 +70,15 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image tokens of every patch, balanced over the joint sequence."""
-        return [
-            tokens.image
-            for tokens in patches(
-                Sequence(self.patch0_tokens, self.grid.tokens, "first"), self.patches, sp_size=self.sp_size
-            )
-        ]
+        whole = Sequence(self.patch0_tokens, self.grid.tokens, "first")
+        return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """Return the model arguments of a branch for some samples of this replica's batch."""
-        batch = self.noise.shape[0]
-        return {
-            name: value[items] if value.ndim and value.shape[0] == batch else value
-            for name, value in self.conditioning[branch].items()
-        }
+        return _samples(self.conditioning[branch], items, self.noise.shape[0])
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
-        """Return the latents (b, C, [T,] H, W) that the model is given for some samples of x (B, N, F) at
-        noise level ``sigma``."""
+        """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""
         if self.given is not None:
             return self.given[items]
         x = self.prediction.model_input(x[items], sigma)
@@ -115,13 +102,14 @@ class Request:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """Return the backend's configuration with the settings that travel with the request."""
-    return replace(
-        config,
-        num_pipeline_patch=sample.num_pipeline_patch,
-        warmup_steps=sample.warmup_steps,
-        stale_kv=sample.stale_kv,
-        attention=sample.attention,
-    )
+    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
+    return replace(config, **{name: getattr(sample, name) for name in settings})
+
+
+def arguments_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model arguments that a message has as PREFIX.NAME, by NAME."""
+    prefix += "."
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def build(
@@ -133,97 +121,83 @@ def build(
     device: torch.device,
     replica: int = 0,
 ) -> Request:
-    """Build the request of a checked message on ``device``, for one data-parallel ``replica``; conditioning
-    in the model's ``dtype``."""
-    config = request_config(sample, config)
+    """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
     shape = sample.tensors["noise"].shape
-    mine = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
-    items = slice(mine.lo, mine.hi)
+    own = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
+    items = slice(own.lo, own.hi)
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 
-    def tensor(name):
-        return sample.tensors[name].to(device, torch.float32)
-
     def tokens(name):
-        return grid.to_tokens(tensor(name).expand(shape)[items])
+        return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[items])
 
-    mask = tokens("denoise_mask") if "denoise_mask" in sample.tensors else None
-    conditioning = {
-        name: _conditioning(sample, name, shape[0], items, device, dtype, family) for name in names(sample)
-    }
-    reference_tokens = {
-        name: family.conditioning.context_tokens(model_config, grid, cond)
-        for name, cond in conditioning.items()
-    }
-    text = {
-        name: family.conditioning.text_tokens(cond) if family.blocks.text_position else 0
-        for name, cond in conditioning.items()
-    }
+    conditioning = {}
+    reference_tokens = {}
+    patch0_tokens = 0
+    for name in names(sample):
+        found = _conditioning(sample, name, items, family, dtype, device)
+        text = family.conditioning.text_tokens(found) if family.blocks.text_position else 0
+        conditioning[name] = found
+        reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, found)
+        patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
+    percents = sample.tensors.get("percent_sigmas", torch.zeros(0))
     return Request(
-        solver=sample.sampler,
+        config=request_config(sample, config),
         prediction=PREDICTIONS[family.noise.prediction],
-        cfg=float(sample.cfg),
-        seed=sample.seed,
-        sigmas=tensor("sigmas"),
+        sigmas=sample.tensors["sigmas"].to(device, torch.float32),
         noise=tokens("noise"),
         latent=tokens("latent"),
-        mask=mask,
         grid=grid,
-        batch=shape[0],
-        items=items,
-        prompts={name: _prompt(sample, name, tokens) for name in names(sample)},
+        prompts={name: _prompt(sample, name, tokens) for name in conditioning},
         conditioning=conditioning,
         reference_tokens=reference_tokens,
-        patch0_tokens=max(text[name] + reference_tokens[name] for name in conditioning),
-        patches=config.patches,
-        sp_size=config.sp_degree,
-        warmup_steps=config.warmup_steps,
-        stale_kv=config.stale_kv,
-        kernel=sample.attention,
-        from_pure_noise=family.noise.schedule is None
-        or family.noise.schedule(model_config).is_highest(sample.tensors["sigmas"][0].item()),
+        batch=shape[0],
+        items=items,
+        solver=sample.sampler,
+        cfg=float(sample.cfg),
+        seed=sample.seed,
+        mask=tokens("denoise_mask") if "denoise_mask" in sample.tensors else None,
+        from_pure_noise=_from_pure_noise(family, model_config, sample.tensors["sigmas"][0].item()),
         clean_inpaint=family.noise.clean_inpaint,
-        percent_sigmas=dict(zip(PERCENTS, sample.tensors["percent_sigmas"].tolist()))
-        if "percent_sigmas" in sample.tensors
-        else {},
+        percent_sigmas=dict(zip(PERCENTS, percents.tolist())),
+        patch0_tokens=patch0_tokens,
         carry=family.latent.nested and family.latent.nested.carry,
     )
+
+
+def _from_pure_noise(family: Family, model_config: dict, sigma: float) -> bool:
+    schedule = family.noise.schedule
+    return schedule is None or schedule(model_config).is_highest(sigma)
 
 
 def _prompt(sample, name, tokens) -> Prompt:
     settings = sample.prompts.get(name, {})
     weight = f"weight.{name}"
-    limits = {
-        field: float(settings[key])
-        for field, key in (("highest", "from"), ("lowest", "until"))
-        if key in settings
-    }
-    return Prompt(
-        guidance_of(name),
-        tokens(weight) if weight in sample.tensors else float(settings.get("strength", 1.0)),
-        **limits,
-    )
+    strength = tokens(weight) if weight in sample.tensors else float(settings.get("strength", 1.0))
+    highest = float(settings.get("from", "inf"))
+    lowest = float(settings.get("until", "-inf"))
+    return Prompt(guidance_of(name), strength, highest, lowest)
 
 
-def _conditioning(sample, branch, batch, items, device, dtype, family):
-    prefix = branch + "."
-    found = {
-        name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
-    }
-    cast = {name: family.conditioning.cast(name, value, device, dtype) for name, value in found.items()}
-    whole = {
-        name: value.expand(batch, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value
-        for name, value in cast.items()
-    }
+def _conditioning(sample, name, items, family, dtype, device) -> dict[str, Tensor]:
+    """Return the model arguments of a prompt for some samples; what is of one sample is for all."""
+    batch = sample.tensors["noise"].shape[0]
+    found = {}
+    for key, value in arguments_of(name, sample.tensors).items():
+        cast = family.conditioning.cast(key, value, device, dtype)
+        found[key] = cast.expand(batch, *cast.shape[1:]) if cast.ndim and cast.shape[0] == 1 else cast
+    return _samples(found, items, batch)
+
+
+def _samples(arguments: dict[str, Tensor], items: slice, batch: int) -> dict[str, Tensor]:
+    """Model arguments of some samples of a batch; those of no batch are for all."""
     return {
         name: value[items] if value.ndim and value.shape[0] == batch else value
-        for name, value in whole.items()
+        for name, value in arguments.items()
     }
 
 
 class Inpaint:
-    """Holds the latent where the mask is 0, as ComfyUI's KSamplerX0Inpaint does at every model
-    call."""
+    """Holds the latent where the mask is 0 at every model call, as ComfyUI's KSamplerX0Inpaint."""
 
     def __init__(self, request: Request):
         self.request = request
@@ -235,17 +209,13 @@ class Inpaint:
             self.noise = request.grid.to_tokens(noise)[request.items].to(request.noise)
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
-        """Return x with the masked latent at noise level ``sigma``; x (B, n, F) are the tokens of
-        ``span``."""
-        if self.request.mask is None:
-            return x
+        """Return x (B, n, F), the tokens of ``span``, with the masked latent at noise level ``sigma``."""
+        if self.request.mask is None or self.request.clean_inpaint:
+            return self.denoised(x, span)
         mask = self._tokens(self.request.mask, span)
-        if self.request.clean_inpaint:
-            return x * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
-        kept_part = self.request.prediction.add_noise(
-            sigma, self._tokens(self.noise, span), self._tokens(self.request.latent, span), False
-        )
-        return x * mask + kept_part * (1.0 - mask)
+        noise = self._tokens(self.noise, span)
+        latent = self._tokens(self.request.latent, span)
+        return x * mask + self.request.prediction.add_noise(sigma, noise, latent, False) * (1.0 - mask)
 
     def denoised(self, denoised: Tensor, span: Span) -> Tensor:
         """Return the prediction with the latent where the mask is 0."""

@@ -44,14 +44,12 @@ def answer(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tuple[Te
 
 
 def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
-    """Say whether the solver asks for noise levels that are not in the schedule
-    (Problem.percent_to_sigma)."""
+    """Say whether the solver asks for noise levels outside the schedule (Problem.percent_to_sigma)."""
     return solver == "sa_solver" or (solver in HALF_LOG_SNR and flow and first_sigma >= 1)
 
 
 def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
-    """List every model call that ``solver`` will make, in order, known before the first: stages that hold no
-    latent follow this list."""
+    """List every model call of ``solver`` in order; stages that hold no latent follow this list."""
     return [Evaluation(sigma, step) for _, sigma, step in _dry(solver, problem, (0.0,))]
 
 

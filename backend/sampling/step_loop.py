@@ -84,7 +84,6 @@ class Denoiser:
         self.guidance = request.guidance if mesh.cfg.size == 1 else (request.guidance[mesh.cfg.rank],)
         self.branches = self._own(tuple(request.prompts))
         self.first_stage = mesh.pp.first
-        self.last_stage = mesh.pp.last
         self.outputs = Pipe(mesh.pp_return, "outputs") if mesh.pp_return and mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
         self.votes: list[tuple[dist.Work, Tensor]] = []
@@ -139,7 +138,7 @@ class Denoiser:
 
     def _is_stale(self, plan: list[Evaluation], index: int) -> bool:
         """Does the evaluation read stale keys and values? A prompt that begins to count has none yet."""
-        if len(self.patches) == 1 or plan[index].step < self.request.warmup_steps:
+        if len(self.patches) == 1 or plan[index].step < self.request.config.warmup_steps:
             return False
         before = self.request.prompts_at(plan[index - 1].sigma) if index else ()
         return set(self.request.prompts_at(plan[index].sigma)) <= set(before)
@@ -168,8 +167,7 @@ class Denoiser:
                 ahead = max(ahead, done)
 
     def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
-        """What fills the pipeline while one patch is evaluated: the prompts, and in a synchronous step the
-        samples of the batch too."""
+        """The prompts, and in a synchronous step of the pipeline each sample of the batch by itself."""
         batch = self.x.shape[0]
         whole = patch is self.whole
         items = [Span(0, batch)]
@@ -181,8 +179,7 @@ class Denoiser:
         ]
 
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
-        """Bring outputs to the first stage: they stay where it is the last one itself; else they are sent,
-        and awaited there."""
+        """Bring outputs to the first stage, or leave them there where it is the last one too."""
         if self.outputs is None:
             assert output is not None, "one stage has every block"
             self.pending[-1].outputs.append(output)
@@ -196,8 +193,7 @@ class Denoiser:
 
     # ------ the first stage: outputs -> denoised -> solvers -> next x
     def _collect_until(self, patch: Patch | None):
-        """Step the solvers with every outstanding output that the next x of ``patch`` depends on (None: with
-        all)."""
+        """Step the solvers with every output that the next x of ``patch`` depends on (None: with all)."""
         while self.pending and (patch is None or _overlap(self.pending[0].patch, patch)):
             self._collect(self.pending.popleft())
 
@@ -264,8 +260,7 @@ class Denoiser:
 
     # ------------------------------------------------------------------ cancelling
     def _vote(self, evaluation: Evaluation):
-        """Every rank learns here whether to stop. Rank 0 does not wait for the others, so the pipeline keeps
-        its overlap."""
+        """Learn whether to stop. Rank 0 does not wait for the others, so the pipeline keeps its overlap."""
         if self.mesh.control is None:
             stop = self.callbacks.should_stop()
         else:

@@ -32,8 +32,7 @@ def check_numbers(tensors: dict[str, Tensor]):
 
 
 def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
-    """Refuse noise of a ``shape`` that is no latent of this model, or does not hold those of ``shapes``.
-    Raises UnsupportedError."""
+    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. Raises UnsupportedError."""
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)
@@ -73,8 +72,7 @@ def check_arguments(
     family: Family,
     model_config: dict,
 ):
-    """Refuse model arguments that the family does not take, lacks, or was not made for. Raises
-    UnsupportedError."""
+    """Refuse arguments that the family does not take, or that do not fit it. Raises UnsupportedError."""
     for name in given:
         if name.partition(".")[0] not in family.conditioning.accepted:
             raise UnsupportedError(
@@ -118,9 +116,8 @@ def check_arguments(
 def _sides(name, grid) -> tuple[int, ...] | None:
     """The sides of the latent that an argument must have, or None."""
     parts = grid.grids if isinstance(grid, NestedGrid) else (grid,)
-    return {"...": parts[0].shape[1:], "... of audio": parts[-1].shape[1:]}.get(
-        DIMENSIONS.get(name, ("",))[-1]
-    )
+    last = DIMENSIONS.get(name, ("",))[-1]
+    return {"...": parts[0].shape[1:], "... of audio": parts[-1].shape[1:]}.get(last)
 
 
 def _wrong_form(name, value, batch, grid) -> str | None:
@@ -129,11 +126,10 @@ def _wrong_form(name, value, batch, grid) -> str | None:
     sides = _sides(name, grid)
     if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
         return f"has shape {tuple(value.shape)}, but it is a number, or one for each of the {batch} samples."
-    if (
-        known is None
-        or (value.dtype in FLOATS or name not in FLOATING)
-        and value.ndim == (len(sides) + 2 if sides else len(known))
-    ):
+    if known is None:
+        return None
+    dimensions = len(sides) + 2 if sides else len(known)
+    if value.ndim == dimensions and (value.dtype in FLOATS or name not in FLOATING):
         return None
     kind = "a floating-point tensor" if name in FLOATING else "a tensor"
     return (

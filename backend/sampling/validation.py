@@ -14,7 +14,7 @@ from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
-from .request import request_config
+from .request import arguments_of, request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
@@ -58,13 +58,12 @@ def check_sample(
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
     _check_prompts(sample)
-    for branch in names(sample):
-        _check_conditioning(sample, branch, family, model_config)
-    check_patches(request_config(sample, config), _grid(sample, family, model_config))
-
-
-def _grid(sample, family, model_config):
-    return family.latent.grid(model_config, sample.tensors["noise"].shape[1:], sample.latent_shapes)
+    shape = sample.tensors["noise"].shape
+    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    for name in names(sample):
+        given = arguments_of(name, sample.tensors)
+        check_arguments(f"the {name} conditioning", given, shape[0], grid, family, model_config)
+    check_patches(request_config(sample, config), grid)
 
 
 def _check_settings(sample, config, dtype, device):
@@ -79,11 +78,7 @@ def _check_settings(sample, config, dtype, device):
         raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
     request_config(sample, config).validate()
     check_kernel(sample.attention, device, dtype)
-    if config.cfg_degree == 2 and not _has_negative(sample):
-        raise UnsupportedError(
-            f"cfg_degree is 2 but cfg is {sample.cfg:g}, so only the positive prompt is evaluated and a "
-            f"rank would idle; set cfg_degree to 1 or cfg above 1."
-        )
+    config.check_guidance(sample.cfg, _has_negative(sample))
 
 
 def check_kernel(attention: str, device: str, dtype: torch.dtype):
@@ -114,9 +109,8 @@ def _check_tensors(sample, family, model_config):
             f"agree."
         )
     mask = tensors.get("denoise_mask", noise)
-    if mask.ndim > noise.ndim or any(
-        side not in (1, whole) for side, whole in zip(mask.shape[::-1], noise.shape[::-1])
-    ):
+    sides = zip(mask.shape[::-1], noise.shape[::-1])
+    if mask.ndim > noise.ndim or any(side not in (1, whole) for side, whole in sides):
         raise UnsupportedError(
             f"denoise_mask has shape {tuple(mask.shape)}, which does not spread to the latent's "
             f"{tuple(noise.shape)}; use a mask of the latent's size."
@@ -160,19 +154,16 @@ def _check_schedule(sample, prediction):
     """Refuse noise levels on which a solver divides by zero, as ComfyUI's does; no image comes of it."""
     sigmas = sample.tensors["sigmas"].float()
     percents = sample.tensors.get("percent_sigmas", torch.zeros(0))
-    still = (
-        (sigmas.diff() == 0)
-        | (sigmas[:-1] == 0)
-        | (sigmas[1:] >= 1 if prediction is FLOW else torch.tensor(False))
-    )
-    if not still.any() or is_finite(
-        sample.sampler,
-        Problem(sigmas, prediction, _no_noise, _no_noise, dict(zip(PERCENTS, percents.tolist())).__getitem__),
-    ):
+    still = (sigmas.diff() == 0) | (sigmas[:-1] == 0)
+    if prediction is FLOW:
+        still |= sigmas[1:] >= 1
+    percent_to_sigma = dict(zip(PERCENTS, percents.tolist())).__getitem__
+    problem = Problem(sigmas, prediction, _no_noise, _no_noise, percent_to_sigma)
+    if not still.any() or is_finite(sample.sampler, problem):
         return
     if prediction is FLOW and sigmas[-1] >= 1:
         raise UnsupportedError(
-            f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the picture; "
+            f"the schedule ends at the noise level {sigmas[-1]:g}, which leaves nothing of the image; "
             f"end it below 1."
         )
     at = int(still.nonzero()[0])
@@ -199,7 +190,7 @@ def _check_prompts(sample):
     for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:
         if name not in known:
             raise UnsupportedError(
-                f"the request tells how to mix {name!r:.100}, but has no such prompt; it has "
+                f"the request says how to mix {name!r:.100}, but has no such prompt; it has "
                 f"{', '.join(known):.200}."
             )
     for name, settings in sample.prompts.items():
@@ -208,7 +199,7 @@ def _check_prompts(sample):
         )
         if not numbers or set(settings) - {"strength", "from", "until"}:
             raise UnsupportedError(
-                f"{name} is to be mixed by {settings!r:.200}; tell the numbers strength, from and until."
+                f"{name} is to be mixed by {settings!r:.200}; give the numbers strength, from and until."
             )
     for key in weights:
         try:
@@ -216,28 +207,12 @@ def _check_prompts(sample):
         except RuntimeError:
             raise UnsupportedError(
                 f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's "
-                f"{tuple(noise.shape)}; make the mask of the size of the picture."
+                f"{tuple(noise.shape)}; make the mask of the size of the image."
             ) from None
 
 
-def _check_conditioning(sample, branch, family, model_config):
-    prefix = branch + "."
-    given = {
-        name.removeprefix(prefix): value for name, value in sample.tensors.items() if name.startswith(prefix)
-    }
-    check_arguments(
-        f"the {branch} conditioning",
-        given,
-        sample.tensors["noise"].shape[0],
-        _grid(sample, family, model_config),
-        family,
-        model_config,
-    )
-
-
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
-    """Refuse degrees that do not fit a model with this many blocks and attention heads. Raises
-    UnsupportedError."""
+    """Refuse degrees that do not fit a model of such blocks and heads. Raises UnsupportedError."""
     stages = config.pipefusion_degree
     counts = config.stage_counts
     tp = config.tensor_parallel_degree
@@ -266,13 +241,10 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
 
 
 def check_family(family: Family, config: ParallelConfig):
-    """Refuse methods that the structure of a transformer without a family file does not allow. Raises
-    UnsupportedError."""
-    for degree in (
-        ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree")
-        if family.blocks.whole_only
-        else ()
-    ):
+    """Refuse methods that a transformer without a family file cannot do. Raises UnsupportedError."""
+    if not family.blocks.whole_only:
+        return
+    for degree in ("pipefusion_degree", "ulysses_degree", "ring_degree", "tensor_parallel_degree"):
         if getattr(config, degree) > 1:
             raise UnsupportedError(
                 f"{degree} is {getattr(config, degree)}, but {family.name} runs with CFG and data "
@@ -284,28 +256,19 @@ def check_family(family: Family, config: ParallelConfig):
 def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
     """Count the tokens of the latent in a Describe; refuse one that is none. Raises UnsupportedError."""
     latent = message.latent
-    channels = (
-        family.latent.nested.channels(model_config)[0]
-        if family.latent.nested
-        else family.latent.channels(model_config)
-    )
-    if (
-        len(latent) not in (3, 4)
-        or any(type(side) is not int or not 1 <= side <= MOST_SIDE for side in latent)
-        or latent[0] != channels
-    ):
+    nested = family.latent.nested
+    channels = nested.channels(model_config)[0] if nested else family.latent.channels(model_config)
+    sides = len(latent) in (3, 4) and all(type(side) is int and 1 <= side <= MOST_SIDE for side in latent)
+    if not sides or latent[0] != channels:
         raise UnsupportedError(
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
             f"channels, [frames,] height, width), sides of at most {MOST_SIDE}."
         )
-    if (
-        message.prompts not in (1, 2)
-        or message.prompts < config.cfg_degree
-        or not 0 <= message.text_rows <= MOST_SIDE
-    ):
+    prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
+    if not prompts or not 0 <= message.text_rows <= MOST_SIDE:
         raise UnsupportedError(
             f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
-            f"{config.cfg_degree}; tell one or two of at most {MOST_SIDE} rows, and as many as ranks share "
+            f"{config.cfg_degree}; give one or two of at most {MOST_SIDE} rows, and as many as ranks share "
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))

@@ -11,16 +11,22 @@ class Flux3Model(comfy.model_base.BaseModel):
     """Arguments: eight layers of Qwen3-VL's hidden states, concatenated, and reference latents."""
 
     def extra_conds(self, **kwargs):
-        found = super().extra_conds(**kwargs)
-        if kwargs.get("cross_attn") is not None:
-            found["c_crossattn"] = comfy.conds.CONDRegular(kwargs["cross_attn"])
-        if kwargs.get("reference_latents") is not None:
-            found["ref_latents"] = comfy.conds.CONDList(
-                [self.process_latent_in(latent) for latent in kwargs["reference_latents"]]
-            )
-        if kwargs.get("reference_latents_method") is not None:
-            found["ref_latents_method"] = comfy.conds.CONDConstant(kwargs["reference_latents_method"])
-        return found
+        return super().extra_conds(**kwargs) | text_and_references(self, **kwargs)
+
+
+def text_and_references(
+    model, /, cross_attn=None, reference_latents=None, reference_latents_method=None, **_
+) -> dict:
+    """Return the arguments of a prompt's hidden states and of reference latents, those that are there."""
+    found = {}
+    if cross_attn is not None:
+        found["c_crossattn"] = comfy.conds.CONDRegular(cross_attn)
+    if reference_latents is not None:
+        latents = [model.process_latent_in(latent) for latent in reference_latents]
+        found["ref_latents"] = comfy.conds.CONDList(latents)
+    if reference_latents_method is not None:
+        found["ref_latents_method"] = comfy.conds.CONDConstant(reference_latents_method)
+    return found
 
 
 class Flux3(comfy.supported_models_base.BASE):

@@ -15,6 +15,8 @@ MODEL_TYPES = {
     "eps": comfy.model_base.ModelType.EPS,
     "v": comfy.model_base.ModelType.V_PREDICTION,
 }
+#: diffusers' name of a schedule of betas -> ComfyUI's.
+BETA_SCHEDULES = {"scaled_linear": "linear", "linear": "sqrt_linear"}
 
 
 class GenericModel(comfy.model_base.BaseModel):
@@ -35,19 +37,15 @@ def model_config(info: dict):
     """ComfyUI's description of a model, from Loaded.info of a fallback family."""
     scheduler = info["pipeline"].get("scheduler", {})
     vae = info["pipeline"].get("vae", {})
-    settings = (
-        {"shift": scheduler.get("shift", 1.0)}
-        if info["prediction"] == "flow"
-        else {
-            "beta_schedule": {"scaled_linear": "linear", "linear": "sqrt_linear"}[
-                scheduler.get("beta_schedule", "linear")
-            ],
+    settings = {"shift": scheduler.get("shift", 1.0)}
+    if info["prediction"] != "flow":
+        settings = {
+            "beta_schedule": BETA_SCHEDULES[scheduler.get("beta_schedule", "linear")],
             "linear_start": scheduler.get("beta_start", 0.0001),
             "linear_end": scheduler.get("beta_end", 0.02),
             "timesteps": scheduler.get("num_train_timesteps", 1000),
             "zsnr": bool(scheduler.get("rescale_betas_zero_snr")),
         }
-    )
     members = {
         "latent_format": staticmethod(lambda: _latent_format(info, vae)),
         "sampling_settings": settings,

@@ -13,40 +13,33 @@ def mark_unfinished(config: dict):
 
     It pads a prompt that they have yet to finish by one feature, where its width does not show that.
     """
-    return lambda states, unprocessed=False: (
-        torch.nn.functional.pad(states, (0, 1))
-        if unprocessed and not config["use_prompt_embeddings"]
-        else states
-    )
+
+    def connectors(states, unprocessed=False):
+        marked = unprocessed and not config["use_prompt_embeddings"]
+        return torch.nn.functional.pad(states, (0, 1)) if marked else states
+
+    return connectors
 
 
 def ltx2(arguments: dict) -> dict:
     text = arguments["c_crossattn"]
-    marked = {"c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True} if text.shape[2] % 2 else {}
     frames = arguments.get("generated_keyframes")
-    made = (
-        {"generated_keyframes": torch.tensor([[frames["first_latent_frame"], frames["num_keyframes"]]])}
-        if frames
-        else {}
-    )
-    return {**ltxv({**arguments, **marked}), **made}
+    if text.shape[2] % 2:  # mark_unfinished has marked it
+        arguments = {**arguments, "c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True}
+    found = ltxv(arguments)
+    if frames:
+        numbers = [frames["first_latent_frame"], frames["num_keyframes"]]
+        found["generated_keyframes"] = torch.tensor([numbers])
+    return found
 
 
 #: Reference tokens of ComfyUI's MiniMax-H3 layout, which are not denoised -> video (0) or audio (2).
 MINIMAX_REFERENCES = {"cond": 0, "ref_img": 0, "cond_audio": 2, "ref_audio": 2}
 #: What else its payload holds: the backend knows it by itself, or it is in the layout.
-MINIMAX_KNOWN = {
-    "seed",
-    "audio_scale",
-    "layout",
-    "text_token_tags",
-    "keyframes",
-    "refs",
-    "cond_video_latents",
-    "cond_audio_latents",
-    "visual_cond_noise_aug",
-    "audio_cond_noise_aug",
-}
+MINIMAX_KNOWN = set(
+    "seed audio_scale layout text_token_tags keyframes refs cond_video_latents cond_audio_latents "
+    "visual_cond_noise_aug audio_cond_noise_aug".split()
+)
 
 
 def minimax_h3(arguments: dict) -> dict:
@@ -66,20 +59,17 @@ def minimax_h3(arguments: dict) -> dict:
             f"sets it, or sample with KSampler and an ordinary MODEL."
         )
     tags = payload.get("text_token_tags")
-    layout = payload.get("layout")
     if tags is not None and (tags != 1).any():
         found["text_tags"] = tags.reshape(1, -1)
-    references = (
-        [
-            (start, stop, MINIMAX_REFERENCES[kind])
-            for start, stop, kind in layout.segments
-            if kind in MINIMAX_REFERENCES
-        ]
-        if layout
-        else []
-    )
-    if not references:
-        return found
+    layout = payload.get("layout")
+    segments = layout.segments if layout else []
+    references = [segment for segment in segments if segment[2] in MINIMAX_REFERENCES]
+    return found | _minimax_references(payload, layout, references) if references else found
+
+
+def _minimax_references(payload: dict, layout, references: list[tuple[int, int, str]]) -> dict:
+    """Return the tokens of ``references``, (start, stop, kind) in the layout, with their times, tags and
+    positions, and the position at which the audio begins."""
     from comfy.ldm.minimax import model
 
     own = SimpleNamespace(patch_size=(1, 2, 2))
@@ -87,26 +77,22 @@ def minimax_h3(arguments: dict) -> dict:
         "given_video": model.MiniMaxH3Model._cond_video_rows(own, payload, "cpu"),
         "given_audio": model.MiniMaxH3Model._cond_audio_rows(own, payload, "cpu"),
     }
-    times = [
-        payload.get("visual_cond_noise_aug", model.VISUAL_COND_TIMESTEP),
-        payload.get("audio_cond_noise_aug", model.AUDIO_COND_TIMESTEP),
-    ]
+    video_time = payload.get("visual_cond_noise_aug", model.VISUAL_COND_TIMESTEP)
+    audio_time = payload.get("audio_cond_noise_aug", model.AUDIO_COND_TIMESTEP)
+    tags = [torch.full((stop - start,), MINIMAX_REFERENCES[kind]) for start, stop, kind in references]
+    positions = [layout.position_ids[start:stop] for start, stop, _ in references]
     audio = next(start for start, _, kind in layout.segments if kind == "audio")
     return {
-        **found,
         **{name: value[None] for name, value in tokens.items() if value is not None},
-        "given_times": torch.tensor([times]),
+        "given_times": torch.tensor([[video_time, audio_time]]),
         "origin": layout.position_ids[audio, 0],
-        "given_tags": torch.cat([torch.full((stop - start,), tag) for start, stop, tag in references])[None],
-        "given_positions": torch.cat([layout.position_ids[start:stop] for start, stop, _ in references])[
-            None
-        ],
+        "given_tags": torch.cat(tags)[None],
+        "given_positions": torch.cat(positions)[None],
     }
 
 
 def ltxv(arguments: dict) -> dict:
-    """Drop what changes nothing: guides that are attended to as they are, and frames that only later
-    versions mark."""
+    """Drop what changes nothing: plain guides, and frames that only later versions mark."""
     guides = arguments.get("guide_attention_entries", [])
     plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
     dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))
@@ -117,6 +103,7 @@ def qwen_image21(arguments: dict) -> dict:
     """Return the places of the references as a tensor, the same for every sample. As in ComfyUI's own
     transformer, places of missing images are left out and every token of the prompt is seen."""
     found = {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")}
-    slots = arguments.get("image_slots", ())
-    slots = slots[: len(arguments.get("ref_latents", ()))]
-    return found | ({"image_slots": torch.tensor([slots], dtype=torch.long)} if slots else {})
+    slots = arguments.get("image_slots", ())[: len(arguments.get("ref_latents", ()))]
+    if slots:
+        found["image_slots"] = torch.tensor([slots], dtype=torch.long)
+    return found

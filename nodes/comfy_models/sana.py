@@ -19,14 +19,11 @@ class SanaModel(comfy.model_base.BaseModel):
     """Arguments: the prompt's hidden states, and which of its tokens are no padding."""
 
     def extra_conds(self, **kwargs):
-        found = {
-            name: kwargs.get(key)
-            for name, key in (("c_crossattn", "cross_attn"), ("attention_mask", "attention_mask"))
-        }
-        return {
-            **super().extra_conds(**kwargs),
-            **{name: comfy.conds.CONDRegular(value) for name, value in found.items() if value is not None},
-        }
+        found = super().extra_conds(**kwargs)
+        for name, key in (("c_crossattn", "cross_attn"), ("attention_mask", "attention_mask")):
+            if kwargs.get(key) is not None:
+                found[name] = comfy.conds.CONDRegular(kwargs[key])
+        return found
 
 
 class Sana(comfy.supported_models_base.BASE):

@@ -6,9 +6,6 @@ from typing import Any
 
 from . import unet_values as values
 
-#: diffusers' name of an entry, or a function of the whole config.
-Source = str | Callable[[dict], Any]
-
 
 def nothing(config: dict) -> dict:
     return {}
@@ -18,129 +15,93 @@ def nothing(config: dict) -> dict:
 class UnetConfig:
     """Call it with a diffusers config to get ComfyUI's unet_config of the same transformer.
 
-    ``fixed``: entries that all transformers of the family share. ``same``: names, separated by spaces, that
-    diffusers and ComfyUI share. ``optional``: those of them that are left out where diffusers has None or
-    nothing. ``renamed``: ComfyUI's name -> source. ``extra``: a function of the config that gives further
-    entries.
+    ``fixed``: entries that all transformers of the family share. ``names``: what is copied, separated by
+    spaces: a name that both have, or COMFYUI=DIFFUSERS. ``optional``: names that both have, left out where
+    diffusers has None or nothing. ``computed``: ComfyUI's name -> a function of the whole config. ``extra``:
+    a function of the config that gives further entries.
     """
 
     fixed: dict[str, Any]
-    same: str = ""
+    names: str = ""
     optional: str = ""
-    renamed: dict[str, Source] = field(default_factory=dict)
+    computed: dict[str, Callable[[dict], Any]] = field(default_factory=dict)
     extra: Callable[[dict], dict] = nothing
 
     def __call__(self, config: dict) -> dict:
         found = dict(self.fixed)
-        for name in self.same.split():
-            found[name] = config[name]
+        for entry in self.names.split():
+            name, _, source = entry.partition("=")
+            found[name] = config[source or name]
         for name in self.optional.split():
             if config.get(name) is not None:
                 found[name] = config[name]
-        for name, source in self.renamed.items():
-            found[name] = config[source] if isinstance(source, str) else source(config)
+        for name, function in self.computed.items():
+            found[name] = function(config)
         return found | self.extra(config)
 
 
 #: What Flux and the families of its layout call the same things.
-_FLUX_NAMES: dict[str, Source] = {
-    "context_in_dim": "joint_attention_dim",
-    "hidden_size": values.hidden,
-    "num_heads": "num_attention_heads",
-    "depth": "num_layers",
-    "depth_single_blocks": "num_single_layers",
-    "axes_dim": "axes_dims_rope",
-}
-_HUNYUAN_VIDEO_NAMES: dict[str, Source] = {
-    "patch_size": values.hunyuan_video_patch,
-    "axes_dim": "rope_axes_dim",
-    "context_in_dim": "text_embed_dim",
-    "hidden_size": values.hidden,
-    "num_heads": "num_attention_heads",
-    "depth": "num_layers",
-}
-_HUNYUAN_VIDEO_FIXED = {
-    "image_model": "hunyuan_video",
-    "mlp_ratio": 4.0,
-    "theta": 256,
-    "qkv_bias": True,
-    "meanflow": False,
-}
+_FLUX_NAMES = (
+    "context_in_dim=joint_attention_dim num_heads=num_attention_heads depth=num_layers "
+    "depth_single_blocks=num_single_layers axes_dim=axes_dims_rope "
+)
+_FLUX_FIXED = {"patch_size": 2, "theta": 10000, "mlp_ratio": 4.0, "qkv_bias": True}
+_HUNYUAN_VIDEO_NAMES = (
+    "in_channels out_channels axes_dim=rope_axes_dim context_in_dim=text_embed_dim "
+    "num_heads=num_attention_heads depth=num_layers "
+)
+_HUNYUAN_VIDEO_FIXED = dict(
+    image_model="hunyuan_video", mlp_ratio=4.0, theta=256, qkv_bias=True, meanflow=False
+)
+_WIDTH = {"hidden_size": values.hidden}
 #: Family -> its entry.
 UNET_CONFIGS = {
     "flux": UnetConfig(
-        {"image_model": "flux", "patch_size": 2, "theta": 10000, "mlp_ratio": 4.0, "qkv_bias": True},
-        renamed=_FLUX_NAMES
-        | {
+        {"image_model": "flux", **_FLUX_FIXED},
+        names=_FLUX_NAMES + "guidance_embed=guidance_embeds vec_in_dim=pooled_projection_dim",
+        computed={
+            **_WIDTH,
             "in_channels": values.unpacked_in_channels,
             "out_channels": values.unpacked_out_channels,
-            "guidance_embed": "guidance_embeds",
-            "vec_in_dim": "pooled_projection_dim",
         },
     ),
     "chroma": UnetConfig(
-        {
-            "image_model": "chroma",
-            "patch_size": 2,
-            "theta": 10000,
-            "mlp_ratio": 4.0,
-            "qkv_bias": True,
-            "txt_ids_dims": [],
-            "vec_in_dim": None,
-        },
-        same="in_channels",
-        renamed=_FLUX_NAMES
-        | {
-            "out_channels": values.out_channels,
-            "in_dim": "approximator_num_channels",
-            "out_dim": values.hidden,
-            "hidden_dim": "approximator_hidden_dim",
-            "n_layers": "approximator_layers",
-        },
+        {"image_model": "chroma", **_FLUX_FIXED, "txt_ids_dims": [], "vec_in_dim": None},
+        names=_FLUX_NAMES + "in_channels in_dim=approximator_num_channels "
+        "hidden_dim=approximator_hidden_dim n_layers=approximator_layers",
+        computed={**_WIDTH, "out_channels": values.out_channels, "out_dim": values.hidden},
     ),
     "sd3": UnetConfig(
         {"input_size": None, "pos_embed_scaling_factor": None},
-        same="in_channels out_channels patch_size pos_embed_max_size",
-        renamed={
-            "depth": "num_layers",
-            "adm_in_channels": "pooled_projection_dim",
+        names="in_channels out_channels patch_size pos_embed_max_size depth=num_layers "
+        "adm_in_channels=pooled_projection_dim x_block_self_attn_layers=dual_attention_layers",
+        computed={
             "qk_norm": values.sd3_norm,
             "num_patches": values.sd3_positions,
-            "x_block_self_attn_layers": "dual_attention_layers",
             "context_embedder_config": values.sd3_text_embedder,
         },
     ),
     "pixart": UnetConfig(
         {},
-        same="patch_size in_channels caption_channels",
-        renamed={
+        names="patch_size in_channels caption_channels num_heads=num_attention_heads depth=num_layers",
+        computed={
+            **_WIDTH,
             "image_model": values.pixart_image_model,
-            "num_heads": "num_attention_heads",
-            "hidden_size": values.hidden,
-            "depth": "num_layers",
             "model_max_length": values.pixart_text_length,
             "micro_condition": values.is_pixart_alpha,
         },
     ),
     "hunyuan-dit": UnetConfig(
         {"image_model": "hydit"},
-        same="hidden_size",
-        renamed={
-            "depth": "num_layers",
-            "text_states_dim": "cross_attention_dim",
-            "text_states_dim_t5": "cross_attention_dim_t5",
-        },
+        names="hidden_size depth=num_layers text_states_dim=cross_attention_dim "
+        "text_states_dim_t5=cross_attention_dim_t5",
         extra=values.first_hunyuan_dit,
     ),
     "hunyuan-video": UnetConfig(
         {**_HUNYUAN_VIDEO_FIXED, "byt5": False},
-        same="in_channels out_channels",
-        renamed=_HUNYUAN_VIDEO_NAMES
-        | {
-            "depth_single_blocks": "num_single_layers",
-            "vec_in_dim": "pooled_projection_dim",
-            "guidance_embed": "guidance_embeds",
-        },
+        names=_HUNYUAN_VIDEO_NAMES + "depth_single_blocks=num_single_layers "
+        "vec_in_dim=pooled_projection_dim guidance_embed=guidance_embeds",
+        computed={**_WIDTH, "patch_size": values.hunyuan_video_patch},
     ),
     "hunyuan-video-1.5": UnetConfig(
         {
@@ -152,8 +113,8 @@ UNET_CONFIGS = {
             "use_cond_type_embedding": True,
             "meanflow_sum": True,
         },
-        same="in_channels out_channels",
-        renamed=_HUNYUAN_VIDEO_NAMES | {"vision_in_dim": "image_embed_dim"},
+        names=_HUNYUAN_VIDEO_NAMES + "vision_in_dim=image_embed_dim",
+        computed={**_WIDTH, "patch_size": values.hunyuan_video_patch},
     ),
     "hunyuan-image-2.1": UnetConfig(
         {
@@ -164,36 +125,30 @@ UNET_CONFIGS = {
             "vision_in_dim": None,
             "meanflow_sum": False,
         },
-        same="in_channels out_channels patch_size",
-        renamed={name: entry for name, entry in _HUNYUAN_VIDEO_NAMES.items() if name != "patch_size"}
-        | {"depth_single_blocks": "num_single_layers", "guidance_embed": "guidance_embeds"},
+        names=_HUNYUAN_VIDEO_NAMES + "patch_size depth_single_blocks=num_single_layers "
+        "guidance_embed=guidance_embeds",
+        computed=_WIDTH,
     ),
     "wan": UnetConfig(
         {"image_model": "wan2.1", "window_size": [-1, -1], "qk_norm": True, "eps": 1e-6},
-        same="ffn_dim num_layers patch_size freq_dim cross_attn_norm",
-        renamed={
-            "model_type": values.wan_model_type,
-            "dim": values.hidden,
-            "in_dim": "in_channels",
-            "out_dim": "out_channels",
-            "num_heads": "num_attention_heads",
-        },
+        names="ffn_dim num_layers patch_size freq_dim cross_attn_norm in_dim=in_channels "
+        "out_dim=out_channels num_heads=num_attention_heads",
+        computed={"model_type": values.wan_model_type, "dim": values.hidden},
     ),
     "cogvideox": UnetConfig(
         {"image_model": "cogvideox"},
-        same="num_attention_heads attention_head_dim time_embed_dim num_layers in_channels patch_size "
+        names="num_attention_heads attention_head_dim time_embed_dim num_layers in_channels patch_size "
         "text_embed_dim use_learned_positional_embeddings use_rotary_positional_embeddings",
         optional="patch_size_t ofs_embed_dim",
     ),
-    "ltxv": UnetConfig({"image_model": "ltxv"}, same="num_layers attention_head_dim cross_attention_dim"),
+    "ltxv": UnetConfig({"image_model": "ltxv"}, "num_layers attention_head_dim cross_attention_dim"),
     "qwen-image": UnetConfig(
         {"image_model": "qwen_image"},
-        same="in_channels num_layers attention_head_dim num_attention_heads joint_attention_dim "
-        "axes_dims_rope",
+        "in_channels num_layers attention_head_dim num_attention_heads joint_attention_dim axes_dims_rope",
     ),
     "qwen-image-2.1": UnetConfig(
         {"image_model": "qwen_image21"},
-        same="in_channels out_channels num_layers attention_head_dim num_attention_heads context_in_dim "
+        "in_channels out_channels num_layers attention_head_dim num_attention_heads context_in_dim "
         "mlp_ratio axes_dims_rope",
     ),
     "z-image": UnetConfig(
@@ -207,31 +162,25 @@ UNET_CONFIGS = {
             "time_scale": 1000.0,
             "pad_tokens_multiple": 32,
         },
-        same="in_channels dim cap_feat_dim n_layers n_heads n_kv_heads axes_dims axes_lens",
+        "in_channels dim cap_feat_dim n_layers n_heads n_kv_heads axes_dims axes_lens",
     ),
     "krea2": UnetConfig(
         {"image_model": "krea2", "patch": 2},
-        renamed={
-            "features": values.hidden,
-            "channels": values.unpacked_in_channels,
-            "layers": "num_layers",
-            "heads": "num_attention_heads",
-            "kvheads": "num_key_value_heads",
-            "txtlayers": "num_text_layers",
-            "txtdim": "text_hidden_dim",
-        },
+        names="layers=num_layers heads=num_attention_heads kvheads=num_key_value_heads "
+        "txtlayers=num_text_layers txtdim=text_hidden_dim",
+        computed={"features": values.hidden, "channels": values.unpacked_in_channels},
     ),
     "sana": UnetConfig({"image_model": "sana"}),
     "hidream": UnetConfig(
         {"image_model": "hidream"},
-        same="patch_size in_channels out_channels num_layers num_single_layers attention_head_dim "
+        "patch_size in_channels out_channels num_layers num_single_layers attention_head_dim "
         "num_attention_heads caption_channels text_emb_dim num_routed_experts num_activated_experts "
         "axes_dims_rope max_resolution",
     ),
     "kandinsky5": UnetConfig(
         {"image_model": "kandinsky5"},
-        same="model_dim time_dim ff_dim num_text_blocks num_visual_blocks in_text_dim in_text_dim2 axes_dims",
-        renamed={"visual_embed_dim": values.kandinsky5_image_channels},
+        "model_dim time_dim ff_dim num_text_blocks num_visual_blocks in_text_dim in_text_dim2 axes_dims",
+        computed={"visual_embed_dim": values.kandinsky5_image_channels},
         extra=values.kandinsky5_scale,
     ),
     "flux2": UnetConfig(
@@ -248,8 +197,8 @@ UNET_CONFIGS = {
             "default_ref_method": "index",
             "ref_index_scale": 10.0,
         },
-        same="in_channels mlp_ratio",
-        renamed=_FLUX_NAMES | {"out_channels": values.out_channels, "guidance_embed": "guidance_embeds"},
+        names=_FLUX_NAMES + "in_channels mlp_ratio guidance_embed=guidance_embeds",
+        computed={**_WIDTH, "out_channels": values.out_channels},
     ),
     "flux3": UnetConfig({"image_model": "flux3"}),
     "lumina2": UnetConfig(
@@ -260,38 +209,27 @@ UNET_CONFIGS = {
             "rope_theta": 10000.0,
             "ffn_dim_multiplier": 4.0,
         },
-        same="patch_size in_channels cap_feat_dim",
-        renamed={
-            "dim": "hidden_size",
-            "n_layers": "num_layers",
-            "n_heads": "num_attention_heads",
-            "n_kv_heads": "num_kv_heads",
-            "axes_dims": "axes_dim_rope",
-        },
+        "patch_size in_channels cap_feat_dim dim=hidden_size n_layers=num_layers "
+        "n_heads=num_attention_heads n_kv_heads=num_kv_heads axes_dims=axes_dim_rope",
     ),
     "ideogram4": UnetConfig(
         {"image_model": "ideogram4"},
-        same="in_channels num_layers attention_head_dim num_attention_heads intermediate_size adaln_dim "
+        "in_channels num_layers attention_head_dim num_attention_heads intermediate_size adaln_dim "
         "llm_features_dim",
     ),
     "ltx2": UnetConfig(
         {"image_model": "ltxav"},
-        same="num_layers attention_head_dim cross_attention_dim audio_attention_head_dim "
+        names="num_layers attention_head_dim cross_attention_dim audio_attention_head_dim "
         "audio_cross_attention_dim",
         optional="caption_channels",
     ),
     "minimax-h3": UnetConfig(
         {"image_model": "minimax_h3"},
-        same="num_layers hidden_size attention_head_dim num_attention_heads text_dim time_embed_dim",
-        renamed={
-            "token_refiner_num_layers": "num_refiner_layers",
-            "latents_dim": "in_channels",
-            "audio_latents_dim": "audio_in_channels",
-            "ffn_hidden_size": "ffn_dim",
-            "timestep_input_dim": "freq_dim",
-            "time_embed_hidden_size": "time_embed_hidden_dim",
-            "rope_inv_freq_len": "rope_freq_dim",
-        },
+        names="num_layers hidden_size attention_head_dim num_attention_heads text_dim time_embed_dim "
+        "token_refiner_num_layers=num_refiner_layers latents_dim=in_channels "
+        "audio_latents_dim=audio_in_channels ffn_hidden_size=ffn_dim timestep_input_dim=freq_dim "
+        "time_embed_hidden_size=time_embed_hidden_dim rope_inv_freq_len=rope_freq_dim",
         extra=values.minimax_h3_curves,
     ),
 }
+UNET_CONFIGS["minimax-h3-curves"] = UNET_CONFIGS["minimax-h3"]

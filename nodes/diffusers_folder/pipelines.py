@@ -8,6 +8,7 @@ code; which of its results are which part of a CONDITIONING is data, an entry fo
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,12 +22,8 @@ from ...backend.protocol import RefusedError
 #: blocks.
 INDEXES = ("model_index.json", "modular_model_index.json")
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
-_MASKED = (
-    "prompt_embeds",
-    "prompt_attention_mask",
-    "negative_prompt_embeds",
-    "negative_prompt_attention_mask",
-)
+_MASK = ("prompt_attention_mask", "negative_prompt_attention_mask")
+_MASKED = (_BOTH[0], _MASK[0], _BOTH[1], _MASK[1])
 #: Pipeline -> what its encode_prompt returns, in order, by diffusers' names; None: what its transformer
 #: does not take.
 RETURNS = {
@@ -67,8 +64,7 @@ class TextPipeline:
 
 
 def pipeline_class(folder: Path) -> str:
-    """Name of the folder's pipeline; RefusedError for a folder that is none, or one of which nothing here
-    says how it encodes prompts."""
+    """Name of the folder's pipeline; RefusedError for one that is none, or that is not known here."""
     index = _index(folder)
     if index is None:
         raise RefusedError(
@@ -93,29 +89,18 @@ def open_text(folder: Path) -> TextPipeline:
 
 
 def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Open the VAE of a pipeline's folder as diffusers has it, on the CPU. RefusedError as in
-    ``open_text``."""
+    """Open the VAE of a pipeline's folder on the CPU. RefusedError as in ``open_text``."""
     pipeline_class(folder)
     _require(folder, ["vae"], "latents are decoded")
     from diffusers.models.auto_model import AutoModel
 
-    return (
-        _read(
-            folder,
-            "vae",
-            lambda: AutoModel.from_pretrained(
-                str(folder / "vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
-            ),
-        )
-        .eval()
-        .requires_grad_(False)
-    )
+    options = dict(torch_dtype=dtype, use_safetensors=True, local_files_only=True)
+    vae = _read(folder, "vae", lambda: AutoModel.from_pretrained(str(folder / "vae"), **options))
+    return vae.eval().requires_grad_(False)
 
 
-def _open_pipeline(folder: Path, name: str) -> TextPipeline:
-    index = _index(folder)
-    assert index is not None  # pipeline_class has read it
-    parts = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
+def _text_parts(folder: Path, parts: dict) -> list[str]:
+    """Return the parts that encode prompts; RefusedError where there are none, or they bring code."""
     used = [part for part, (library, _) in parts.items() if part.startswith(_TEXT_PARTS) and library]
     foreign = next((f"{part} ({parts[part][0]})" for part in used if parts[part][0] != "transformers"), None)
     if foreign:
@@ -128,50 +113,48 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
             f"the folder {folder.name} names no text encoder in its {INDEXES[0]}, so prompts cannot be "
             f"encoded with it; download the whole folder that is published for diffusers."
         )
+    return used
+
+
+def _open_pipeline(folder: Path, name: str) -> TextPipeline:
+    index = _index(folder)
+    assert index is not None  # pipeline_class has read it
+    parts = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
+    used = _text_parts(folder, parts)
     _require(folder, used, "prompts are encoded")
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    options = dict(dtype={"default": "auto"}, use_safetensors=True, local_files_only=True)
+    options |= dict.fromkeys(parts.keys() - set(used))
     pipeline = _read(
-        folder,
-        "text encoders",
-        lambda: DiffusionPipeline.from_pretrained(
-            str(folder),
-            **dict.fromkeys(parts.keys() - set(used)),
-            dtype={"default": "auto"},
-            use_safetensors=True,
-            local_files_only=True,
-        ),
+        folder, "text encoders", lambda: DiffusionPipeline.from_pretrained(str(folder), **options)
     )
-    returns = RETURNS[name]
-    own = inspect.signature(pipeline.encode_prompt).parameters
+    modules = _modules({part: getattr(pipeline, part) for part in used})
+    return TextPipeline(name, modules, partial(_encode, pipeline, name))
+
+
+def _encode(pipeline, name: str, text: str, negative: bool, device: torch.device) -> dict:
+    """Return what ``encode_prompt`` of the pipeline ``name`` makes of a text, as TextPipeline.encode does."""
+    accepted = inspect.signature(pipeline.encode_prompt).parameters
     # the pipeline's call has defaults of its own (lengths, instructions), which it hands on
-    defaults = {
-        key: p.default
-        for key, p in inspect.signature(type(pipeline).__call__).parameters.items()
-        if key in own and p.default is not p.empty
+    own = inspect.signature(type(pipeline).__call__).parameters
+    arguments = {key: p.default for key, p in own.items() if p.default is not p.empty}
+    separate = negative and "negative_prompt" in accepted
+    arguments |= {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
+    arguments |= {"device": device, "do_classifier_free_guidance": separate}
+    try:
+        found = pipeline.encode_prompt(**{key: arguments[key] for key in arguments if key in accepted})
+    except NameError as error:  # diffusers leaves out the import of a package that is not there
+        raise RefusedError(
+            f"{name} cleans prompts with the package {error.name}, which ComfyUI's Python does not have; "
+            f"run: {pip([str(error.name)])}"
+        ) from error
+    named = {key: value for key, value in zip(RETURNS[name], found, strict=True) if key and value is not None}
+    return {
+        KEYS[key.removeprefix("negative_")]: value
+        for key, value in named.items()
+        if key.startswith("negative_") == separate
     }
-
-    def encode(text: str, negative: bool, device: torch.device) -> dict:
-        separate = negative and "negative_prompt" in own
-        prompts = {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
-        arguments = {**prompts, "device": device, "do_classifier_free_guidance": separate}
-        try:
-            found = pipeline.encode_prompt(
-                **defaults | {key: value for key, value in arguments.items() if key in own}
-            )
-        except NameError as error:  # diffusers leaves out the import of a package that is not there
-            raise RefusedError(
-                f"{name} cleans prompts with the package {error.name}, which ComfyUI's Python does not "
-                f"have; run: {pip([str(error.name)])}"
-            ) from error
-        named = {key: value for key, value in zip(returns, found, strict=True) if key and value is not None}
-        return {
-            KEYS[key.removeprefix("negative_")]: value
-            for key, value in named.items()
-            if key.startswith("negative_") == separate
-        }
-
-    return TextPipeline(name, _modules({part: getattr(pipeline, part) for part in used}), encode)
 
 
 def _open_blocks(folder: Path, name: str) -> TextPipeline:
@@ -183,32 +166,23 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
     _require(folder, list(specs), "prompts are encoded")
 
     def load(spec):
-        return spec.load(
-            pretrained_model_name_or_path=str(folder),
-            subfolder=spec.name,
-            local_files_only=True,
-            **({"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}),
-        )
+        options = {"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}
+        options |= {"subfolder": spec.name, "local_files_only": True}
+        return spec.load(pretrained_model_name_or_path=str(folder), **options)
 
     parts = _read(folder, "text encoder", lambda: {key: load(spec) for key, spec in specs.items()})
     pipeline = block.init_pipeline()
     pipeline.update_components(**parts)
-    # its negative prompts are encoded as any prompt
-    return TextPipeline(
-        name,
-        _modules(parts),
-        lambda text, negative, device: {"cond": pipeline(prompt=text, output="prompt_embeds")},
-    )
+
+    def encode(text: str, negative: bool, device: torch.device) -> dict:
+        return {"cond": pipeline(prompt=text, output="prompt_embeds")}  # negative prompts as any other
+
+    return TextPipeline(name, _modules(parts), encode)
 
 
 def _modules(parts: dict) -> torch.nn.ModuleDict:
-    return (
-        torch.nn.ModuleDict(
-            {part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}
-        )
-        .eval()
-        .requires_grad_(False)
-    )
+    modules = {part: value for part, value in parts.items() if isinstance(value, torch.nn.Module)}
+    return torch.nn.ModuleDict(modules).eval().requires_grad_(False)
 
 
 def _index(folder: Path) -> dict | None:

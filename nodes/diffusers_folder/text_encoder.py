@@ -16,9 +16,7 @@ class DiffusersCLIP:
     ``negative``: prompts are encoded as the pipeline encodes negative ones.
     """
 
-    def __init__(
-        self, pipeline: TextPipeline, patcher: comfy.model_patcher.ModelPatcher, negative: bool = False
-    ):
+    def __init__(self, pipeline: TextPipeline, patcher: comfy.model_patcher.ModelPatcher, negative=False):
         self.pipeline = pipeline
         self.patcher = patcher
         self.negative = negative
@@ -42,8 +40,7 @@ class DiffusersCLIP:
         return [[values.pop("cond"), {**values, **(add_dict or {})}]]
 
     def encode_from_tokens(self, tokens: dict, return_pooled: bool = False, return_dict: bool = False):
-        """Hidden states (1, T, E); with the pooled output or None next to them, or all as a dict, where that
-        is asked for."""
+        """Return hidden states (1, T, E), the pooled output with them, or all values, as it is asked for."""
         values = {"pooled_output": None, **self._encode(tokens)}
         if return_dict:
             return values
@@ -67,12 +64,11 @@ class DiffusersCLIP:
                 f"do not fit on {device}; choose device cpu in Load CLIP and VAE."
             ) from reason
 
-        def to(value):
-            return value.to(
-                management.intermediate_device(), torch.float32 if value.is_floating_point() else value.dtype
-            )
-
-        return {key: to(value) for key, value in values.items()}
+        found = {}
+        for key, value in values.items():
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            found[key] = value.to(management.intermediate_device(), dtype)
+        return found
 
     def __getattr__(self, name: str):
         raise AttributeError(
@@ -83,17 +79,11 @@ class DiffusersCLIP:
 
 
 def diffusers_clips(pipeline: TextPipeline, device: str) -> tuple[DiffusersCLIP, DiffusersCLIP]:
-    """Return (CLIP, CLIP for negative prompts) of one pipeline; ``device`` as in CLIPLoader: default or
-    cpu."""
+    """Return (CLIP, CLIP for negative prompts); ``device`` as in CLIPLoader: default or cpu."""
     management = comfy.model_management
-    cpu = torch.device("cpu")
-    where = (
-        {"load_device": cpu, "offload_device": cpu}
-        if device == "cpu"
-        else {
-            "load_device": management.text_encoder_device(),
-            "offload_device": management.text_encoder_offload_device(),
-        }
-    )
-    patcher = comfy.model_patcher.ModelPatcher(pipeline.modules, **where)
+    load_device = offload_device = torch.device("cpu")
+    if device != "cpu":
+        load_device = management.text_encoder_device()
+        offload_device = management.text_encoder_offload_device()
+    patcher = comfy.model_patcher.ModelPatcher(pipeline.modules, load_device, offload_device)
     return DiffusersCLIP(pipeline, patcher), DiffusersCLIP(pipeline, patcher, negative=True)

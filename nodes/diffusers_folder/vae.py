@@ -68,9 +68,8 @@ class DiffusersVAE(comfy.sd.VAE):
 
     def __init__(self, vae: torch.nn.Module):
         """``vae``: an autoencoder of diffusers, in the precision in which it computes."""
-        super().__init__(
-            sd=comfy.taesd.taesd.TAESD().state_dict()
-        )  # a small one, for whatever else this version's object holds
+        # a small one, for whatever else this version's object holds
+        super().__init__(sd=comfy.taesd.taesd.TAESD().state_dict())
         self.first_stage_model = AUTOENCODERS.get(type(vae).__name__, Autoencoder)(vae)
         self.vae_dtype, self.size = vae.dtype, None
         self.disable_offload = True  # diffusers' modules run where all of their weights are
@@ -122,11 +121,9 @@ class DiffusersVAE(comfy.sd.VAE):
 
         shape = decoded(*[2] * is_video)
         space = shape[-1] // 2
-        self.latent_dim, self.output_channels, self.pad_channel_value = (
-            3 if is_video else 2,
-            shape[1],
-            1.0 if shape[1] == 4 else None,
-        )  # opaque
+        self.latent_dim = 3 if is_video else 2
+        self.output_channels = shape[1]
+        self.pad_channel_value = 1.0 if shape[1] == 4 else None  # opaque
         self.upscale_ratio = self.downscale_ratio = space
         pixels = space * space
         if is_video:

@@ -53,11 +53,8 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
 
 
 def _remedy(key: str) -> str:
-    return (
-        "remove that node, or sample with KSampler on the MODEL of Parallel Model"
-        if key in _AROUND
-        else "remove that node, or sample with KSampler and an ordinary MODEL"
-    )
+    model = "on the MODEL of Parallel Model" if key in _AROUND else "and an ordinary MODEL"
+    return f"remove that node, or sample with KSampler {model}"
 
 
 def latent_shapes(cond: dict) -> list[list[int]]:
@@ -80,11 +77,9 @@ def model_arguments(
     two. ``accepted``: the names that the backend takes.
     """
     arguments = _of_batch(cond, batch)
-    values = (
-        _in_one_batch(arguments, _of_batch(other, batch))
-        if other
-        else {key: value.cond for key, value in arguments.items()}
-    )
+    values = {key: value.cond for key, value in arguments.items()}
+    if other:
+        values = _in_one_batch(arguments, _of_batch(other, batch))
     return as_tensors(name, family.translate(values), accepted)
 
 
@@ -126,18 +121,12 @@ def _in_one_batch(own: dict, other: dict) -> dict:
     """Return the values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it
     repeats the shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
-
-    def same(cond, others):
-        return (
-            not isinstance(cond, comfy.conds.CONDCrossAttn)
-            or not together
-            or cond.cond.shape == others.cond.shape
-        )
-
-    return {
-        key: cond.cond if same(cond, other.get(key)) else cond.concat([other[key]])[: len(cond.cond)]
-        for key, cond in own.items()
-    }
+    found = {key: cond.cond for key, cond in own.items()}
+    for key, cond in own.items():
+        text = together and isinstance(cond, comfy.conds.CONDCrossAttn)
+        if text and cond.cond.shape != other[key].cond.shape:
+            found[key] = cond.concat([other[key]])[: len(cond.cond)]
+    return found
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
@@ -146,11 +135,8 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
     ``cond``: as comfy.samplers.process_conds leaves it. ``noise``: (B, C, [T,] H, W). The weight
     (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
     """
-    limits = {
-        key: float(cond[limit])
-        for key, limit in (("from", "timestep_start"), ("until", "timestep_end"))
-        if limit in cond
-    }
+    names = (("from", "timestep_start"), ("until", "timestep_end"))
+    limits = {key: float(cond[limit]) for key, limit in names if limit in cond}
     if "mask" not in cond:
         return {**limits, "strength": float(cond.get("strength", 1.0))}, None
     always = {key: value for key, value in cond.items() if key not in ("timestep_start", "timestep_end")}
@@ -158,7 +144,6 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
 
 
 def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:
-    """Return ``arguments`` with the zeros (batch, width) that ComfyUI's own model takes for what a
-    CONDITIONING leaves out."""
+    """Return ``arguments`` with the zeros that ComfyUI's model takes for what a CONDITIONING leaves out."""
     zeros = {key: torch.zeros(batch, unet_config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

@@ -16,7 +16,7 @@ import comfy.utils
 
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
-from ...backend.protocol import Describe, Described, Loaded
+from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
@@ -52,8 +52,7 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
-    """A handle of the same transformer with one more LoRA, which the backend finds to fit. Both stay usable;
-    errors as in ``load``."""
+    """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
     found = replace(handle, loaded=loaded, loras=loras)
@@ -70,36 +69,24 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
     return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
 
 
-def describe(handle: ParallelDiT, message: Describe) -> Described:
-    """Return what each rank would hold and send. Errors as in ``load``."""
-    return ensure_loaded(handle)[0].describe(message)
-
-
 def _load(
     config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
 ) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
-    if (
-        make_room
-        and (at_hand is None or not at_hand.alive())
-        and not keeps_weights(config)
-        and config.device != "cpu"
-    ):
+    starts = at_hand is None or not at_hand.alive()
+    if make_room and starts and not keeps_weights(config) and config.device != "cpu":
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
     backend = backend_for(config, check)
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
-    loaded = backend.load(
-        path,
-        weight_dtype,
-        keep,
-        check,
-        loras,
-        lambda progress: bar.update_absolute(progress.step, progress.total),
-    )
+
+    def show(progress):
+        bar.update_absolute(progress.step, progress.total)
+
+    loaded = backend.load(path, weight_dtype, keep, check, loras, show)
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
@@ -109,11 +96,10 @@ def _load(
 def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
     """Let the ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload
     models" was pressed, or its GPU is full."""
-    config, path, weight_dtype = (
-        handle.config,
-        handle.path,
-        handle.weight_dtype,
-    )  # not the handle, which must not live as long as its patcher's clones
+    # not the handle, which must not live as long as its patcher's clones
+    config = handle.config
+    path = handle.path
+    weight_dtype = handle.weight_dtype
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)

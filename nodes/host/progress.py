@@ -22,13 +22,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        callback,
-        latent: torch.Tensor,
-        total: int,
-        ranks: int,
-        disable_pbar: bool,
-        holds_last: bool = False,
+        self, callback, latent: torch.Tensor, total: int, ranks: int, disable_pbar: bool, holds_last: bool
     ):
         self.callback = callback
         self.latest = latent
@@ -76,8 +70,7 @@ def status(step: int, total: int, seconds: float, ranks: int) -> str:
 
 
 def node_text():
-    """A function that shows a text under the node that runs now; it does nothing where no node of a server
-    runs."""
+    """Return a function that shows a text under the node that runs now; it does nothing without a server."""
     context = get_executing_context()
     if context is None:
         return lambda text: None

@@ -12,6 +12,7 @@ import comfy.model_patcher
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.patcher_extension import WrappersMP, add_wrapper
+from comfy_api.latest import io
 
 from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
@@ -20,6 +21,7 @@ from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded, make_no_room
 from .progress import Reporter
+from .sampling_checks import check_inputs
 from .shift import apply_shift
 
 #: Least seconds between two previews; each costs a gather of the latent to rank 0.
@@ -52,14 +54,9 @@ class RemoteSolver:
             )
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
         management = comfy.model_management
-        with Reporter(
-            callback,
-            noise,
-            len(sigmas) - 1,
-            self.backend.welcome.world_size,
-            disable_pbar,
-            holds_last=self.wants_denoised,
-        ) as reporter:
+        ranks = self.backend.welcome.world_size
+        report = Reporter(callback, noise, len(sigmas) - 1, ranks, disable_pbar, self.wants_denoised)
+        with report as reporter:
             result = self.backend.sample(request, reporter, management.processing_interrupted)
             if result is None:
                 management.throw_exception_if_processing_interrupted()
@@ -100,25 +97,24 @@ class RemoteSolver:
         """Return Sample.prompts and their tensors."""
         family = family_named(self.loaded)
         unet_config = guider.inner_model.model_config.unet_config
+        accepted = self.loaded.info["conditioning"]
         batch = noise.shape[0]
+        branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
+        found = [
+            (branch, index, cond) for branch in branches for index, cond in enumerate(guider.conds[branch])
+        ]
         prompts = {}
         tensors = {}
-        branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
-        all_conds = [cond for branch in branches for cond in guider.conds[branch]]
-        for branch in branches:
-            for index, cond in enumerate(guider.conds[branch], 1):
-                name = branch if index == 1 else f"{branch}{index}"
-                other = (
-                    next((one for one in all_conds if one is not cond), None) if len(all_conds) == 2 else None
-                )
-                arguments = model_arguments(
-                    branch, cond, batch, self.loaded.info["conditioning"], family, other
-                )
-                for key, value in fill_zeros(arguments, batch, family, unet_config).items():
-                    tensors[f"{name}.{key}"] = value
-                prompts[name], weight = mixing(cond, noise)
-                if weight is not None:
-                    tensors[f"weight.{name}"] = weight
+        for branch, index, cond in found:
+            name = f"{branch}{index + 1}" if index else branch
+            others = [other for _, _, other in found if other is not cond]
+            other = others[0] if len(others) == 1 else None
+            arguments = model_arguments(branch, cond, batch, accepted, family, other)
+            for key, value in fill_zeros(arguments, batch, family, unet_config).items():
+                tensors[f"{name}.{key}"] = value
+            prompts[name], weight = mixing(cond, noise)
+            if weight is not None:
+                tensors[f"weight.{name}"] = weight
         return prompts, tensors
 
 
@@ -134,7 +130,13 @@ def model_on_ranks(
     return model, remote
 
 
-def comfyui_node(name: str) -> type:
-    """Return the class ``name`` of ComfyUI's module ``nodes``, which is whole only once every pack is
-    imported."""
-    return getattr(importlib.import_module("nodes"), name)
+def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> io.NodeOutput:
+    """Run ComfyUI's own sampler node of that name with the solver on the ranks.
+
+    ``inputs``: those of ComfyUI's node, without its ``model``. Errors as in ``handle.load``.
+    """
+    sampler = getattr(importlib.import_module("nodes"), node)()  # whole only once every pack is imported
+    checked = ("cfg", "sampler_name", "positive", "negative", "latent_image")
+    inputs["negative"] = check_inputs(dit, *(inputs[name] for name in checked))
+    model, _ = model_on_ranks(dit, inputs["sampler_name"], shift)
+    return io.NodeOutput(*sampler.sample(model=model, **inputs))

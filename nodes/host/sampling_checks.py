@@ -3,7 +3,7 @@
 from ...backend.protocol import RefusedError
 from ..comfy_models.registry import family_named
 from .conditioning import check_conditioning
-from .guidance import check_guidance, skips_negative
+from .guidance import skips_negative
 
 #: Scale of a model's latents -> ComfyUI's node that makes empty ones.
 _EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
@@ -12,11 +12,12 @@ _EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
 def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
     """Check a sampler node's inputs and return the negative prompt to use: the positive one where it is
     skipped. RefusedError or ConfigError for what the ranks cannot sample."""
-    check_guidance(cfg, sampler_name, dit.config)
+    skipped = skips_negative(cfg, sampler_name)
+    dit.config.check_guidance(cfg, not skipped)
     name = dit.loaded.family
     family = family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
-    if skips_negative(cfg, sampler_name):
+    if skipped:
         negative = positive
     check_conditioning("negative", negative, name, family)
     check_latent(latent, dit.patcher.model.latent_format, family.latents)
@@ -56,12 +57,8 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
             f"{wanted}, height, width]; encode the image with the VAE of this model."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", 8)
-    if (
-        scale in _EMPTY
-        and samples.shape[1] in (4, 16)
-        and samples.shape[1] != wanted
-        and "downscale_ratio_spacial" not in latent
-    ):
+    of_another_model = samples.shape[1] in (4, 16) and samples.shape[1] != wanted
+    if scale in _EMPTY and of_another_model and "downscale_ratio_spacial" not in latent:
         raise RefusedError(
             f"latent_image is an empty latent at 1/8 of the image's size, but this transformer's are at "
             f"1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."

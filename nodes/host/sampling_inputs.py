@@ -6,7 +6,6 @@ from comfy_api.latest import io
 from ...backend.protocol.solver_names import SOLVERS
 from .socket_types import ParallelDiTType
 
-SEED_TOOLTIP = "The random seed of the noise; the same seed as in KSampler gives the same image."
 DIT = ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT.")
 STEPS = io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps.")
 SAMPLER_NAME = io.Combo.Input(
@@ -18,6 +17,13 @@ LATENT = io.Latent.Input(
     "latent_image", tooltip="The latent to denoise: an empty one, or an encoded one for image to image."
 )
 OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")
+
+
+def seed_input(name: str) -> io.Int.Input:
+    """Return the input of the random seed."""
+    tooltip = "The random seed of the noise; the same seed as in KSampler gives the same image."
+    most = 0xFFFFFFFFFFFFFFFF
+    return io.Int.Input(name, default=0, min=0, max=most, control_after_generate=True, tooltip=tooltip)
 
 
 def cfg_input(default: float) -> io.Float.Input:

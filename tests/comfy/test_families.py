@@ -22,6 +22,7 @@ with comfy_modules():
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.comfy_models.registry import weightless_patcher
+    from parallel_dit.nodes.comfy_models.unet_configs import UNET_CONFIGS
     from parallel_dit.nodes.host.conditioning import (
         check_conditioning,
         fill_zeros,
@@ -65,8 +66,8 @@ def conditioning(stored, branch):
 def test_unet_config_is_comfyuis(loaded):
     name, loaded = loaded
     family, want = NODE_FAMILIES[loaded.family], facts(name)
-    assert family.comfy_class(loaded.info["config"]) == want["comfy_class"]
-    have = family.unet_config(loaded.info["config"])
+    assert family.class_name(loaded.info["config"]) == want["comfy_class"]
+    have = UNET_CONFIGS[loaded.family](loaded.info["config"])
     assert {
         key: value
         for key, value in have.items()

@@ -435,11 +435,11 @@ def test_what_cannot_be_mixed_is_refused_by_name(pairs, values, what):
             with torch.inference_mode():
                 ParallelSampler.execute(
                     pair.dit,
-                    SEED,
-                    STEPS,
-                    2.5,
-                    "euler",
-                    "simple",
+                    seed=SEED,
+                    steps=STEPS,
+                    cfg=2.5,
+                    sampler_name="euler",
+                    scheduler="simple",
                     **{"positive": pair.positive, "negative": pair.negative, **inputs},
                     latent_image=pair.empty,
                     denoise=1.0,

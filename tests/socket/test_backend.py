@@ -189,15 +189,15 @@ REFUSED = {
     ),
     "mixing by a list": (
         lambda r: replace(r, prompts={"positive": [1.0]}),
-        "tell the numbers strength, from and until",
+        "give the numbers strength, from and until",
     ),
     "mixing by a number out of range": (
         lambda r: replace(r, prompts={"positive": {"strength": 1e300}}),
-        "tell the numbers strength, from and until",
+        "give the numbers strength, from and until",
     ),
     "mixing by what is unknown": (
         lambda r: replace(r, prompts={"positive": {"area": 1.0}}),
-        "tell the numbers strength, from and until",
+        "give the numbers strength, from and until",
     ),
     "weight of another size": (
         lambda r: replace(r, tensors={**r.tensors, "weight.positive": torch.ones(1, 1, 7, 7)}),

@@ -121,10 +121,9 @@ def test_a_check_that_fails_is_a_refusal(tmp_path):
     """Rank 0 alone looks at a request: what no check foresaw must not end it."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")), "default")
-    model = engine.models["tiny"]
-    model.family = model.family.changed(
-        {"conditioning.refusal": lambda config, grid, cond: [][len(grid.counts)]}
-    )
+    weights = engine.models["tiny"].weights
+    changes = {"conditioning.refusal": lambda config, grid, cond: [][len(grid.counts)]}
+    weights.checkpoint = replace(weights.checkpoint, family=weights.checkpoint.family.changed(changes))
     with pytest.raises(
         UnsupportedError,
         match="the request could not be checked .IndexError: list index out of range.* nothing was run",

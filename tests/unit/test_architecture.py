@@ -66,12 +66,6 @@ BRANCHES = (
 )
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
 EXCEPTIONS = {
-    "backend.engine.Engine.load": "the order in which the techniques are applied, in one place",
-    "backend.sampling.model_call.build_call": "one call of Request's constructor with named values",
-    "backend.sampling.request.build": "one call of Request's constructor with named values",
-    "nodes.comfy_models.payloads.minimax_h3": "ComfyUI's payload, entry by entry",
-    "nodes.diffusers_folder.pipelines._open_pipeline": "what diffusers is asked, and how each error reads",
-    "nodes.parallel_config.ParallelConfigNode.define_schema": "a list of the node's inputs",
 }
 
 

@@ -18,7 +18,7 @@ STEPS, CFG = 16, 2.5
 
 
 @pytest.fixture(scope="module")
-def verdicts():
+def checks():
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("demo", str(ROOT / "demo" / "shapes-flux"), "fp32")
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -29,30 +29,30 @@ def verdicts():
         tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
     samples, _ = engine.sample(Sample("demo", "euler", CFG, 0, tensors=tensors), Callbacks())
     return [
-        shapes.check_picture(prompt, picture)
+        shapes.check_image(prompt, picture)
         for prompt, picture in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))
     ]
 
 
-def test_colours_and_places_follow_the_prompt(verdicts):
+def test_colours_and_places_follow_the_prompt(checks):
     """At least 90 % of the pictures have every object in its colour and place, and nothing else."""
-    right = sum(not verdict.misplaced for verdict in verdicts)
-    print(f"{right} of {len(verdicts)} right in colour and place")
-    assert right >= 0.9 * len(verdicts)
+    right = sum(not check.misplaced for check in checks)
+    print(f"{right} of {len(checks)} right in colour and place")
+    assert right >= 0.9 * len(checks)
 
 
-def test_shapes_mostly_follow_too(verdicts):
+def test_shapes_mostly_follow_too(checks):
     """Circles and squares of a few pixels are hard to tell for so small a model."""
-    assert sum(map(bool, verdicts)) >= 0.6 * len(verdicts)
+    assert sum(map(bool, checks)) >= 0.6 * len(checks)
 
 
 def test_the_check_can_fail():
     """Drawn scenes pass; the same pictures under each other's prompts do not."""
     drawn = [shapes.draw(shapes.parse_prompt(prompt)) for prompt in PROMPTS]
     pictures = [(picture.permute(1, 2, 0) + 1) / 2 for picture in drawn]
-    assert all(shapes.check_picture(prompt, picture) for prompt, picture in zip(PROMPTS, pictures))
+    assert all(shapes.check_image(prompt, picture) for prompt, picture in zip(PROMPTS, pictures))
     wrong = [
-        not shapes.check_picture(prompt, picture).misplaced
+        not shapes.check_image(prompt, picture).misplaced
         for prompt, picture in zip(PROMPTS, pictures[1:] + pictures[:1])
     ]
     assert sum(wrong) <= 2

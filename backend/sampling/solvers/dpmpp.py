@@ -52,8 +52,7 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
 
 
 def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++ of the SDE: a half step to the middle of the half log SNR, whose prediction then takes the
-    whole step."""
+    """DPM-Solver++ of the SDE: the prediction at the middle of the half log SNR takes the whole step."""
     problem = problem.with_finite_snr()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -64,11 +63,9 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
         end = problem.half_log_snr(sigma_next)
         half = start + 0.5 * (end - start)
         middle = problem.sigma_at(half)
-        denoised = yield (
-            _sde_step(x, denoised, (sigma, start), (middle, half), problem.brownian(sigma, middle)),
-            middle,
-            i,
-        )
+        noise = problem.brownian(sigma, middle)
+        x_middle = _sde_step(x, denoised, (sigma, start), (middle, half), noise)
+        denoised = yield x_middle, middle, i
         x = _sde_step(x, denoised, (sigma, start), (sigma_next, end), problem.brownian(sigma, sigma_next))
     return x
 
@@ -76,8 +73,7 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
 def _sde_step(
     x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor
 ) -> Tensor:
-    """An ancestral step between two (sigma, half log SNR), in sigma / alpha, where x is data + noise for a
-    flow model too."""
+    """An ancestral step between two (sigma, half log SNR), in sigma / alpha also for flow models."""
     (sigma, start), (target, end) = here, there
     alpha = sigma * start.exp()
     alpha_target = target * end.exp()
@@ -109,9 +105,8 @@ def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
         h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
         x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
         if old_denoised is not None and h_last is not None:
-            x = x + 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h)) * (
-                denoised - old_denoised
-            )
+            weight = 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h))
+            x = x + weight * (denoised - old_denoised)
         x = x + _sde_noise(problem, sigma, sigma_next, h)
         old_denoised, h_last = denoised, h
     return x

@@ -28,8 +28,7 @@ def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """CFG++ (Chung et al. 2024, arXiv 2406.08070): guided data, renoised by the noise that the negative
-    prompt predicts."""
+    """CFG++ (arXiv 2406.08070): guided data, renoised by the noise that the negative prompt predicts."""
     for i, sigma, sigma_next in problem.steps:
         denoised, negative = yield x, sigma, i
         if sigma_next == 0:
@@ -60,8 +59,7 @@ def _log_midpoint(sigma: Tensor, target: Tensor) -> Tensor:
 
 
 def dpm_2(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver-2 (Lu et al. 2022, arXiv 2206.00927) in the form of k-diffusion: the slope at the
-    logarithmic midpoint."""
+    """DPM-Solver-2 (arXiv 2206.00927) as in k-diffusion: the slope at the logarithmic midpoint."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         if sigma_next == 0:
@@ -91,8 +89,7 @@ def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def lcm(x: Tensor, problem: Problem) -> Steps:
-    """Latent consistency sampling (Luo et al. 2023, arXiv 2310.04378): jump to the prediction, add noise of
-    the next level."""
+    """Latent consistency sampling (arXiv 2310.04378): jump to the prediction, add noise of the next level."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         x = yield x, sigma, i
@@ -102,8 +99,7 @@ def lcm(x: Tensor, problem: Problem) -> Steps:
 
 
 def ddpm(x: Tensor, problem: Problem) -> Steps:
-    """The posterior mean and variance of DDPM (Ho et al. 2020, arXiv 2006.11239), in its variance-preserving
-    scale."""
+    """The posterior mean and variance of DDPM (arXiv 2006.11239), in its variance-preserving scale."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -111,9 +107,8 @@ def ddpm(x: Tensor, problem: Problem) -> Steps:
         signal = 1 / (sigma * sigma + 1)
         signal_next = 1 / (sigma_next * sigma_next + 1)
         alpha = signal / signal_next
-        x = (1.0 / alpha).sqrt() * (
-            x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt()
-        )
+        x = x / torch.sqrt(1.0 + sigma**2.0) - (1 - alpha) * noise / (1 - signal).sqrt()
+        x = (1.0 / alpha).sqrt() * x
         if sigma_next > 0:
             x = x + ((1 - alpha) * (1.0 - signal_next) / (1.0 - signal)).sqrt() * fresh()
             x = x * torch.sqrt(1.0 + sigma_next**2.0)

@@ -60,8 +60,7 @@ class _SeedsNoise:
         self.sum, self.at = 0.0, 0.0
 
     def up_to(self, fraction: float) -> Tensor:
-        """Return the noise from the start of the step to a ``fraction`` of it, to be scaled by the sigma
-        there."""
+        """Return the noise up to a ``fraction`` of the step, to be scaled by the sigma there."""
         decay = (self.at - fraction) * self.h
         self.sum = self.sum * decay.exp() + decay.mul(2).expm1().neg().sqrt() * self.fresh()
         self.at = fraction
@@ -74,8 +73,7 @@ def _phi_2(h: Tensor) -> Tensor:
 
 
 def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions: tuple[float, ...]) -> tuple:
-    """(h, the stages' sigmas, their alphas) at these fractions of the step h in half log SNR, and at its
-    end."""
+    """(h, the stages' sigmas, their alphas) at fractions of the step h in half log SNR, and at its end."""
     start = problem.half_log_snr(sigma)
     end = problem.half_log_snr(sigma_next)
     lambdas = [*(torch.lerp(start, end, fraction) for fraction in fractions), end]
@@ -83,9 +81,13 @@ def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions
     return end - start, sigmas, [s * log_alpha.exp() for s, log_alpha in zip(sigmas, lambdas)]
 
 
+def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
+    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
+    return sigma_next / sigma * (-h).exp() * x
+
+
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
-    """SEEDS-2 (Gonzalez et al. 2023, arXiv 2305.14267): the half step's prediction takes the whole step
-    (phi_1 form)."""
+    """SEEDS-2 (arXiv 2305.14267): the half step's prediction takes the whole step (phi_1 form)."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -94,23 +96,12 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
             continue
         h, sigmas, alphas = _seeds_points(problem, sigma, sigma_next, (0.5,))
         noise = _SeedsNoise(h, fresh)
-        middle = (
-            sigmas[0] / sigma * (-0.5 * h).exp() * x
-            - alphas[0] * torch.expm1(-h) * denoised
-            + noise.up_to(0.5) * sigmas[0]
-        )
+        middle = _scaled(x, sigma, sigmas[0], 0.5 * h) - alphas[0] * torch.expm1(-h) * denoised
+        middle = middle + noise.up_to(0.5) * sigmas[0]
         denoised = yield middle, sigmas[0], i
-        x = (
-            sigma_next / sigma * (-h).exp() * x
-            - alphas[1] * torch.expm1(-2 * h) * denoised
-            + noise.up_to(1.0) * sigma_next
-        )
+        x = _scaled(x, sigma, sigma_next, h) - alphas[1] * torch.expm1(-2 * h) * denoised
+        x = x + noise.up_to(1.0) * sigma_next
     return x
-
-
-def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
-    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
-    return sigma_next / sigma * (-h).exp() * x
 
 
 def seeds_3(x: Tensor, problem: Problem) -> Steps:
@@ -144,8 +135,7 @@ _PREDICTOR_ORDER, _CORRECTOR_ORDER = 3, 4
 
 
 def sa_solver(x: Tensor, problem: Problem) -> Steps:
-    """SA-Solver (Xue et al. 2023, arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of
-    order 4."""
+    """SA-Solver (arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of order 4."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     sigmas = problem.sigmas
     lambdas = problem.half_log_snr(problem.sigmas)

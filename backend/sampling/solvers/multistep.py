@@ -1,6 +1,7 @@
 """Linear multistep methods: the slopes of earlier steps instead of more model calls."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -8,21 +9,26 @@ import torch
 from .problem import Problem, Steps, Tensor, euler_step
 
 
-def lms(x: Tensor, problem: Problem) -> Steps:
-    """Adams-Bashforth of order 4 in sigma, for uneven steps (k-diffusion)."""
-    times = problem.sigmas.tolist()
-    slopes = []
+def _by_slopes(x: Tensor, problem: Problem, change: Callable[[int, list[Tensor]], Tensor]) -> Steps:
+    """Step by ``change``: (step, slopes of up to four steps, newest first) -> what is added to x."""
+    slopes: list[Tensor] = []
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         slopes = [(x - denoised) / sigma, *slopes[:3]]
-        if sigma_next == 0:
-            x = denoised
-            continue
-        knots = times[i - len(slopes) + 1 : i + 1][::-1]
-        x = x + _weighted(
-            [_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))], slopes
-        )
+        x = denoised if sigma_next == 0 else x + change(i, slopes)
     return x
+
+
+def lms(x: Tensor, problem: Problem) -> Steps:
+    """Adams-Bashforth of order 4 in sigma, for uneven steps (k-diffusion)."""
+    times = problem.sigmas.tolist()
+
+    def change(i, slopes):
+        knots = times[i - len(slopes) + 1 : i + 1][::-1]
+        weights = [_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))]
+        return _weighted(weights, slopes)
+
+    return _by_slopes(x, problem, change)
 
 
 def _weighted(weights, terms) -> Tensor:
@@ -33,8 +39,7 @@ def _weighted(weights, terms) -> Tensor:
 
 
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
-    """Integral of the polynomial that is 1 at knot j and 0 at the others; two Gauss points are exact up to
-    degree 3."""
+    """Integral of the Lagrange polynomial of knot j; two Gauss points are exact up to degree 3."""
     half = (end - start) / 2
     centre = (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
@@ -48,34 +53,28 @@ _EQUAL_STEPS = (((1,), 1), ((3, -1), 2), ((23, -16, 5), 12), ((55, -59, 37, -9),
 
 
 def ipndm(x: Tensor, problem: Problem) -> Steps:
-    """Improved PNDM (Zhang & Chen 2022, arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of
-    equal steps."""
-    slopes: list[Tensor] = []
-    for i, sigma, sigma_next in problem.steps:
-        denoised = yield x, sigma, i
-        slopes = [(x - denoised) / sigma, *slopes[:3]]
+    """Improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal steps."""
+    sigmas = problem.sigmas
+
+    def change(i, slopes):
         weights, divisor = _EQUAL_STEPS[len(slopes) - 1]
-        x = denoised if sigma_next == 0 else x + (sigma_next - sigma) * _weighted(weights, slopes) / divisor
-    return x
+        return (sigmas[i + 1] - sigmas[i]) * _weighted(weights, slopes) / divisor
+
+    return _by_slopes(x, problem, change)
 
 
 def ipndm_v(x: Tensor, problem: Problem) -> Steps:
     """Improved PNDM with the weights of uneven steps (diff-sampler, as ComfyUI has it)."""
-    slopes: list[Tensor] = []
-    for i, sigma, sigma_next in problem.steps:
-        denoised = yield x, sigma, i
-        slopes = [(x - denoised) / sigma, *slopes[:3]]
-        if sigma_next == 0:
-            x = denoised
-            continue
-        lengths = problem.sigmas[i - len(slopes) + 1 : i + 2].diff().flip(0)
-        x = x + (sigma_next - sigma) * _weighted(_uneven_steps(*lengths), slopes)
-    return x
+    sigmas = problem.sigmas
+
+    def change(i, slopes):
+        lengths = sigmas[i - len(slopes) + 1 : i + 2].diff().flip(0)
+        return (sigmas[i + 1] - sigmas[i]) * _weighted(_uneven_steps(*lengths), slopes)
+
+    return _by_slopes(x, problem, change)
 
 
-def _uneven_steps(
-    h: Tensor, h1: Tensor | None = None, h2: Tensor | None = None, h3: Tensor | None = None
-) -> tuple:
+def _uneven_steps(h: Tensor, h1=None, h2=None, h3=None) -> tuple:
     """Weights of the slopes, newest first, from the lengths of this step and of those before it.
 
     ``second`` is where diff-sampler and ComfyUI divide before they subtract, which is Adams-Bashforth for
@@ -132,28 +131,20 @@ def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
 
 @lru_cache(maxsize=4)
 def _deis_weights(sigmas: tuple[float, ...], points: int = 10000) -> list[tuple[float, ...]]:
-    """Weights of the slopes of each step, newest first, by a Riemann sum of ``points``, in float32 as ComfyUI
-    does it."""
+    """Weights of each step's slopes, newest first, by a Riemann sum in float32 as in ComfyUI."""
     times, beta_0, beta_1 = _vp_time(torch.tensor(sigmas))
     weights: list[tuple[float, ...]] = [()]
     for i in range(1, len(times) - 1):
         tau = torch.linspace(times[i], times[i + 1], points)
         alpha = torch.exp(-0.5 * tau**2 * (beta_1 - beta_0) - tau * beta_0)
-        unit = (
-            1 / alpha * alpha
-        )  # the rounding of the chain rule, with which ComfyUI differentiates log(alpha)
-        speed = (
-            -0.5
-            * (unit * (beta_1 - beta_0) * -0.5 * (2 * tau) - unit * beta_0)
-            / torch.sqrt(alpha * (1 - alpha))
-        )
+        # the rounding of the chain rule, with which ComfyUI differentiates log(alpha)
+        unit = 1 / alpha * alpha
+        rate = unit * (beta_1 - beta_0) * -0.5 * (2 * tau) - unit * beta_0
+        speed = -0.5 * rate / torch.sqrt(alpha * (1 - alpha))
         knots = times[max(i - 2, 0) : i + 1].flip(0)
-        weights.append(
-            tuple(
-                (torch.sum(speed * _lagrange(knots, j, tau)) * ((times[i + 1] - times[i]) / points)).item()
-                for j in range(len(knots))
-            )
-        )
+        width = (times[i + 1] - times[i]) / points
+        integrals = [torch.sum(speed * _lagrange(knots, j, tau)) * width for j in range(len(knots))]
+        weights.append(tuple(integral.item() for integral in integrals))
     return weights
 
 
@@ -166,8 +157,7 @@ def _lagrange(knots: Tensor, j: int, at: Tensor) -> Tensor:
 
 
 def res_multistep(x: Tensor, problem: Problem) -> Steps:
-    """RES (Zhang et al. 2023, arXiv 2308.02157): the second-order exponential multistep method with refined
-    coefficients."""
+    """RES (arXiv 2308.02157): exponential multistep of order 2 with refined coefficients."""
     old_denoised = t_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -179,16 +169,14 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
             phi_1 = torch.expm1(-h) / -h
             phi_2 = (phi_1 - 1.0) / -h
             share = torch.nan_to_num(phi_2 / ((t_last - t) / h), nan=0.0)
-            x = h.neg().exp() * x + h * (
-                torch.nan_to_num(phi_1 - share, nan=0.0) * denoised + share * old_denoised
-            )
+            own = torch.nan_to_num(phi_1 - share, nan=0.0)
+            x = h.neg().exp() * x + h * (own * denoised + share * old_denoised)
         old_denoised, t_last = denoised, t
     return x
 
 
 def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Steps:
-    """Gradient estimation (Permenter & Yuan 2023, arXiv 2306.04848): Euler with the slope's change added
-    again."""
+    """Gradient estimation (arXiv 2306.04848): Euler with the slope's change added again."""
     old_slope = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

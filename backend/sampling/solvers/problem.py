@@ -83,23 +83,20 @@ def euler_step(x: Tensor, denoised: Tensor, sigma: Tensor, target: Tensor) -> Te
 
 
 def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
-    """Take the same step, ``ratio`` being target / sigma; it rounds otherwise, so each solver has ComfyUI's
-    form."""
+    """Take the same step by ``ratio`` = target / sigma; each solver has the form that rounds as ComfyUI's."""
     return ratio * x + (1 - ratio) * denoised
 
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return (down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x =
     data + sigma · noise)."""
-    up = torch.fmin(
-        target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
-    )  # not a number where the schedule rises: ``target`` then
+    # not a number where the schedule rises: ``target`` then
+    up = torch.fmin(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)
     return (target**2 - up**2) ** 0.5, up
 
 
 def ancestral(problem: Problem, sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (down, keep, level): integrate to ``down``, then keep · x + level · noise has the noise level
-    ``target``."""
+    """Return (down, keep, level): integrate to ``down``; keep · x + level · noise is then at ``target``."""
     if target == 0:  # also from 0
         return target, torch.ones_like(target), target
     if not problem.flow:

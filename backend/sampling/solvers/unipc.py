@@ -12,8 +12,7 @@ _ORDER = 3
 
 
 def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
-    """UniPC (Zhao et al. 2023, arXiv 2302.04867) of order 3 with B(h) = h, on the variance-preserving x =
-    data · alpha + noise · sigma."""
+    """UniPC (arXiv 2302.04867) of order 3 with B(h) = h, in the variance-preserving scale."""
     times = problem.sigmas.clone()
     steps = len(problem.sigmas) - 1
     if times[-1] == 0:
@@ -25,15 +24,9 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
     # with one step ComfyUI's order is 0: it never leaves the first level, and so do we
     for k in range(1, steps + 1 if order else 0):
         used = k if k < order else min(order, steps + 1 - k)
-        update = partial(
-            _update,
-            x,
-            data[:used],
-            alphas[k],
-            stds[k] / stds[k - 1],
-            lambdas[[k, *range(k - 1, k - 1 - used, -1)]],
-            variant,
-        )
+        ratio = stds[k] / stds[k - 1]
+        levels = lambdas[[k, *range(k - 1, k - 1 - used, -1)]]
+        update = partial(_update, x, data[:used], alphas[k], ratio, levels, variant)
         if k == steps:
             x = update(None)
         else:
@@ -51,8 +44,7 @@ def uni_pc_bh2(x: Tensor, problem: Problem) -> Steps:
 
 
 def _vp(sigmas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(alpha, sigma, half log SNR) of the variance-preserving scale, by way of log(alpha): its rounding is
-    ComfyUI's."""
+    """(alpha, sigma, half log SNR) of the variance-preserving scale, with ComfyUI's rounding."""
     log_alpha = 0.5 * torch.log(1 / (sigmas * sigmas + 1))
     variance = 1.0 - torch.exp(2.0 * log_alpha)
     return torch.exp(log_alpha), torch.sqrt(variance), log_alpha - 0.5 * torch.log(variance)
