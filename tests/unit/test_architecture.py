@@ -65,8 +65,7 @@ BRANCHES = (
     *(ast.ExceptHandler, ast.match_case),
 )
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
-EXCEPTIONS = {
-}
+EXCEPTIONS: dict[str, str] = {}
 
 
 def imports(module: str, at_start: bool = False) -> set[str]:

@@ -2,6 +2,7 @@
 without tokens, and noise levels of single tokens."""
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -111,6 +112,10 @@ class Levels(LTX2AdaLayerNormSingle):
         return tokens if tokens.is_floating_point() else (self.modulation, tokens[..., 0])
 
 
+#: What a block takes, in order.
+ARGUMENTS = tuple(signature(LTX2VideoTransformerBlock.forward).parameters)[1:]
+
+
 class Block(LTX2VideoTransformerBlock):
     """Let audio attend to video that has already attended to audio, as in ComfyUI.
 
@@ -123,7 +128,8 @@ class Block(LTX2VideoTransformerBlock):
     heard: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
-    def forward(self, **call):
+    def forward(self, *args, **call):
+        call |= zip(ARGUMENTS, args)
         for name, levels in zip(MODULATIONS, self.levels):
             call[name] = levels.of(call[name])
         self.times = call["temb_ca_scale_shift"], call["temb_ca_gate"]
