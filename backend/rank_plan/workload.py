@@ -1,6 +1,7 @@
 """The work of a request on a configuration's ranks and its memory: weights, keys and values, modulation."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -84,18 +85,27 @@ class Workload:
 
     def cuts(self, place: Place) -> dict[str, tensor_parallel.Shard]:
         """Return what tensor parallelism leaves of each layer on the rank at ``place``."""
+        return self._cuts[place["tp"]]
+
+    @cached_property
+    def _cuts(self) -> list[dict[str, tensor_parallel.Shard]]:
+        """What each rank of a tensor-parallel group holds of each layer: the same in all groups."""
         tp = self.config.tensor_parallel_degree
         if tp == 1:
-            return {}
+            return [{}]
         rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
-        row, column = divmod(place["tp"], tp // rows)
-        mesh = replace(
-            single(),
-            tp=Axis(None, place["tp"], tp, ()),
-            tp_inputs=Axis(None, row, rows, ()),
-            tp_outputs=Axis(None, column, tp // rows, ()),
-        )
-        return tensor_parallel.shards(self.checkpoint.empty, self.family, self.config.split_scheme, mesh)
+        found = []
+        for rank in range(tp):
+            row, column = divmod(rank, tp // rows)
+            mesh = replace(
+                single(),
+                tp=Axis(None, rank, tp, ()),
+                tp_inputs=Axis(None, row, rows, ()),
+                tp_outputs=Axis(None, column, tp // rows, ()),
+            )
+            scheme = self.config.split_scheme
+            found.append(tensor_parallel.shards(self.checkpoint.empty, self.family, scheme, mesh))
+        return found
 
     def weight_bytes(self, place: Place, stages: Stages) -> tuple[int, int]:
         """Count the bytes of weights on the device, and in host memory."""
