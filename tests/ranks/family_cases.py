@@ -60,8 +60,24 @@ CONFIGURATIONS = {
 }
 #: Other ways to cut matrices: one call of the model each.
 SCHEMES = {2: ("row", "column"), 4: ("2d",)}
-#: World size -> the configuration of a case in the fast tier, where another case has its signature.
-HYBRID = {2: dict(ulysses_degree=2), 4: dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1)}
+#: World size -> configurations of a signature's representative in the fast tier: what blocks and their
+#: attention see of every method, in few runs.
+METHODS = {
+    2: [dict(ring_degree=2), dict(pipefusion_degree=2, num_pipeline_patch=3)],
+    4: [
+        dict(tensor_parallel_degree=2, ulysses_degree=2),
+        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1),
+    ],
+}
+#: Of what cuts matrices without a look at heads, and of CFG, each representative has one in turn.
+TURNS = (
+    dict(tensor_parallel_degree=2, split_scheme="row"),
+    dict(tensor_parallel_degree=2, split_scheme="column"),
+    dict(tensor_parallel_degree=4, split_scheme="2d"),
+    dict(cfg_degree=2),
+)
+#: The configuration of a case in the fast tier, where another case has its signature.
+HYBRID = dict(ulysses_degree=2)
 
 
 @dataclass(frozen=True)
@@ -92,14 +108,19 @@ class Run:
 
     @property
     def is_fast(self) -> bool:
-        """Is it of the fast tier? Every configuration of a signature's representative, and one hybrid of
-        every other case."""
-        cases = CASES[self.ranks]
-        if self.case in _representatives(self.ranks):
+        """Is it of the fast tier? Every method of a signature's representative, and one hybrid of every
+        other case."""
+        if self.case in _representatives(self.ranks) and dict(self.degrees) in METHODS[self.ranks]:
             return True
-        if self.ranks == 2 and self.case in CASES[4]:
-            return False  # its hybrid runs on four
-        return self.degrees == tuple(HYBRID[self.ranks].items()) and self.case in cases
+        if self.ranks == 2 and self.case not in _representatives(2):
+            return dict(self.degrees) == HYBRID
+        return dict(self.degrees) == self._turn
+
+    @property
+    def _turn(self) -> dict[str, Any]:
+        """The configuration that is this case's turn, on whichever world size."""
+        turns = [turn for turn in TURNS if can_run(self.case, ParallelConfig(**turn))]
+        return turns[CASES[2].index(self.case) % len(turns)]
 
 
 @cache

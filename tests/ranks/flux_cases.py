@@ -53,6 +53,7 @@ LORA = "LoRA"
 #: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share
 #: evenly.
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
+UNEVEN_CALL = list(CALLS)[-1]
 #: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
 OF_EIGHT = (
     (1, 2, 2, 2, 1, 1),
@@ -267,8 +268,24 @@ TOGETHER = (
     ParallelConfig(ulysses_degree=2, shard_weights=True),
     ParallelConfig(pipefusion_degree=2, offload_modulation=True),
 )
-#: Cases of the fast tier on two ranks under CFG and ring, whose solvers Ulysses' runs show.
-FEW_SOLVERS = {"euler_simple", "heun_simple", CFG_PP, SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
+#: Cases of the fast tier on two ranks under every method; the other solvers come under one method each.
+EVERYWHERE = {CFG_PP, SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
+#: Golden cases that --all alone runs on ranks: their solvers keep what others keep (a history of one or more
+#: predictions, noise), and their schedules are those of others.
+LIKE_OTHERS = {
+    "ddim_ddim_uniform",
+    "deis_normal",
+    "dpmpp_2m_beta",
+    "dpmpp_2m_sde_karras",
+    "ipndm_simple",
+    "lcm_simple",
+    "res_multistep_sgm_uniform",
+    "start1_last4",
+}
+#: Degrees of two ranks under which solvers take turns in the fast tier; the last with stale keys and values.
+TURNS = ("ulysses_degree", "ring_degree", "cfg_degree", "pipefusion_degree")
+#: Cases of the fast tier on four ranks of which each pair of methods has one.
+SPECIAL = (SHORT_NEGATIVE, MIXED, "euler_ancestral_simple")
 #: Configurations of the fast tier on more ranks: uneven shares, every pair of methods, and three at once.
 FAST = {
     3: ("ulysses_degree 3", "pipefusion_degree 3"),
@@ -303,11 +320,30 @@ class Run:
     def is_fast(self) -> bool:
         """Is it of the fast tier? On two ranks every configuration, on four every pair of methods."""
         if self.ranks == 2:
-            alone = self.variant == "exact" and self.config.ulysses_degree == 1
-            return not alone or self.case.name in FEW_SOLVERS
+            return self._is_fast_on_two()
         if self.ranks == 4:
-            return is_pair(self.config) and self.variant not in ("all warm-up", "stale")
-        return self.label in FAST[self.ranks]
+            return is_pair(self.config) and self._is_fast_on_four()
+        return self.label in FAST[self.ranks] and self.variant not in ("all warm-up", "stale", LORA)
+
+    def _is_fast_on_two(self) -> bool:
+        if self.variant == CALL:
+            return self.case.name == UNEVEN_CALL or self.config.data_parallel_degree > 1
+        if self.variant == LORA:
+            return not self.config.shard_weights or self.config.ulysses_degree > 1
+        if self.case.name in LIKE_OTHERS:
+            return False
+        if self.case.name in EVERYWHERE or self.case.name not in FLUX_CASES:
+            return True
+        return getattr(self.config, turn_of(self.case.name)) > 1
+
+    def _is_fast_on_four(self) -> bool:
+        if self.variant in ("all warm-up", "stale"):
+            return False
+        if self.config.data_parallel_degree > 1 and self.case.name != UNEVEN_CALL:
+            return self.case.name == (EVEN_BATCH if self.variant.startswith("stale") else UNEVEN_BATCH)
+        if self.case.name not in SPECIAL:
+            return True
+        return pairs().index(self.label) % len(SPECIAL) == SPECIAL.index(self.case.name)
 
 
 def label(config: ParallelConfig) -> str:
@@ -322,6 +358,23 @@ def label(config: ParallelConfig) -> str:
 def is_pair(config: ParallelConfig) -> bool:
     """Are two methods of degree 2 combined, of weights that are held plainly?"""
     return sum(getattr(config, axis) == 2 for axis in AXES) == 2 and not config.shard_weights
+
+
+def turn_of(name: str) -> str:
+    """The method under which the fast tier runs a golden case on two ranks: one of those that have it."""
+    methods = [
+        method
+        for method in TURNS
+        if not (method in ("ring_degree", "cfg_degree") and name in NEW_SOLVERS)
+        and not (method == "cfg_degree" and not has_negative(Case(name)))
+    ]
+    return methods[FLUX_CASES.index(name) % len(methods)]
+
+
+@cache
+def pairs() -> list[str]:
+    """The pairs of methods on four ranks, in words."""
+    return [label(config) for config in configurations(4) if is_pair(config)]
 
 
 @cache
@@ -343,7 +396,7 @@ def runs() -> list[Run]:
                 ]
             if has_lora_case(world, config):
                 found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
-            calls = CALLS if world == 2 else list(CALLS)[-1:]
+            calls = CALLS if world == 2 else [UNEVEN_CALL]
             found += [Run(config, CALL, Case(call), config) for call in calls]
     for config in TOGETHER:
         found.append(Run(config, FP8, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import signatures
 from launch import run_ranks
-from ranks.family_cases import CASES, Run, runs
+from ranks.family_cases import CASES, CONFIGURATIONS, METHODS, TURNS, Run, runs
 from tiers import params
 
 
@@ -50,14 +50,30 @@ def _number(word: str) -> int | str:
 
 
 def test_every_signature_has_a_representative():
-    """The fast tier runs every configuration of one case of each signature, and something of every case."""
-    fast = [run for run in runs() if run.is_fast]
+    """The fast tier runs every method that a case of each signature can run, and something of every case."""
     for ranks in CASES:
-        every = {signatures.of_case(run.case) for run in runs() if run.ranks == ranks}
-        full = {
-            signatures.of_case(case)
-            for case in CASES[ranks]
-            if {run for run in runs() if run.ranks == ranks and run.case == case} <= set(fast)
-        }
-        assert every == full
+        here = [run for run in runs() if run.ranks == ranks]
+        for signature, representative in signatures.representatives(CASES[ranks]).items():
+            of_it = [run for run in here if run.case == representative]
+            fast = [run for run in of_it if run.is_fast]
+            wanted = [dict(run.degrees) for run in of_it if dict(run.degrees) in METHODS[ranks]]
+            assert wanted and all(degrees in [dict(run.degrees) for run in fast] for degrees in wanted), (
+                signature
+            )
+    fast = [run for run in runs() if run.is_fast]
     assert {run.case for run in fast} == {case for cases in CASES.values() for case in cases}
+
+
+def test_the_fast_tier_has_every_method():
+    """Every degree, exact and stale pipelines, and every way to cut matrices, of several families each."""
+    fast = [run for run in runs() if run.is_fast]
+    for config in [config for configs in CONFIGURATIONS.values() for config in configs]:
+        for axis, degree in config.items():
+            if axis != "num_pipeline_patch":
+                assert len({run.case for run in fast if getattr(run.config, axis) == degree}) >= 5, axis
+    for stale in (False, True):
+        assert (
+            len({run.case for run in fast if run.config.pipefusion_degree > 1 and run.stale == stale}) >= 20
+        )
+    for turn in TURNS:
+        assert len({run.case for run in fast if dict(run.degrees) == turn}) >= 4

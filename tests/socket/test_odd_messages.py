@@ -66,7 +66,7 @@ SAMPLES = {
     "patches of 10^20": ({"num_pipeline_patch": 10**20}, "at most 4096"),
     "warmup of 10^20": ({"warmup_steps": 10**20}, "at most 10000"),
     "a sampler of 100,000 characters": ({"sampler": "e" * 100_000}, "not supported"),
-    "prompts of lists": ({"prompts": {"positive": {"strength": []}}}, "tell the numbers"),
+    "prompts of lists": ({"prompts": {"positive": {"strength": []}}}, "give the numbers"),
     "latents of words": ({"latent_shapes": ["a"]}, "wants 16 channels"),
     "latents without end": ({"latent_shapes": [[10**20] * 3] * 5000}, "wants 16 channels"),
 }
@@ -191,7 +191,7 @@ def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):  # noqa: F811
         ({"latent": [16, 10**20, 8]}, "sides of at most"),
         ({"latent": [16.0, 8, 8]}, "is to describe|to describe has shape"),
         ({"text_rows": 10**20}, "at most 65536 rows"),
-        ({"prompts": 10**20}, "tell one or two"),
+        ({"prompts": 10**20}, "give one or two"),
         ({"num_pipeline_patch": 10**9}, "more than the 16 tokens"),
         ({"num_pipeline_patch": 10**9, "latent": [16, 65536, 65536]}, "use at most 4096"),
         ({"stale_kv": "\ud800"}, "stale_kv is"),

@@ -5,6 +5,8 @@ import importlib
 import json
 import multiprocessing
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -47,7 +49,7 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: object, second
     folder = folder / f"{program} {ranks}"
     folder.mkdir()
     out = folder / "found.json"
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+    store = _loopback_store()  # where the ranks meet
     context = start_processes(
         _rank,
         (program, ranks, store.port, folder, (*arguments, str(out))),
@@ -72,12 +74,22 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: object, second
     return json.loads(out.read_text())
 
 
+def _loopback_store() -> TCPStore:
+    """A store that only processes of this machine reach: by itself it would listen on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 @cache
 def fork_server():
     """Start the process that ranks are forked from. It has no threads yet, and none of this one's state but
     the environment: kernels and threads are those that the tests are run with."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    folders = [TESTS.parent, TESTS, TESTS / "support"]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=path, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
 
@@ -96,6 +108,7 @@ def _rank(rank: int, program: str, world: int, port: int, folder: Path, argument
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    assert program in sys.modules, f"the fork server could not import {program}"
     importlib.import_module(program).main(*arguments)
 
 
