@@ -5,13 +5,12 @@ The prompt is Gemma's, after a projection in the text encoder's file; the connec
 this one, as in ComfyUI.
 """
 
-import json
-
 import torch
 import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
+from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
     Attention,
@@ -187,12 +186,12 @@ def config_from_shapes(shapes):
 
 def metadata(strings):
     """Lightricks' own configuration."""
-    stated = json.loads(strings.get("config", "{}")).get("transformer", {})
+    stated = transformer_config(strings)
     precision = stated.get("frequencies_precision")
     found = {
         "rope_type": stated.get("rope_type"),
-        "cross_attn_timestep_scale_multiplier": stated.get("av_ca_timestep_scale_multiplier"),
-        "timestep_scale_multiplier": stated.get("timestep_scale_multiplier"),
+        "cross_attn_timestep_scale_multiplier": multiplier(stated, "av_ca_timestep_scale_multiplier"),
+        "timestep_scale_multiplier": multiplier(stated, "timestep_scale_multiplier"),
         "rope_double_precision": None if precision is None else precision == "float64",
     }
     return {name: value for name, value in found.items() if value is not None}
