@@ -81,8 +81,9 @@ def first_hunyuan_dit(config: dict) -> dict:
 
 
 def kandinsky5_scale(config: dict) -> dict:
-    """Return the scale of positions that Kandinsky 5's models of single images have."""
-    return {} if config["visual_cond"] else {"rope_scale_factor": [1.0, 1.0, 1.0]}
+    """Return the scale of positions that Kandinsky 5's models of single images have, by channels or width."""
+    is_video = config["visual_cond"] and config["model_dim"] != 2560
+    return {} if is_video else {"rope_scale_factor": [1.0, 1.0, 1.0]}
 
 
 def minimax_h3_curves(config: dict) -> dict:
