@@ -1,13 +1,16 @@
 """PixArt-alpha and PixArt-sigma: 28 blocks, noise prediction on a discrete schedule, the prompt read through
 cross-attention."""
 
-from math import isqrt
+from dataclasses import asdict
+from functools import lru_cache
+from math import inf, isqrt
 
 import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
+from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
-from .discrete_schedule import DiscreteSchedule
+from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
 
@@ -32,6 +35,50 @@ def prepare(transformer, grid):
 def patch_module(transformer, config):
     """Keep the position scale of a file that has its table."""
     transformer.pos_embed.stated_scale = config.get("position_scale")
+
+
+def pipeline_entries(pipeline):
+    """The noise schedule and the scale of latents that a pipeline's folder states, None where it does not;
+    no folder has a table of positions. Raises UnsupportedError where it predicts anything but noise."""
+    return {
+        "schedule": _stated_schedule(pipeline.get("scheduler")),
+        "latent_scale": _stated_scale(pipeline.get("vae", {})),
+        "position_scale": None,
+    }
+
+
+def _stated_schedule(scheduler):
+    if scheduler is None:
+        return None
+    schedule = of_scheduler(scheduler)
+    if schedule is None or prediction(scheduler) != "eps":
+        raise UnsupportedError(
+            f"the pipeline's scheduler ({quoted(scheduler.get('_class_name'))}) is for a model that predicts "
+            f"{prediction(scheduler)}, and PixArt predicts noise; use the folder's own scheduler, with the "
+            f"prediction_type epsilon."
+        )
+    return asdict(schedule)
+
+
+def _stated_scale(vae):
+    scale = vae.get("scaling_factor")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < inf):
+        raise UnsupportedError(
+            f"the scaling_factor of the pipeline's VAE is {quoted(scale)}, and it is a number above 0; "
+            f"download the folder again."
+        )
+    return scale
+
+
+@lru_cache(maxsize=8)
+def _schedule_of(**entries):
+    return DiscreteSchedule(**entries)
+
+
+def schedule(config):
+    """The noise levels of timesteps: those of the pipeline's folder, or of the released models."""
+    stated = config.get("schedule")
+    return _schedule_of(**stated) if stated else SCHEDULE
 
 
 def is_alpha(config):
@@ -116,7 +163,7 @@ FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",
     latent=Latent(frames=False),
-    noise=Noise(prediction="eps", schedule=lambda config: SCHEDULE),
+    noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
@@ -124,6 +171,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    build=Build(patch_module=patch_module),
+    build=Build(patch_module=patch_module, pipeline=pipeline_entries),
     layout=LAYOUT,
 )
