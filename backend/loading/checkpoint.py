@@ -256,6 +256,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
         for key in files.shapes
         if key.startswith(theirs)
     }
+    config |= family.build.pipeline(pipeline)
     family = family.of(config)
     return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
 

@@ -9,6 +9,9 @@ from ..errors import UnsupportedError
 from ..models import family_of_class
 from .regular_files import read_json
 
+#: norm_type of folders that say Transformer2DModel, a class that diffusers divided later -> their class now.
+DIVIDED = {"ada_norm_single": "PixArtTransformer2DModel", "ada_norm_zero": "DiTTransformer2DModel"}
+
 
 def transformer_class(folder: Path, config: dict) -> type:
     """Return the diffusers class that ``config`` (config.json of ``folder``) names.
@@ -17,6 +20,8 @@ def transformer_class(folder: Path, config: dict) -> type:
     """
     name = config.get("_class_name")
     name = name if isinstance(name, str) and name.isidentifier() else ""
+    if name == "Transformer2DModel":
+        name = DIVIDED.get(str(config.get("norm_type")), name)
     cls = getattr(diffusers, name, None)
     if cls is None or ("Transformer" not in name and family_of_class(name) is None):
         what = f"the folder {folder} holds a {name[:80] or 'model without a class name'}"

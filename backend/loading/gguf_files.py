@@ -47,10 +47,9 @@ class GGUFFile:
             )
         self.bytes_read = 0
         self.name = path.name
-        self.metadata: Mapping[str, str] = {}
         self.size = path.stat().st_size
         check_gguf(path)
-        self._stored = _open(path)
+        self._stored, self.metadata = _open(path)
         check_names(self.name, self._stored)
         self.shapes: Shapes = {key: stored.shape for key, stored in self._stored.items()}
 
@@ -95,7 +94,8 @@ class GGUFFile:
         return values
 
 
-def _open(path: Path) -> dict[str, Stored]:
+def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
+    """Return the tensors, and the strings of the metadata, which say what those of safetensors say."""
     import gguf
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
@@ -106,6 +106,11 @@ def _open(path: Path) -> dict[str, Stored]:
             name.removeprefix(SHAPE): tuple(field.contents())
             for name, field in reader.fields.items()
             if name.startswith(SHAPE)
+        }
+        strings = {
+            name: bytes(field.parts[field.data[0]]).decode(errors="replace")
+            for name, field in reader.fields.items()
+            if field.types == [gguf.GGUFValueType.STRING]
         }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise unreadable(path.name, "GGUF", reason(error)) from None
@@ -127,4 +132,4 @@ def _open(path: Path) -> dict[str, Stored]:
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         data = torch.from_numpy(reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
         found[tensor.name] = Stored(kind, shape, data, block, size)
-    return found
+    return found, strings

@@ -1,13 +1,23 @@
 """Noise levels of 1000 discrete timesteps, as ComfyUI computes them (ModelSamplingDiscrete)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError, quoted
+
 #: Terminal alpha of a schedule of zero terminal SNR: not zero, so that sigma is finite.
 LAST_ALPHA = 4.8973451890853435e-08
+
+#: diffusers' name of a schedule of betas -> ComfyUI's.
+BETA_SCHEDULES = {"scaled_linear": "linear", "linear": "sqrt_linear"}
+#: diffusers' name of a prediction -> a name of prediction.PREDICTIONS.
+PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}
+#: Most timesteps of a schedule; published ones have 1000.
+MOST_STEPS = 16_384
 
 
 @dataclass(frozen=True)
@@ -49,3 +59,39 @@ class DiscreteSchedule:
         """Does sampling that starts at ``sigma`` start from pure noise?"""
         highest = self.sigmas[-1].item()
         return sigma > highest or abs(sigma - highest) <= 1e-5 * max(sigma, highest)
+
+
+def prediction(scheduler: Mapping | None) -> str:
+    """Return what a model with a pipeline's scheduler_config.json predicts; UnsupportedError for others."""
+    if not scheduler or "FlowMatch" in str(scheduler.get("_class_name", "")):
+        return "flow"
+    stated = scheduler.get("prediction_type", "epsilon")
+    if stated not in PREDICTIONS:
+        what = f"the pipeline's scheduler predicts {quoted(stated)}"
+        raise UnsupportedError(f"{what}; epsilon, v_prediction and flow are supported.")
+    return PREDICTIONS[stated]
+
+
+def of_scheduler(scheduler: Mapping | None) -> DiscreteSchedule | None:
+    """Return the schedule of a pipeline's scheduler_config.json; None for flow models and without one.
+
+    Raises UnsupportedError for a schedule that is not known.
+    """
+    if scheduler is None or prediction(scheduler) == "flow":
+        return None
+    curve = scheduler.get("beta_schedule", "linear")
+    if curve not in BETA_SCHEDULES:
+        what = f"the pipeline's scheduler has the beta_schedule {quoted(curve)}"
+        raise UnsupportedError(f"{what}; {', '.join(BETA_SCHEDULES)} are supported.")
+    start = scheduler.get("beta_start", 0.0001)
+    end = scheduler.get("beta_end", 0.02)
+    steps = scheduler.get("num_train_timesteps", 1000)
+    numbers = all(isinstance(value, (int, float)) for value in (start, end))
+    if not (numbers and 0 < start <= end < 1 and isinstance(steps, int) and 1 < steps <= MOST_STEPS):
+        what = f"betas from {quoted(start)} to {quoted(end)} in {quoted(steps)} timesteps"
+        raise UnsupportedError(
+            f"the pipeline's scheduler has {what}; betas rise between 0 and 1 in {MOST_STEPS:,} timesteps at "
+            f"most: download the folder again."
+        )
+    is_rescaled = bool(scheduler.get("rescale_betas_zero_snr"))
+    return DiscreteSchedule(start, end, BETA_SCHEDULES[curve], is_rescaled, steps)

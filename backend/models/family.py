@@ -171,6 +171,10 @@ class Cache:
     static_text: bool = False
 
 
+def _no_entries(pipeline) -> dict:
+    return {}
+
+
 @dataclass(frozen=True)
 class Build:
     """How the diffusers class becomes the family's transformer.
@@ -179,11 +183,13 @@ class Build:
     diffusers class fixes, and modules that compute otherwise in ComfyUI.
     float32: parameters (patterns) that stay in float32 whatever the precision of the others.
     only: config entry -> (the value that is supported, what models with another one are).
+    pipeline: configurations next to a folder's transformer ("scheduler", "vae") -> entries of the config.
     """
 
     patch_module: Callable[[nn.Module, Config], None] | None = None
     float32: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = _no_entries
 
     def is_float32(self, name: str) -> bool:
         """Does the parameter ``name`` stay in float32?"""

@@ -19,6 +19,8 @@ from .key_layout import Layout, blocks_of
 MOST, MOST_TEXT = 128, 1024
 #: Latent pixels from which pro models of this width stretch positions further.
 PRO, LARGE = 4096, 14080
+#: Width of the lite image models, of which the one that edits images has the channels of a video model.
+LITE_IMAGE = 2560
 
 
 class Exact(Kandinsky5AttnProcessor):
@@ -51,7 +53,7 @@ def patch_module(transformer, config):
 
 def stretch(config, grid):
     """By what positions (t, y, x) are divided: 1 for images."""
-    if not config["visual_cond"]:
+    if not config["visual_cond"] or config["model_dim"] == LITE_IMAGE:
         return (1.0, 1.0, 1.0)
     side = 3.16 if config["model_dim"] == PRO and grid.extent[1] * grid.extent[2] >= LARGE else 2.0
     return (1.0, side, side)

@@ -5,13 +5,12 @@ The prompt is Gemma's, after a projection in the text encoder's file; the connec
 this one, as in ComfyUI.
 """
 
-import json
-
 import torch
 import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
+from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
     Attention,
@@ -134,8 +133,9 @@ def refusal(config, grid, cond):
     finished = is_finished(config, cond)
     if not finished and not config.get("connectors"):
         return (
-            f"the prompt has not been through the connectors (width {width}), and a diffusers folder of the "
-            f"transformer alone has none; choose the pipeline's folder, or ComfyUI's single file."
+            f"the prompt has not been through the connectors (width {width}), and this model is the "
+            f"transformer alone, which has none; choose a file with everything or the diffusers pipeline's "
+            f"folder, or give LTX-2's text encoder its connectors as the second file of DualCLIPLoader."
         )
     if not finished and "attention_mask" in cond:
         return (
@@ -146,15 +146,21 @@ def refusal(config, grid, cond):
 
 
 HEADS = 32
+#: Width of the released models, which all have a cross-modal multiplier of 1000, as diffusers' default.
+#: ComfyUI's default is 1, which smaller ones have where no header says otherwise.
+RELEASED_WIDTH = 4096
 
 
 def config_from_shapes(shapes):
-    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in released files."""
+    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in released files. Files of the
+    transformer alone have no connectors."""
     hidden, channels = shapes["patchify_proj.weight"]
     audio, audio_channels = shapes["audio_patchify_proj.weight"]
     gated = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes
     modulated = shapes["transformer_blocks.0.scale_shift_table"][0] == 9
     caption = shapes.get("caption_projection.linear_1.weight")
+    names = [f"{kind}_embeddings_connector" for kind in ("video", "audio")]
+    has_connectors = all(f"{name}.learnable_registers" in shapes for name in names)
     return dict(
         in_channels=channels,
         out_channels=shapes["proj_out.weight"][0],
@@ -180,19 +186,19 @@ def config_from_shapes(shapes):
         rope_type="split",
         rope_double_precision=True,
         timestep_scale_multiplier=1000,
-        cross_attn_timestep_scale_multiplier=1,
-        connectors=[connector(shapes, f"{kind}_embeddings_connector") for kind in ("video", "audio")],
+        cross_attn_timestep_scale_multiplier=1000 if hidden == RELEASED_WIDTH else 1,
+        connectors=[connector(shapes, name) for name in names] if has_connectors else [],
     )
 
 
 def metadata(strings):
     """Lightricks' own configuration."""
-    stated = json.loads(strings.get("config", "{}")).get("transformer", {})
+    stated = transformer_config(strings)
     precision = stated.get("frequencies_precision")
     found = {
         "rope_type": stated.get("rope_type"),
-        "cross_attn_timestep_scale_multiplier": stated.get("av_ca_timestep_scale_multiplier"),
-        "timestep_scale_multiplier": stated.get("timestep_scale_multiplier"),
+        "cross_attn_timestep_scale_multiplier": multiplier(stated, "av_ca_timestep_scale_multiplier"),
+        "timestep_scale_multiplier": multiplier(stated, "timestep_scale_multiplier"),
         "rope_double_precision": None if precision is None else precision == "float64",
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -216,7 +222,6 @@ LAYOUT = Layout(
         "audio_patchify_proj.weight",
         "audio_adaln_single.linear.weight",
         "transformer_blocks.0.audio_to_video_attn.q_norm.weight",
-        "audio_embeddings_connector.learnable_registers",
     ),
     config=config_from_shapes,
     metadata=metadata,

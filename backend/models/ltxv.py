@@ -1,11 +1,10 @@
 """LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token,
 the prompt read through cross-attention."""
 
-import json
-
 import torch
 
 from .blocks import APART, Blocks
+from .common.header_config import transformer_config
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
@@ -90,7 +89,7 @@ def config_from_shapes(shapes):
 
 def metadata(strings):
     """Lightricks' own configuration tells of causal positions (since 0.9.5), which no shape shows."""
-    stated = json.loads(strings.get("config", "{}")).get("transformer", {})
+    stated = transformer_config(strings)
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 
 

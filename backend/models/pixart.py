@@ -1,28 +1,84 @@
 """PixArt-alpha and PixArt-sigma: 28 blocks, noise prediction on a discrete schedule, the prompt read through
 cross-attention."""
 
+from dataclasses import asdict
+from functools import lru_cache
+from math import inf, isqrt
+
 import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
+from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
-from .discrete_schedule import DiscreteSchedule
-from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
 
 
 def prepare(transformer, grid):
-    """ComfyUI scales the position table with the latent's size; diffusers keeps the trained one."""
+    """ComfyUI scales the position table with the latent's size, or as patch_module found it; diffusers keeps
+    the trained one."""
     embed, (height, width) = transformer.pos_embed, grid.padded.shape[1:]
     middle = (height + width) // 2
+    scale = embed.stated_scale or max(round(middle / 64), 1)
     table = get_2d_sincos_pos_embed(
         embed.proj.out_channels,
         grid.counts[1:],
-        interpolation_scale=max(round(middle / 64), 1),
+        interpolation_scale=scale,
         base_size=max(round(middle / 64) * 64 // embed.patch_size, 1),
         output_type="pt",
     )
     embed.pos_embed = table.float().unsqueeze(0).to(embed.pos_embed.device)
     embed.height, embed.width = grid.counts[1:]
+
+
+def patch_module(transformer, config):
+    """Keep the position scale of a file that has its table."""
+    transformer.pos_embed.stated_scale = config.get("position_scale")
+
+
+def pipeline_entries(pipeline):
+    """The noise schedule and the scale of latents that a pipeline's folder states, None where it does not;
+    no folder has a table of positions. Raises UnsupportedError where it predicts anything but noise."""
+    return {
+        "schedule": _stated_schedule(pipeline.get("scheduler")),
+        "latent_scale": _stated_scale(pipeline.get("vae", {})),
+        "position_scale": None,
+    }
+
+
+def _stated_schedule(scheduler):
+    if scheduler is None:
+        return None
+    schedule = of_scheduler(scheduler)
+    if schedule is None or prediction(scheduler) != "eps":
+        raise UnsupportedError(
+            f"the pipeline's scheduler ({quoted(scheduler.get('_class_name'))}) is for a model that predicts "
+            f"{prediction(scheduler)}, and PixArt predicts noise; use the folder's own scheduler, with the "
+            f"prediction_type epsilon."
+        )
+    return asdict(schedule)
+
+
+def _stated_scale(vae):
+    scale = vae.get("scaling_factor")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < inf):
+        raise UnsupportedError(
+            f"the scaling_factor of the pipeline's VAE is {quoted(scale)}, and it is a number above 0; "
+            f"download the folder again."
+        )
+    return scale
+
+
+@lru_cache(maxsize=8)
+def _schedule_of(**entries):
+    return DiscreteSchedule(**entries)
+
+
+def schedule(config):
+    """The noise levels of timesteps: those of the pipeline's folder, or of the released models."""
+    stated = config.get("schedule")
+    return _schedule_of(**stated) if stated else SCHEDULE
 
 
 def is_alpha(config):
@@ -50,8 +106,11 @@ HEADS = 16
 
 
 def config_from_shapes(shapes):
-    """Arguments of PixArtTransformer2DModel."""
+    """Arguments of PixArtTransformer2DModel, and position_scale: some files keep their table of positions,
+    (1, tokens, width), by whose size ComfyUI scales positions at every size of the latent."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    table = shapes.get("pos_embed")
+    scale = None if table is None else max(isqrt(table[1]) * patch // 64, 1)
     return dict(
         num_attention_heads=HEADS,
         attention_head_dim=hidden // HEADS,
@@ -63,6 +122,7 @@ def config_from_shapes(shapes):
         patch_size=patch,
         caption_channels=shapes["y_embedder.y_proj.fc1.weight"][1],
         use_additional_conditions="csize_embedder.mlp.0.weight" in shapes,
+        position_scale=scale,
     )
 
 
@@ -103,7 +163,7 @@ FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",
     latent=Latent(frames=False),
-    noise=Noise(prediction="eps", schedule=lambda config: SCHEDULE),
+    noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
@@ -111,5 +171,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    build=Build(patch_module=patch_module, pipeline=pipeline_entries),
     layout=LAYOUT,
 )

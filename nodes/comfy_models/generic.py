@@ -33,19 +33,30 @@ class GenericModel(comfy.model_base.BaseModel):
         return found
 
 
+def discrete_settings(start: float, end: float, kind: str, zero_terminal_snr: bool, steps: int) -> dict:
+    """Return ComfyUI's sampling_settings of a noise schedule, by the names of backend's DiscreteSchedule."""
+    return {
+        "beta_schedule": kind,
+        "linear_start": start,
+        "linear_end": end,
+        "timesteps": steps,
+        "zsnr": zero_terminal_snr,
+    }
+
+
 def model_config(info: dict):
     """ComfyUI's description of a model, from Loaded.info of a fallback family."""
     scheduler = info["pipeline"].get("scheduler", {})
     vae = info["pipeline"].get("vae", {})
     settings = {"shift": scheduler.get("shift", 1.0)}
     if info["prediction"] != "flow":
-        settings = {
-            "beta_schedule": BETA_SCHEDULES[scheduler.get("beta_schedule", "linear")],
-            "linear_start": scheduler.get("beta_start", 0.0001),
-            "linear_end": scheduler.get("beta_end", 0.02),
-            "timesteps": scheduler.get("num_train_timesteps", 1000),
-            "zsnr": bool(scheduler.get("rescale_betas_zero_snr")),
-        }
+        settings = discrete_settings(
+            scheduler.get("beta_start", 0.0001),
+            scheduler.get("beta_end", 0.02),
+            BETA_SCHEDULES[scheduler.get("beta_schedule", "linear")],
+            bool(scheduler.get("rescale_betas_zero_snr")),
+            scheduler.get("num_train_timesteps", 1000),
+        )
     members = {
         "latent_format": staticmethod(lambda: _latent_format(info, vae)),
         "sampling_settings": settings,

@@ -23,7 +23,7 @@ from .latent_formats import LATENT_FORMATS
 from .qwen_image21 import QwenImage21
 from .sana import Sana
 from .unet_configs import UNET_CONFIGS
-from .unet_values import hidden, hunyuan_video_class, is_pixart_alpha, wan_class
+from .unet_values import hidden, hunyuan_video_class, pixart_class, wan_class
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ FAMILIES = {
     ),
     "chroma": Family("Chroma", linear_shift=True),
     "sd3": Family("SD3", needs=("pooled_output",)),
-    "pixart": Family(lambda config: "PixArtAlpha" if is_pixart_alpha(config) else "PixArtSigma"),
+    "pixart": Family(pixart_class),
     "hunyuan-dit": Family(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
@@ -186,6 +186,14 @@ def family_named(loaded: Loaded) -> Family:
     return FAMILIES[loaded.family]
 
 
+def _follow_folder(model_config: Any, config: dict):
+    """Take the noise schedule and the scale of latents that a pipeline's folder states, where it does."""
+    if config.get("schedule"):
+        model_config.sampling_settings = generic.discrete_settings(**config["schedule"])
+    if config.get("latent_scale"):
+        model_config.latent_format.scale_factor = config["latent_scale"]
+
+
 def weightless_patcher(
     loaded: Loaded,
     transformer: Callable[[torch.dtype, dict], torch.nn.Module] = ElsewhereModule,
@@ -205,6 +213,7 @@ def weightless_patcher(
         unet_config = UNET_CONFIGS[loaded.family](config)
         comfy_class = _supported_model(family.class_name(config))
         model_config = comfy_class({**unet_config, "disable_unet_model_creation": True})
+        _follow_folder(model_config, config)
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})

@@ -46,12 +46,22 @@ def is_pixart_alpha(config: dict) -> bool:
     return config["sample_size"] == 128 if explicit is None else explicit
 
 
+def is_of_pixart_alpha(config: dict) -> bool:
+    """Return whether a PixArt has Alpha's latents: also the one of 512 pixels, which is not told the size.
+    Its folder does not say whether it is told, as Sigma's do."""
+    return config["use_additional_conditions"] is not False
+
+
+def pixart_class(config: dict) -> str:
+    return "PixArtAlpha" if is_of_pixart_alpha(config) else "PixArtSigma"
+
+
 def pixart_image_model(config: dict) -> str:
-    return "pixart_alpha" if is_pixart_alpha(config) else "pixart_sigma"
+    return "pixart_alpha" if is_of_pixart_alpha(config) else "pixart_sigma"
 
 
 def pixart_text_length(config: dict) -> int:
-    return 120 if is_pixart_alpha(config) else 300
+    return 120 if is_of_pixart_alpha(config) else 300
 
 
 def sd3_text_embedder(config: dict) -> dict:
@@ -81,8 +91,9 @@ def first_hunyuan_dit(config: dict) -> dict:
 
 
 def kandinsky5_scale(config: dict) -> dict:
-    """Return the scale of positions that Kandinsky 5's models of single images have."""
-    return {} if config["visual_cond"] else {"rope_scale_factor": [1.0, 1.0, 1.0]}
+    """Return the scale of positions that Kandinsky 5's models of single images have, by channels or width."""
+    is_video = config["visual_cond"] and config["model_dim"] != 2560
+    return {} if is_video else {"rope_scale_factor": [1.0, 1.0, 1.0]}
 
 
 def minimax_h3_curves(config: dict) -> dict:

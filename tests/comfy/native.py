@@ -4,6 +4,7 @@ PARALLEL_DIT whose rank is this process."""
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 
 import torch
 from comfy_modules import ROOT, comfy_modules
@@ -32,14 +33,14 @@ with comfy_modules():
     from parallel_dit.nodes.host.handle import ParallelDiT
 
 
-def native_model(family: str) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's MODEL of a golden family."""
+def native_model(family: str, entries: Mapping = {}) -> comfy.model_patcher.ModelPatcher:
+    """ComfyUI's MODEL of a golden family, with other ``entries`` of its unet_config."""
     told = facts(family)
     skip_without_class(told["comfy_class"])
     state = weights_module().state_dict(told["shapes"])
     # what this version detects, at the tiny widths
     config = getattr(comfy.supported_models, told["comfy_class"])(
-        {**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"]}
+        {**comfy.model_detection.detect_unet_config(state, ""), **told["unet_config"], **entries}
     )
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model(state, "")

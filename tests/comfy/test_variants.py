@@ -1,12 +1,17 @@
 """Variants that have no golden latents, one model call each: ComfyUI's own module against the backend's, on
 the same random single file."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comfy_modules import comfy_modules
 from safetensors.torch import save_file
 
 from backend.loading.checkpoint import open_checkpoint
+from backend.models import kandinsky5 as kandinsky5_family
+from backend.models import pixart as pixart_family
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel.pipeline_stage import model_output
 
@@ -18,8 +23,9 @@ with comfy_modules():
     from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
     from comfy.ldm.kandinsky5.model import Kandinsky5
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
-    from comfy.ldm.pixart.pixartms import PixArtMS
+    from comfy.ldm.pixart.pixartms import PixArtMS, get_2d_sincos_pos_embed_torch
     from comfy.ldm.wan.model import WanModel
+    from comfy.model_detection import detect_unet_config
 
 HERE = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
 SIGMA = torch.tensor(0.7)
@@ -135,6 +141,20 @@ def ideogram4():
     )
 
 
+def pixart(**fields):
+    return PixArtMS(
+        patch_size=2,
+        in_channels=4,
+        hidden_size=144,
+        depth=2,
+        num_heads=16,
+        caption_channels=64,
+        model_max_length=12,
+        **fields,
+        **HERE,
+    )
+
+
 TEXT, VIDEO = {"c_crossattn": randn(1, 12, 64)}, randn(1, 16, 3, 9, 10)
 T5 = {
     "c_crossattn": randn(1, 77, 64),
@@ -153,18 +173,13 @@ VARIANTS = {
         {**TEXT, "y": randn(1, 32)},
     ),
     "pixart alpha": (
-        lambda: PixArtMS(
-            patch_size=2,
-            in_channels=4,
-            hidden_size=144,
-            depth=2,
-            num_heads=16,
-            caption_channels=64,
-            model_max_length=12,
-            micro_condition=True,
-            **HERE,
-        ),
+        lambda: pixart(micro_condition=True),
         randn(1, 4, 40, 48),
+        TEXT,
+    ),
+    "pixart sigma with its positions": (
+        lambda: pixart(micro_condition=False, pe_interpolation=2),
+        randn(1, 4, 64, 64),
         TEXT,
     ),
     "hunyuan-dit 1.1": (
@@ -197,6 +212,11 @@ VARIANTS = {
             "time_dim_replace": randn(1, 16, 1, 8, 10),
         },
     ),
+    "kandinsky 5 image to image": (
+        lambda: kandinsky5(rope_scale_factor=(1.0, 1.0, 1.0)),
+        randn(1, 16, 1, 8, 10),
+        {**TEXT, "y": randn(1, 32), "c_concat": (randn(1, 17, 1, 8, 10) > 0).float()},
+    ),
     "flux.2 klein": (klein, randn(1, 128, 7, 8), TEXT),
     "ideogram 4 with hidden rows": (
         ideogram4,
@@ -205,6 +225,8 @@ VARIANTS = {
     ),
     "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
 }
+#: Name -> what a file has besides the module's weights: the table of positions of 1024 pixels.
+FURTHER = {"pixart sigma with its positions": {"pos_embed": torch.zeros(1, 4096, 144)}}
 #: Families whose ComfyUI module takes the noise level itself, not a thousand times it.
 TAKE_SIGMA = ("flux2", "ideogram4")
 
@@ -221,11 +243,13 @@ def weights(module):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
-def test_one_call_is_comfyuis(name, tmp_path):
+def test_one_call_is_comfyuis(name, tmp_path, monkeypatch):
+    if name == "kandinsky 5 image to image":
+        monkeypatch.setattr(kandinsky5_family, "LITE_IMAGE", 256)  # which is told by its width
     build, latent, cond = VARIANTS[name]
     module = build().eval()
     module.load_state_dict(weights(module))
-    save_file(module.state_dict(), tmp_path / "variant.safetensors")
+    save_file(module.state_dict() | FURTHER.get(name, {}), tmp_path / "variant.safetensors")
     checkpoint = open_checkpoint(str(tmp_path / "variant.safetensors"))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     family, config, ours = checkpoint.family, checkpoint.config, checkpoint.empty
@@ -261,3 +285,49 @@ def test_one_call_is_comfyuis(name, tmp_path):
         **further,
     )
     assert ((grid.to_latent(out) - want).abs().max() / want.std()).item() < 1e-4
+
+
+@pytest.mark.parametrize("side", [64, 128, 192, 256])
+@pytest.mark.parametrize("table", [None, 1024, 4096, 16384])
+def test_pixarts_positions_are_comfyuis(table, side):
+    """At 512 to 2048 pixels, for files with a table of positions of 512, 1024 or 2048 pixels, or none."""
+    state = {"t_block.1.weight": torch.empty(0), "blocks.0.attn.qkv.weight": torch.empty(0)}
+    shapes = {
+        "x_embedder.proj.weight": (16, 4, 2, 2),
+        "final_layer.linear.weight": (32, 16),
+        "y_embedder.y_proj.fc1.weight": (16, 64),
+    }
+    if table is not None:
+        state["pos_embed"] = torch.empty(1, table, 16, device="meta")
+        shapes["pos_embed"] = (1, table, 16)
+    detected = detect_unet_config(state, "").get("pe_interpolation")
+    embed = SimpleNamespace(proj=SimpleNamespace(out_channels=16), patch_size=2, pos_embed=torch.empty(0))
+    transformer = SimpleNamespace(pos_embed=embed)
+    pixart_family.patch_module(transformer, pixart_family.config_from_shapes(shapes))
+    pixart_family.prepare(transformer, TokenGrid((4, side, side + 32), (1, 2, 2)))
+    middle = side + 16
+    want = get_2d_sincos_pos_embed_torch(
+        16,
+        h=side // 2,
+        w=side // 2 + 16,
+        pe_interpolation=detected or round(middle / 64),
+        base_size=round(middle / 64) * 64 // 2,
+    )
+    torch.testing.assert_close(embed.pos_embed[0], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("width, channels", [(1792, 132), (2560, 64), (2560, 132), (4096, 132)])
+def test_kandinskys_positions_are_comfyuis(width, channels):
+    """Of every released width, with the channels of images and of videos."""
+    sizes = {
+        "visual_embeddings.in_layer.bias": (width,),
+        "visual_embeddings.in_layer.weight": (width, channels),
+        "time_embeddings.in_layer.bias": (512,),
+        "visual_transformer_blocks.0.cross_attention.key_norm.weight": (128,),
+        "visual_transformer_blocks.0.feed_forward.in_layer.weight": (64, width),
+    }
+    state = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
+    default = inspect.signature(Kandinsky5).parameters["rope_scale_factor"].default
+    want = detect_unet_config(state, "").get("rope_scale_factor", default)
+    config = {"visual_cond": channels == 132, "model_dim": width}
+    assert kandinsky5_family.stretch(config, TokenGrid((16, 1, 64, 64), (1, 2, 2))) == want

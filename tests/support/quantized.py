@@ -139,6 +139,22 @@ def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Patt
     return values
 
 
+def write_plain_gguf(path: Path, state: dict, **strings: str) -> Path:
+    """A GGUF file of float32 tensors, with ``strings`` in its metadata."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "any")
+    for name, text in strings.items():
+        writer.add_string(name, text)
+    for key, tensor in state.items():
+        writer.add_tensor(key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 #: Where in a block its float16 scales are.
 SCALES_AT = {
     "Q2_K": (80, 82),

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import variants
+from diffusers.models.embeddings import PatchEmbed
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from flops import counted
 from safetensors.torch import save_file
-from tiny import as_folder, error_in_std, is_known_distance, relative, write_checkpoint
+from tiny import as_folder, error_in_std, facts, is_known_distance, relative, weights_module, write_checkpoint
 from tolerance import assert_same_bits
 
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import open_checkpoint
+from backend.models import kandinsky5
 from backend.models.discrete_schedule import DiscreteSchedule
+from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.block_cost import block_costs
 from backend.parallel.sequence import Span
@@ -395,3 +398,33 @@ def test_parts_stay_in_float32(family, kept, tmp_path):
     sample, latent = golden(f"{family}__euler_simple")
     samples, _ = engine.sample(sample, Callbacks())
     assert relative(to_vae_units(family, samples, sample.latent_shapes), latent) < 0.2
+
+
+@pytest.mark.parametrize("pixels", [512, 1024, 2048])
+def test_pixart_files_with_their_positions(pixels, tmp_path):
+    """At the size of their table, positions are those of diffusers' model of that size; at half of it, those
+    of its corner, as in ComfyUI. Without the table they would be twice or four times as far apart."""
+    side = pixels // 16
+    state = weights_module().state_dict(facts("pixart-sigma")["shapes"])
+    width = state["x_embedder.proj.weight"].shape[0]
+    save_file(state | {"pos_embed": torch.zeros(1, side**2, width)}, tmp_path / "file.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path / "file.safetensors"))
+    found = []
+    for count in (side, side // 2):
+        checkpoint.family.io.prepare(checkpoint.empty, TokenGrid((4, 2 * count, 2 * count), (1, 2, 2)))
+        found.append(checkpoint.empty.pos_embed.pos_embed)
+    trained = PatchEmbed(2 * side, 2 * side, 2, 4, width, interpolation_scale=pixels // 512).pos_embed
+    torch.testing.assert_close(found[0], trained)
+    if pixels > 512:  # ComfyUI's base is 32 tokens at least
+        corner = trained.view(side, side, -1)[: side // 2, : side // 2].flatten(0, 1)
+        torch.testing.assert_close(found[1][0], corner)
+
+
+@pytest.mark.parametrize(
+    "width, is_video, factor", [(2560, True, 1.0), (2560, False, 1.0), (1792, True, 2.0)]
+)
+def test_kandinskys_image_models_do_not_stretch_positions(width, is_video, factor):
+    """The lite model that edits images has a video model's channels; diffusers' pipelines of images and
+    ComfyUI divide by 1."""
+    config = {"visual_cond": is_video, "model_dim": width}
+    assert kandinsky5.stretch(config, TokenGrid((16, 1, 64, 64), (1, 2, 2))) == (1.0, factor, factor)

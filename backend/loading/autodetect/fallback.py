@@ -14,9 +14,9 @@ from functools import lru_cache
 
 import torch
 
-from ...errors import UnsupportedError, quoted, reason
+from ...errors import UnsupportedError, reason
 from ...models.blocks import Blocks
-from ...models.discrete_schedule import DiscreteSchedule
+from ...models.discrete_schedule import of_scheduler, prediction
 from ...models.family import Conditioning, Family, Latent, ModelIO, Noise
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
@@ -56,7 +56,7 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
     inputs = inputs_of(cls, config)
     probe = _Probe(cls, config, inputs)
     first = probe.run(*PROBES[0])
-    schedule = _schedule(scheduler)
+    schedule = of_scheduler(scheduler)
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
     # functions below must not hold on to the probe
@@ -78,7 +78,7 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
         name=cls.__name__,
         transformer=cls.__name__,
         latent=Latent(channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video),
-        noise=Noise(_prediction(scheduler), (lambda config: schedule) if schedule else None),
+        noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
         io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
         blocks=Blocks(lists={}, heads=lambda config: max(1, heads), head_size=lambda config: head_size),
         conditioning=Conditioning(
@@ -175,29 +175,3 @@ class _Probe:
                 f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed "
                 f"({type(error).__name__}: {reason(error)}); docs/adding_a_model.md says how to add a family."
             ) from error
-
-
-# ---------------------------------------------------------------------- what the output means
-def _prediction(scheduler: Mapping | None) -> str:
-    if not scheduler or "FlowMatch" in scheduler.get("_class_name", ""):
-        return "flow"
-    kinds = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}
-    kind = kinds.get(scheduler.get("prediction_type", "epsilon"))
-    if kind is None:
-        what = f"the pipeline's scheduler predicts {quoted(scheduler['prediction_type'])}"
-        raise UnsupportedError(f"{what}; epsilon, v_prediction and flow are supported.")
-    return kind
-
-
-def _schedule(scheduler: Mapping | None) -> DiscreteSchedule | None:
-    if scheduler is None or _prediction(scheduler) == "flow":
-        return None
-    kinds = {"scaled_linear": "linear", "linear": "sqrt_linear"}
-    curve = scheduler.get("beta_schedule", "linear")
-    if curve not in kinds:
-        what = f"the pipeline's scheduler has the beta_schedule {quoted(curve)}"
-        raise UnsupportedError(f"{what}; {', '.join(kinds)} are supported.")
-    start = scheduler.get("beta_start", 0.0001)
-    end = scheduler.get("beta_end", 0.02)
-    is_rescaled = bool(scheduler.get("rescale_betas_zero_snr"))
-    return DiscreteSchedule(start, end, kinds[curve], is_rescaled, scheduler.get("num_train_timesteps", 1000))

@@ -1,0 +1,80 @@
+"""What a file's header says of the model: the latent is that of ComfyUI's model with the same entries."""
+
+import json
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+from families import golden, load, to_vae_units
+from native import native_model
+from pairs import _conditioning, parts
+from quantized import write_plain_gguf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import GOLDEN, error_in_std, facts, weights_module
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
+
+with comfy_modules():
+    import comfy.sample
+    from comfy.nested_tensor import NestedTensor
+
+#: Golden family -> entries of the header's config.
+STATED = {
+    "ltxv": {"causal_temporal_positioning": True},
+    "ltx2": {"av_ca_timestep_scale_multiplier": 1000.0},
+}
+
+
+def native_latent(family: str) -> torch.Tensor:
+    """What ComfyUI's KSampler makes of the golden request with a model of these entries, packed."""
+    stored, shapes = load(f"{family}__euler_simple")
+    with safe_open(GOLDEN / f"{family}__euler_simple.safetensors", "pt") as file:
+        args = json.loads(file.metadata()["args"])
+    noise = stored["noise"]
+    if shapes:
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        noise = NestedTensor(
+            [part.reshape(1, *shape) for part, shape in zip(noise.split(sizes, dim=2), shapes)]
+        )
+    found = comfy.sample.sample(
+        native_model(family, STATED[family]),
+        noise,
+        args["steps"],
+        args["cfg"],
+        args["sampler"],
+        args["scheduler"],
+        _conditioning(stored, "positive"),
+        _conditioning(stored, "negative"),
+        noise * 0.0,
+        seed=args["seed"],
+        disable_pbar=True,
+    )
+    if not shapes:
+        return found
+    return torch.cat([part.flatten(1)[:, None] for part in parts(found)], dim=2)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("family", STATED)
+@torch.inference_mode()
+def test_a_header_is_read_as_comfyui_reads_it(family, form, tmp_path):
+    told = facts(family)
+    config = json.dumps({"transformer": told["unet_config"] | STATED[family]})
+    state = weights_module().state_dict(told["shapes"])
+    engine = Engine(ParallelConfig(), mesh.single())
+    path = tmp_path / f"model.{form}"
+    if form == "gguf":
+        pytest.importorskip("gguf")
+        write_plain_gguf(path, state, config=config)
+    else:
+        save_file(state, path, {"config": config})
+    engine.load("tiny", str(path), "default")
+    sample, plain = golden(f"{family}__euler_simple")
+    samples, _ = engine.sample(sample, Callbacks())
+    want = native_latent(family)
+    found = to_vae_units(family, samples, sample.latent_shapes)
+    assert error_in_std(found, want) <= 1e-4 < error_in_std(plain, want)

@@ -1,0 +1,121 @@
+"""Files of the transformer alone, and what a header says of the model that no tensor shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import golden, to_vae_units
+from quantized import write_plain_gguf
+from safetensors.torch import save_file
+from tiny import error_in_std, facts, weights_module, write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.models import ltx2
+from backend.models.common.ltx2_connectors import finish
+from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
+
+
+def write(folder: Path, form: str, state: dict, config: str | None) -> Path:
+    """A safetensors or GGUF file whose header has ``config``."""
+    path = folder / f"model.{form}"
+    metadata = {} if config is None else {"config": config}
+    if form == "gguf":
+        pytest.importorskip("gguf")
+        return write_plain_gguf(path, state, **metadata)
+    save_file(state, path, metadata or None)
+    return path
+
+
+def finished(prompt: torch.Tensor, path: Path) -> torch.Tensor:
+    """A prompt as ComfyUI's text encoder gives it where it has the connectors: theirs, side by side."""
+    checkpoint = open_checkpoint(str(path))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    config = checkpoint.config
+    parts = ltx2.widths(config)[1]
+    prompts = prompt.split(parts, dim=2) if prompt.shape[2] == sum(parts) else [prompt] * 2
+    names = ("caption_projection", "audio_caption_projection")
+    with torch.inference_mode():
+        return torch.cat(
+            [
+                finish(checkpoint.empty.get_submodule(name).connector, torch.nn.functional.pad(each, (0, 1)))
+                for name, each in zip(names, prompts)
+            ],
+            dim=2,
+        )
+
+
+@pytest.mark.parametrize("form, has_config", [("safetensors", False), ("gguf", True)])
+@pytest.mark.parametrize("family", ["ltx2", "ltx23"])
+def test_ltx2_of_the_transformer_alone(family, form, has_config, tmp_path):
+    """ComfyUI's text encoder finishes prompts where it is given the connectors: the latent is the golden
+    one. A prompt that nobody has finished is refused."""
+    whole = write_checkpoint(tmp_path / "whole.safetensors", family)
+    known = facts(family)
+    state = weights_module().state_dict(known["shapes"])
+    state = {name: value for name, value in state.items() if "embeddings_connector" not in name}
+    config = json.dumps({"transformer": known["unet_config"]}) if has_config else None
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path, form, state, config)), "default")
+    sample, latent = golden(f"{family}__euler_simple")
+    with pytest.raises(UnsupportedError, match="has not been through the connectors .*DualCLIPLoader"):
+        engine.check_sample(sample)
+    for branch in ("positive", "negative"):
+        prompt = sample.tensors[f"{branch}.c_crossattn"]
+        sample.tensors[f"{branch}.c_crossattn"] = finished(prompt, whole)
+        sample.tensors.pop(f"{branch}.unprocessed_ltxav_embeds", None)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent) <= 1e-4
+
+
+def test_released_ltx2_has_diffusers_multiplier():
+    """Where no header says it: 1000 at the released width, as in diffusers and in every released header."""
+    shapes = {name: tuple(shape) for name, shape in facts("ltx2")["shapes"].items()}
+    assert ltx2.config_from_shapes(shapes)["cross_attn_timestep_scale_multiplier"] == 1
+    shapes["patchify_proj.weight"] = (4096, 128)
+    assert ltx2.config_from_shapes(shapes)["cross_attn_timestep_scale_multiplier"] == 1000
+
+
+#: Golden family -> what the header of a released model says, and the entries of our configuration.
+STATED = {
+    "ltxv": ({"causal_temporal_positioning": True}, {"causal_temporal_positioning": True}),
+    "ltx2": (
+        {"av_ca_timestep_scale_multiplier": 1000.0, "frequencies_precision": "float32"},
+        {"cross_attn_timestep_scale_multiplier": 1000.0, "rope_double_precision": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", STATED)
+def test_a_gguf_header_says_what_a_safetensors_header_says(family, tmp_path):
+    state = weights_module().state_dict(facts(family)["shapes"])
+    stated, want = STATED[family]
+    config = json.dumps({"transformer": stated})
+    plain, other, gguf = (
+        open_checkpoint(str(write(tmp_path, form, state, text))).config
+        for form, text in (("safetensors", None), ("safetensors", config), ("gguf", config))
+    )
+    assert gguf == other == plain | want != plain
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[1]", "without an object that describes the transformer"),
+        ('{"transformer": 3}', "without an object that describes the transformer"),
+        ('{"transformer": {"timestep_scale_multiplier": 0}}', "timestep_scale_multiplier is 0, and it is a"),
+        ('{"transformer": {"timestep_scale_multiplier": "x"}}', "timestep_scale_multiplier is 'x'"),
+    ],
+)
+def test_damaged_headers_are_refused(config, words, form, tmp_path):
+    state = weights_module().state_dict(facts("ltx2")["shapes"])
+    with pytest.raises(UnsupportedError, match=words):
+        open_checkpoint(str(write(tmp_path, form, state, config)))
