@@ -1,5 +1,6 @@
-"""What the pack imports where, and what it says when a dependency is missing."""
+"""What the pack imports where, what it says when a dependency is missing, and its bundled workflows' files."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,14 @@ def test_missing_dependency(tmp_path, line, why):
     (tmp_path / "requirements.txt").write_text(f"numpy\n{line}  # {why}\n")
     with pytest.raises(MissingDependencyError, match=f'needs {line}, .*-m pip install "{line}"$'):
         require_dependencies(tmp_path / "requirements.txt")
+
+
+def test_every_template_is_a_graph_of_the_page():
+    """ComfyUI's page offers every workflows/*.json: a graph for /prompt among them would open empty."""
+    pages = {path.stem: json.loads(path.read_text()) for path in (ROOT / "workflows").glob("*.json")}
+    assert pages and all(page["nodes"] and page["links"] for page in pages.values())
+    prompts = {path.stem: json.loads(path.read_text()) for path in (ROOT / "workflows/api").glob("*.json")}
+    assert prompts.keys() == pages.keys()
+    for name, prompt in prompts.items():
+        nodes = {str(node["id"]): node["type"] for node in pages[name]["nodes"]}
+        assert {key: node["class_type"] for key, node in prompt.items()}.items() <= nodes.items(), name
