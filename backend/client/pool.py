@@ -32,6 +32,7 @@ class Backend:
         self.client = client
         self.process = process
         self.models: dict[tuple[str, str], str] = {}
+        self.closed = False
         self._busy = threading.Lock()
 
     @property
@@ -113,8 +114,18 @@ class Backend:
         finally:
             self._busy.release()
 
+    def loss(self) -> str:
+        """Return one sentence on why a backend that is not alive has ended between two requests; empty where
+        a request has said it already, or where we have closed it."""
+        if self.closed:
+            return ""
+        if self.process is None:
+            return f"The backend at {self.config.address} has hung up since the last run."
+        return self.process.failure_cause()
+
     def close(self):
         """Hang up, and end the processes where they are ours."""
+        self.closed = True
         if self.process is not None:
             self.process.close()
         self.client.close()
@@ -140,17 +151,19 @@ def allow(*folders: str | os.PathLike):
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 
-def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
+def backend_for(config: ParallelConfig, check=lambda: None, warn=lambda sentence: None) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.
 
-    Raises ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
+    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used. Raises
+    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
             return backend
+        _report_losses(warn)
         _drop(key)
         if config.address:
             backend = _connect(config)
@@ -178,6 +191,18 @@ def close_all():
     with _lock:
         for key in list(_backends):
             _drop(key)
+
+
+def _report_losses(warn):
+    """Say once of each backend that has ended by itself why it did, and keep its log."""
+    for key, backend in list(_backends.items()):
+        if backend.alive():
+            continue
+        loss = backend.loss()
+        if loss:
+            logging.warning("parallel-dit: %s", loss)
+            warn(loss)
+        _drop(key)
 
 
 def _drop(key: tuple):

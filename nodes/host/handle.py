@@ -18,6 +18,7 @@ from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
+from .progress import node_text
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
 #: Not empty while ``make_no_room`` runs.
@@ -79,7 +80,7 @@ def _load(
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
-    backend = backend_for(config, check)
+    backend = backend_for(config, check, warn=node_text())
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
 

@@ -2,6 +2,7 @@
 parent."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patc
     assert backend.client.request(protocol.Ping()).models == [request.model]
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + SOON
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert is_so()
 
 
 def steps_after_cancel(backend, request) -> tuple[int, float]:
@@ -137,6 +145,20 @@ def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, ra
     assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
 
 
+def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog):
+    os.kill(backend.welcome.pids[1], signal.SIGKILL)
+    wait_until(lambda: not backend.process.running)
+    told = []
+    fresh = pool.backend_for(CONFIG, warn=told.append)
+    assert len(told) == 1 and "rank 1 was killed by SIGKILL" in told[0] and str(backend.process.log) in told[0]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"parallel-dit: {told[0]}"
+    ]
+    assert backend.process.log.exists()
+    assert fresh.alive() and pool.backend_for(CONFIG, warn=told.append) is fresh and len(told) == 1
+    shutil.rmtree(backend.process.folder)
+
+
 PARENT = """
 import sys; sys.path.insert(0, {root!r})
 import os, time
@@ -166,7 +188,4 @@ def test_no_process_outlives_a_killed_parent():
     assert len(pids) == 3 and all(map(alive, pids))
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + SOON
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)))
