@@ -105,6 +105,11 @@ def launch_command(
     return [*agent, *rank, "--parent-pipe", "--models", *models]
 
 
+class ClosedError(BackendError):
+    """We end the backend ourselves, as at the end of this process, while another thread still waits for it:
+    no failure, and nothing to report."""
+
+
 class _NotReady(Exception):
     """Ends wait_ready at its deadline, from inside a connection's own wait."""
 
@@ -122,6 +127,7 @@ class BackendProcess:
         self.address = _free_address(self.folder)
         self._token = secrets.token_hex(32)
         self._client = None
+        self._closing = False
         # the ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
@@ -171,13 +177,20 @@ class BackendProcess:
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
-            raise BackendError(self.failure_cause()) from None
+            raise self.failure() from None
         except BackendError as error:
-            raise BackendError(self.failure_cause()) from error
+            raise self.failure() from error
 
     @property
     def running(self) -> bool:
         return self._agent.poll() is None
+
+    def failure(self) -> BackendError:
+        """Return the error for a request that the backend has not answered: its failure cause, or ClosedError
+        where we are ending it."""
+        if self._closing:
+            return ClosedError("The backend ends with the process that started it.")
+        return BackendError(self.failure_cause())
 
     def failure_cause(self) -> str:
         """Return one sentence on why the backend ended, once torchrun has written it."""
@@ -191,6 +204,7 @@ class BackendProcess:
 
     def close(self):
         """End every rank: ask, then close their pipe, then signal what is left. More than once is fine."""
+        self._closing = True
         atexit.unregister(self.close)
         if self._client is not None and not self._client.closed:
             try:
@@ -198,7 +212,7 @@ class BackendProcess:
                 self._wait(3)
             except BackendError:
                 pass  # it hung up first, which is what was asked for
-            self._client.close()
+            self._client.hang_up()  # not closed here: another thread may wait on it
         self._pipe.close()
         if not self._wait(3):
             self._agent.terminate()

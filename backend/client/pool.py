@@ -12,7 +12,7 @@ from .. import protocol
 from ..config import ConfigError, ParallelConfig
 from ..protocol import BackendError
 from .client import BackendClient
-from .launcher import BackendProcess
+from .launcher import BackendProcess, ClosedError
 
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
@@ -81,9 +81,13 @@ class Backend:
             self._busy.release()
 
     def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
-        """Sample as BackendClient does; name the rank and the reason where the backend ends."""
+        """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
+        this process ends it."""
         with self._busy:
-            return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+            try:
+                return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+            except ClosedError:
+                return None
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
@@ -139,7 +143,7 @@ class Backend:
         except BackendError as error:
             if self.process is None:
                 raise BackendError(f"{error}; the next run connects again.") from error
-            raise BackendError(self.process.failure_cause()) from error
+            raise self.process.failure() from error
         finally:
             if self.client.closed:
                 self.close()

@@ -14,6 +14,7 @@ import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.utils
 
+from ...backend.client.launcher import ClosedError
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Loaded
@@ -72,6 +73,15 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 
 def _load(
     config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
+) -> tuple[Backend, Loaded]:
+    try:
+        return _load_or_fail(config, path, weight_dtype, loras, make_room)
+    except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
+        raise comfy.model_management.InterruptProcessingException() from None
+
+
+def _load_or_fail(
+    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple, make_room: bool
 ) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tiny import error_in_std, to_vae_units
 
 from backend import protocol
 from backend.client import pool
+from backend.client.launcher import ClosedError
 from backend.config import ParallelConfig
 
 #: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
@@ -157,6 +160,29 @@ def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog)
     assert backend.process.log.exists()
     assert fresh.alive() and pool.backend_for(CONFIG, warn=told.append) is fresh and len(told) == 1
     shutil.rmtree(backend.process.folder)
+
+
+@pytest.mark.parametrize("waits", ["sample", "load"])
+def test_our_own_close_is_no_failure(backend, checkpoint, waits):
+    """As at ComfyUI's end: one thread waits for the ranks while another one ends them."""
+    request, _ = request_for(backend, checkpoint)
+    large = {key: torch.randn(1, 16, 64, 64) for key in ("noise", "latent")}
+    long = replace(request, tensors={**request.tensors, **large, "sigmas": torch.linspace(1, 0, 400)})
+    works = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        if waits == "sample":
+            waiting = threads.submit(backend.sample, long, lambda progress: works.set())
+        else:  # a load that waits behind it
+            backend.client.send(long)
+            waiting = threads.submit(backend.load, checkpoint, check=works.set)
+        assert works.wait(SOON)
+        backend.process.close()
+        if waits == "sample":
+            assert waiting.result(SOON) is None
+        else:
+            with pytest.raises(ClosedError):
+                waiting.result(SOON)
+    assert backend.loss() == "" and not backend.process.folder.exists()
 
 
 PARENT = """
