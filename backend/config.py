@@ -6,6 +6,8 @@ Shared by the nodes and the backend; standard library only.
 import math
 from dataclasses import asdict, dataclass, fields
 
+from .errors import SHORT
+
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
 AXES = {
     "dp": "data_parallel_degree",
@@ -38,6 +40,8 @@ LARGEST = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096
 
 class ConfigError(ValueError):
     """A ParallelConfig that cannot run; the message says what, why, the values and the remedy."""
+
+    __module__ = SHORT
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from backend.client.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
+from backend.config import ConfigError
+from backend.errors import UnsupportedError
+from backend.protocol import BackendError, ProtocolError, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_COMFY = [
@@ -41,6 +44,14 @@ def test_entry_imports_without_comfyui():
 def test_dependencies_are_all_here():
     require_dependencies()
     assert REQUIREMENTS == ROOT / "requirements.txt"
+
+
+@pytest.mark.parametrize(
+    "error", [BackendError, ConfigError, MissingDependencyError, ProtocolError, RefusedError, UnsupportedError]
+)
+def test_errors_are_shown_without_the_packs_path(error):
+    """ComfyUI's page writes module and class in front of a message, and a custom node's module is a path."""
+    assert f"{error.__module__}.{error.__qualname__}" == f"parallel_dit.{error.__name__}"
 
 
 @pytest.mark.parametrize("line, why", [("no-such-package>=1.2", "absent"), ("torch>=99", "too old")])
