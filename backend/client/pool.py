@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import torch
 
 from .. import protocol
-from ..config import ConfigError, ParallelConfig
+from ..config import ConfigError, ParallelConfig, in_words
 from ..protocol import BackendError
 from .client import BackendClient
 from .launcher import BackendProcess, ClosedError
@@ -270,6 +270,7 @@ def _connect(config: ParallelConfig) -> Backend:
     if runs != config.degrees:
         client.close()
         raise ConfigError(
-            f"the backend at {config.address} runs {runs}, not {config.degrees}; set the same degrees."
+            f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
+            f"{in_words(config.degrees)}; set the same degrees."
         )
     return Backend(config, client)

@@ -28,6 +28,7 @@ from .autodetect import fallback, inputs
 from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
+from .lora_keys import is_lora
 from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
@@ -268,6 +269,11 @@ def _open_single_file(path: Path) -> Checkpoint:
             shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
             return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
+    if is_lora(files.shapes):
+        raise UnsupportedError(
+            f"{path.name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
+            f"add it with Parallel LoRA, to the model that it was made for."
+        )
     checkpoint = _with_diffusers_names(path, files)
     if checkpoint is not None:
         return checkpoint

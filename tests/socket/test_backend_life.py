@@ -153,7 +153,9 @@ def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog)
     wait_until(lambda: not backend.process.running)
     told = []
     fresh = pool.backend_for(CONFIG, warn=told.append)
-    assert len(told) == 1 and "rank 1 was killed by SIGKILL" in told[0] and str(backend.process.log) in told[0]
+    assert (
+        len(told) == 1 and "rank 1 was killed by SIGKILL" in told[0] and str(backend.process.log) in told[0]
+    )
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"parallel-dit: {told[0]}"
     ]

@@ -47,7 +47,8 @@ def test_dependencies_are_all_here():
 
 
 @pytest.mark.parametrize(
-    "error", [BackendError, ConfigError, MissingDependencyError, ProtocolError, RefusedError, UnsupportedError]
+    "error",
+    [BackendError, ConfigError, MissingDependencyError, ProtocolError, RefusedError, UnsupportedError],
 )
 def test_errors_are_shown_without_the_packs_path(error):
     """ComfyUI's page writes module and class in front of a message, and a custom node's module is a path."""
