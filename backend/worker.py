@@ -299,7 +299,7 @@ HANDLERS = {
 
 
 def _reporter(job: Job):
-    """Return a callback that reports to the client how many values rank 0 has loaded."""
+    """Return a callback that reports to the client how many bytes of the file rank 0 has loaded."""
     rate = Previews(LOAD_SECONDS, time.monotonic)
 
     def report(done, total):

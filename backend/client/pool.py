@@ -4,6 +4,7 @@ otherwise. Imports neither ComfyUI nor torch.distributed."""
 import logging
 import os
 import threading
+import time
 from dataclasses import asdict, replace
 
 import torch
@@ -155,11 +156,17 @@ def allow(*folders: str | os.PathLike):
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 
-def backend_for(config: ParallelConfig, check=lambda: None, warn=lambda sentence: None) -> Backend:
+def backend_for(
+    config: ParallelConfig,
+    check=lambda: None,
+    warn=lambda sentence: None,
+    show=lambda line: None,
+) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.
 
-    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used. Raises
+    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used;
+    ``show`` gets a line on how long a launch has taken so far, as often as ``check`` is called. Raises
     ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
@@ -172,7 +179,7 @@ def backend_for(config: ParallelConfig, check=lambda: None, warn=lambda sentence
         if config.address:
             backend = _connect(config)
         else:
-            backend = _changed(config, check) or _launch(config, check)
+            backend = _changed(config, check) or _launch(config, check, show)
         _backends[key] = backend
         return backend
 
@@ -237,12 +244,19 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
     return None
 
 
-def _launch(config: ParallelConfig, check) -> Backend:
+def _launch(config: ParallelConfig, check, show) -> Backend:
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    began = time.monotonic()
+
+    def wait():
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s")
+        check()
+
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
     try:
-        return Backend(config, process.wait_ready(check=check), process)
+        return Backend(config, process.wait_ready(check=wait), process)
     except BaseException:
         process.close()
         raise

@@ -177,8 +177,8 @@ class Checkpoint:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers; return the bytes read.
 
         ``shards``: module -> the piece of its weight that this rank keeps and reads. ``held``: modules that
-        are loaded, or not, whichever block they are in. ``on_progress`` is given how many values of how many
-        are loaded.
+        are loaded, or not, whichever block they are in. ``on_progress`` is given how many bytes of how many
+        are loaded, as the files hold them.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
         modules = {name: name.rpartition(".")[0] for name in self.sources}
@@ -188,11 +188,12 @@ class Checkpoint:
         empty = self.empty.state_dict()
         done = 0
         total = sum(empty[name].numel() for name in wanted)
+        value_bytes = self.files.size / max(1, sum(map(math.prod, self.shapes.values())))
         for name in wanted:
             own_dtype = torch.float32 if self.family.build.is_float32(name) else dtype
             weights[name] = self.read(name, own_dtype, device, shards.get(modules[name]))
             done += weights[name].numel()
-            on_progress(done, total)
+            on_progress(round(done * value_bytes), round(total * value_bytes))
         self.empty.load_state_dict(weights, strict=False, assign=True)
         for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)

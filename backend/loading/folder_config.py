@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import diffusers
+import torch
 
 from ..errors import UnsupportedError
 from ..models import family_of_class
@@ -18,8 +19,8 @@ def transformer_class(folder: Path, config: dict) -> type:
     name = config.get("_class_name")
     name = name if isinstance(name, str) and name.isidentifier() else ""
     cls = getattr(diffusers, name, None)
-    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
-    if not is_model or ("Transformer" not in name and family_of_class(name) is None):
+    is_model = isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+    if cls is None or not is_model or ("Transformer" not in name and family_of_class(name) is None):
         what = f"the folder {folder} holds a {name[:80] or 'model without a class name'}"
         raise UnsupportedError(
             f"{what}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's "

@@ -183,8 +183,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done, or values of a Load; tensors may hold ``x0``, the latest denoised
-    prediction in the shape of the request's latent."""
+    """``step`` of ``total`` steps are done; in a Load, of the bytes that rank 0 reads of the files. tensors
+    may hold ``x0``, the latest denoised prediction in the shape of the request's latent."""
 
     step: int
     total: int

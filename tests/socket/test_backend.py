@@ -56,7 +56,7 @@ def test_a_model_of_nan_is_refused_by_name(backend, checkpoint, folder):
         backend.sample(replace(request, model=model), lambda progress: steps.append(progress.step))
     assert steps == [1, 2, 3, 4, 5, 6]
     with pytest.raises(protocol.RefusedError, match=what):
-        backend.sample(model_call(request, model, 1))
+        backend.sample(model_call(replace(request, model=model), "flux", 1))
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
 
 
@@ -98,7 +98,8 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
     loaded = backend.load(
         str(copy), on_progress=lambda progress: seen.append((progress.step, progress.total))
     )
-    assert seen[-1][0] == seen[-1][1] > 1e6 and seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] and seen == sorted(seen)
+    assert 0.4 < seen[-1][1] / copy.stat().st_size < 0.6  # bytes of the file; the other stage reads the rest
     ranks = loaded.info["ranks"]
     assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (1, 1)] and ranks[0]["blocks"][
         1

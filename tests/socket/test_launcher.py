@@ -119,7 +119,9 @@ def test_address_without_token(monkeypatch):
 
 
 def test_backend_is_reused_until_its_topology_changes(checkpoint):
-    first = pool.backend_for(TWO_RANKS)
+    lines = []
+    first = pool.backend_for(TWO_RANKS, show=lines.append)
+    assert lines[0] == "starting 2 ranks, 0 s" and lines == sorted(lines, key=lambda line: float(line[18:-2]))
     loaded = first.load(checkpoint)
     assert loaded.family == "flux" and first.load(checkpoint).model == loaded.model
     assert pool.backend_for(ParallelConfig(ulysses_degree=2, device="cpu", attention="sdpa")) is first

@@ -1,4 +1,4 @@
-"""What the pack imports where, what it says when a dependency is missing, and its bundled workflows' files."""
+"""What the pack imports where, what it says when a dependency is missing, and the bundled workflows."""
 
 import json
 import subprocess
