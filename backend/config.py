@@ -6,6 +6,8 @@ Shared by the nodes and the backend; standard library only.
 import math
 from dataclasses import asdict, dataclass, fields
 
+from .errors import SHORT
+
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
 AXES = {
     "dp": "data_parallel_degree",
@@ -38,6 +40,8 @@ LARGEST = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096
 
 class ConfigError(ValueError):
     """A ParallelConfig that cannot run; the message says what, why, the values and the remedy."""
+
+    __module__ = SHORT
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,7 @@ class ParallelConfig:
     @property
     def product(self) -> str:
         """The equation of the world size with its values, for messages."""
-        terms = " x ".join(
-            f"{field} {getattr(self, field)}" for field in AXES.values() if getattr(self, field) > 1
-        )
-        return f"{terms or 'every degree 1'} = {self.world_size} ranks"
+        return f"{in_words(self.degrees)} = {self.world_size} ranks"
 
     @property
     def stage_counts(self) -> list[int]:
@@ -282,6 +283,12 @@ class ParallelConfig:
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
                 f"at least one synchronous step to fill its key/value buffers."
             )
+
+
+def in_words(degrees: dict) -> str:
+    """Name the degrees above 1 of ``degrees`` (mesh axis -> size) as the inputs of Parallel Config do."""
+    terms = [f"{AXES.get(axis, axis)} {size}" for axis, size in degrees.items() if size != 1]
+    return " x ".join(terms) or "every degree 1"
 
 
 def _short(number: int) -> str:

@@ -31,7 +31,7 @@ from .sampling.model_call import OneCall, build_call, check_call, samples_of_rep
 from .sampling.model_runner import LoadedModel, Runner, running
 from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
-from .sampling.tensor_validation import check_numbers
+from .sampling.tensor_validation import check_numbers, check_result
 from .sampling.validation import check_family, check_model, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
 
@@ -290,6 +290,12 @@ class Engine:
         for axis in (mesh.cfg, mesh.dp):
             output = comm.gather(output, axis, "outputs")
         return output[:batch].cpu(), _statistics(started, runner)
+
+    def check_result(self, result: Tensor, name: str):
+        """Refuse what the model ``name`` has computed where no value of it is a number. Raises
+        UnsupportedError."""
+        model = self.models[name]
+        check_result(result, model.weights.checkpoint.name, model.dtype)
 
     def _loaded(self, name: str) -> LoadedModel:
         """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""

@@ -1,10 +1,15 @@
 """The error of everything that users can put right, and how words that are not ours stand in its message;
 standard library only."""
 
+#: Module of the errors that users see: ComfyUI's page writes it before the class, and the real one is a path.
+SHORT = "parallel_dit"
+
 
 class UnsupportedError(ValueError):
     """A request, file or model that cannot run; the message says what, why, the values and the remedy. The
     backend stays warm."""
+
+    __module__ = SHORT
 
 
 def quoted(value: object, limit: int = 80) -> str:

@@ -259,7 +259,17 @@ class Leader(Worker):
         except Stopped as stopped:
             job.reply(Cancelled(stopped.step))
             return
-        job.reply(Result(stats | previews.stats, {"samples": samples, **tensors}))
+        self.reply(job, message.model, Result(stats | previews.stats, {"samples": samples, **tensors}))
+
+    def reply(self, job: Job, model: str, result: Result):
+        """Reply with what all ranks have computed, or refuse it where no value is a number."""
+        try:
+            for computed in result.tensors.values():
+                self.engine.check_result(computed, model)
+        except UnsupportedError as error:
+            job.reply(Failure(str(error)))
+        else:
+            job.reply(result)
 
     def on_call(self, job: Job, message: ModelCall) -> Act:
         """Refuse a call that cannot run. Raises UnsupportedError."""
@@ -274,7 +284,7 @@ class Leader(Worker):
         """Call the model on all ranks."""
         self.dispatcher.broadcast(message)
         output, stats = self.engine.forward(message)
-        job.reply(Result(stats, {"output": output}))
+        self.reply(job, message.model, Result(stats, {"output": output}))
 
 
 #: Message of a client -> its handler, and what a refusal calls it.
@@ -289,7 +299,7 @@ HANDLERS = {
 
 
 def _reporter(job: Job):
-    """Return a callback that reports to the client how many values rank 0 has loaded."""
+    """Return a callback that reports to the client how many bytes of the file rank 0 has loaded."""
     rate = Previews(LOAD_SECONDS, time.monotonic)
 
     def report(done, total):

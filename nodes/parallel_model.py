@@ -24,6 +24,7 @@ from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
+from .host.progress import NodeStatus
 from .host.socket_types import ParallelDiTType
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
@@ -162,14 +163,18 @@ class RemoteTransformer(ElsewhereModule):
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
     def _output(self, backend: Backend, call: ModelCall) -> torch.Tensor:
+        with NodeStatus() as status:
+            return self._answer(backend, call, status)
+
+    def _answer(self, backend: Backend, call: ModelCall, status: NodeStatus) -> torch.Tensor:
         management = comfy.model_management
         result = None
         try:
-            result, holds = self._ask(backend, call)
+            result, holds = self._ask(backend, call, status)
             # the ranks are others, or have served others; or a prompt has changed a little
             if result is not None and ("missing" in result.stats or not holds):
                 self.cached_arguments.reset()
-                result, _ = self._ask(backend, call)
+                result, _ = self._ask(backend, call, status)
         finally:
             if result is None:
                 self.cached_arguments.reset()
@@ -178,12 +183,12 @@ class RemoteTransformer(ElsewhereModule):
             raise management.InterruptProcessingException()
         return result.tensors["output"]
 
-    def _ask(self, backend: Backend, call: ModelCall) -> tuple[Result | None, bool]:
+    def _ask(self, backend: Backend, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:
         """Return the result of the shortened call, and whether the ranks cache what it left out."""
         found = []
         result = backend.sample(
             self.cached_arguments.shortened(call),
-            should_cancel=comfy.model_management.processing_interrupted,
+            should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
         )
         return result, all(found)

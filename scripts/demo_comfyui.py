@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from comfy_server import CannotStart, ComfyServer
 
-WORKFLOW = ROOT / "workflows" / "demo.api.json"
+WORKFLOW = ROOT / "workflows" / "api" / "demo.json"
 #: Where a ComfyUI checkout usually has its own Python.
 PYTHONS = (".venv/bin/python", "venv/bin/python", "../python_embeded/python.exe")
 

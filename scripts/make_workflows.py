@@ -1,4 +1,4 @@
-"""Writes workflows/NAME.json, NAME.api.json and NAME.jpg for the families of workflow_recipes.py: one graph,
+"""Writes workflows/NAME.json, api/NAME.json and NAME.jpg for the families of workflow_recipes.py: one graph,
 so that its forms agree.
 
     make_workflows.py OBJECT_INFO [NAME...]
@@ -247,7 +247,7 @@ def main():
         title, note, graph = graph_of(name)
         page = page_form(title, note, graph, info)
         (FOLDER / f"{name}.json").write_text(json.dumps(page, indent=2) + "\n")
-        (FOLDER / f"{name}.api.json").write_text(
+        (FOLDER / "api" / f"{name}.json").write_text(
             json.dumps(
                 {key: {part: node[part] for part in ("class_type", "inputs")} for key, node in graph.items()},
                 indent=2,

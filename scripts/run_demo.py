@@ -110,7 +110,7 @@ def options() -> argparse.Namespace:
         "--comfyui",
         type=Path,
         metavar="PATH",
-        help="queue workflows/demo.api.json in this ComfyUI, headless, instead",
+        help="queue workflows/api/demo.json in this ComfyUI, headless, instead",
     )
     return parser.parse_args()
 

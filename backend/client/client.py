@@ -139,6 +139,13 @@ class BackendClient:
         self.close()  # readable with no request under way: the end of the stream, an error, or a last word
         return False
 
+    def hang_up(self):
+        """End both directions, from any thread; who waits for a reply gets BackendError and closes."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster, or it is closed
+
     def close(self):
         """Hang up; more than once is fine."""
         if not self.closed:
@@ -149,7 +156,7 @@ class BackendClient:
     def _greet(self, token: str, check) -> protocol.Welcome:
         """Shake hands (handshake.py): the backend proves itself before anything secret is sent."""
         # one deadline for all of it: a listener that sends a byte now and then must not keep us
-        deadline = threading.Timer(GREET_SECONDS, self._hang_up)
+        deadline = threading.Timer(GREET_SECONDS, self.hang_up)
         deadline.start()
         try:
             ours = handshake.new_nonce()
@@ -175,13 +182,6 @@ class BackendClient:
             what = f"it answered {type(reply).__name__} where {kind.__name__} belongs"
             raise BackendError(f"{what}; it is another program or another version")
         return reply
-
-    def _hang_up(self):
-        """End both directions, from another thread; the one that reads closes."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was faster
 
     def _cancel(self):
         self.send(protocol.Cancel())

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+from ..errors import SHORT
+
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
@@ -13,6 +15,8 @@ _IMPORT_NAMES = {"pillow": "PIL"}
 
 class MissingDependencyError(ImportError):
     """A package of requirements.txt is absent or too old; the message has the command that installs it."""
+
+    __module__ = SHORT
 
 
 def require_dependencies(requirements: Path = REQUIREMENTS):

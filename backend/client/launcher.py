@@ -5,11 +5,9 @@ import atexit
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -20,14 +18,13 @@ from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
 from .client import BackendClient
 from .exit_report import first_failure
+from .private_folder import PrivateFolder
 
 PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
-#: Longest path that every system takes for a unix socket.
-_LONGEST_SOCKET_PATH = 100
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -108,6 +105,11 @@ def launch_command(
     return [*agent, *rank, "--parent-pipe", "--models", *models]
 
 
+class ClosedError(BackendError):
+    """We end the backend ourselves, as at the end of this process, while another thread still waits for it:
+    no failure, and nothing to report."""
+
+
 class _NotReady(Exception):
     """Ends wait_ready at its deadline, from inside a connection's own wait."""
 
@@ -119,12 +121,13 @@ class BackendProcess:
     def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``."""
         self.models = frozenset(models)
-        self.folder = _private_folder()
+        self._private = PrivateFolder()
+        self.folder = self._private.path
         self.log = self.folder / "backend.log"
         self.address = _free_address(self.folder)
         self._token = secrets.token_hex(32)
         self._client = None
-        self._log_was_named = False
+        self._closing = False
         # the ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
         with open(self.log, "wb") as log:
@@ -161,7 +164,7 @@ class BackendProcess:
                 wait_on()
                 time.sleep(0.1)
         except _NotReady:
-            self._log_was_named = True
+            self._private.keep()
             raise BackendError(
                 f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}."
             ) from None
@@ -174,17 +177,24 @@ class BackendProcess:
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
-            raise BackendError(self.failure_cause()) from None
+            raise self.failure() from None
         except BackendError as error:
-            raise BackendError(self.failure_cause()) from error
+            raise self.failure() from error
 
     @property
     def running(self) -> bool:
         return self._agent.poll() is None
 
+    def failure(self) -> BackendError:
+        """Return the error for a request that the backend has not answered: its failure cause, or ClosedError
+        where we are ending it."""
+        if self._closing:
+            return ClosedError("The backend ends with the process that started it.")
+        return BackendError(self.failure_cause())
+
     def failure_cause(self) -> str:
         """Return one sentence on why the backend ended, once torchrun has written it."""
-        self._log_was_named = True
+        self._private.keep()
         try:
             self._agent.wait(EXIT_REPORT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -194,6 +204,7 @@ class BackendProcess:
 
     def close(self):
         """End every rank: ask, then close their pipe, then signal what is left. More than once is fine."""
+        self._closing = True
         atexit.unregister(self.close)
         if self._client is not None and not self._client.closed:
             try:
@@ -201,15 +212,14 @@ class BackendProcess:
                 self._wait(3)
             except BackendError:
                 pass  # it hung up first, which is what was asked for
-            self._client.close()
+            self._client.hang_up()  # not closed here: another thread may wait on it
         self._pipe.close()
         if not self._wait(3):
             self._agent.terminate()
             if not self._wait(8):
                 self._agent.kill()
         self._agent.wait()
-        if not self._log_was_named:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._private.close()
 
     def _wait(self, seconds: float) -> bool:
         try:
@@ -217,15 +227,6 @@ class BackendProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def _private_folder() -> Path:
-    """Make a folder that only this user can enter, with a path short enough for a socket."""
-    folder = tempfile.mkdtemp(prefix="parallel-dit-")
-    if len(folder) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="parallel-dit-", dir="/tmp")
-    return Path(folder)
 
 
 def _free_address(folder: Path) -> str:

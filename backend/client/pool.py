@@ -4,15 +4,16 @@ otherwise. Imports neither ComfyUI nor torch.distributed."""
 import logging
 import os
 import threading
+import time
 from dataclasses import asdict, replace
 
 import torch
 
 from .. import protocol
-from ..config import ConfigError, ParallelConfig
+from ..config import ConfigError, ParallelConfig, in_words
 from ..protocol import BackendError
 from .client import BackendClient
-from .launcher import BackendProcess
+from .launcher import BackendProcess, ClosedError
 
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
@@ -32,6 +33,7 @@ class Backend:
         self.client = client
         self.process = process
         self.models: dict[tuple[str, str], str] = {}
+        self.closed = False
         self._busy = threading.Lock()
 
     @property
@@ -80,9 +82,13 @@ class Backend:
             self._busy.release()
 
     def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
-        """Sample as BackendClient does; name the rank and the reason where the backend ends."""
+        """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
+        this process ends it."""
         with self._busy:
-            return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+            try:
+                return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+            except ClosedError:
+                return None
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
@@ -113,8 +119,18 @@ class Backend:
         finally:
             self._busy.release()
 
+    def loss(self) -> str:
+        """Return one sentence on why a backend that is not alive has ended between two requests; empty where
+        a request has said it already, or where we have closed it."""
+        if self.closed:
+            return ""
+        if self.process is None:
+            return f"The backend at {self.config.address} has hung up since the last run."
+        return self.process.failure_cause()
+
     def close(self):
         """Hang up, and end the processes where they are ours."""
+        self.closed = True
         if self.process is not None:
             self.process.close()
         self.client.close()
@@ -128,7 +144,7 @@ class Backend:
         except BackendError as error:
             if self.process is None:
                 raise BackendError(f"{error}; the next run connects again.") from error
-            raise BackendError(self.process.failure_cause()) from error
+            raise self.process.failure() from error
         finally:
             if self.client.closed:
                 self.close()
@@ -140,22 +156,30 @@ def allow(*folders: str | os.PathLike):
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 
-def backend_for(config: ParallelConfig, check=lambda: None) -> Backend:
+def backend_for(
+    config: ParallelConfig,
+    check=lambda: None,
+    warn=lambda sentence: None,
+    show=lambda line: None,
+) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.
 
-    Raises ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
+    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used;
+    ``show`` gets a line on how long a launch has taken so far, as often as ``check`` is called. Raises
+    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
             return backend
+        _report_losses(warn)
         _drop(key)
         if config.address:
             backend = _connect(config)
         else:
-            backend = _changed(config, check) or _launch(config, check)
+            backend = _changed(config, check) or _launch(config, check, show)
         _backends[key] = backend
         return backend
 
@@ -178,6 +202,18 @@ def close_all():
     with _lock:
         for key in list(_backends):
             _drop(key)
+
+
+def _report_losses(warn):
+    """Say once of each backend that has ended by itself why it did, and keep its log."""
+    for key, backend in list(_backends.items()):
+        if backend.alive():
+            continue
+        loss = backend.loss()
+        if loss:
+            logging.warning("parallel-dit: %s", loss)
+            warn(loss)
+        _drop(key)
 
 
 def _drop(key: tuple):
@@ -208,12 +244,19 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
     return None
 
 
-def _launch(config: ParallelConfig, check) -> Backend:
+def _launch(config: ParallelConfig, check, show) -> Backend:
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    began = time.monotonic()
+
+    def wait():
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s")
+        check()
+
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
     try:
-        return Backend(config, process.wait_ready(check=check), process)
+        return Backend(config, process.wait_ready(check=wait), process)
     except BaseException:
         process.close()
         raise
@@ -241,6 +284,7 @@ def _connect(config: ParallelConfig) -> Backend:
     if runs != config.degrees:
         client.close()
         raise ConfigError(
-            f"the backend at {config.address} runs {runs}, not {config.degrees}; set the same degrees."
+            f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
+            f"{in_words(config.degrees)}; set the same degrees."
         )
     return Backend(config, client)

@@ -28,6 +28,7 @@ from .autodetect import fallback, inputs
 from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
+from .lora_keys import is_lora
 from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
@@ -176,8 +177,8 @@ class Checkpoint:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers; return the bytes read.
 
         ``shards``: module -> the piece of its weight that this rank keeps and reads. ``held``: modules that
-        are loaded, or not, whichever block they are in. ``on_progress`` is given how many values of how many
-        are loaded.
+        are loaded, or not, whichever block they are in. ``on_progress`` is given how many bytes of how many
+        are loaded, as the files hold them.
         """
         absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
         modules = {name: name.rpartition(".")[0] for name in self.sources}
@@ -187,11 +188,12 @@ class Checkpoint:
         empty = self.empty.state_dict()
         done = 0
         total = sum(empty[name].numel() for name in wanted)
+        value_bytes = self.files.size / max(1, sum(map(math.prod, self.shapes.values())))
         for name in wanted:
             own_dtype = torch.float32 if self.family.build.is_float32(name) else dtype
             weights[name] = self.read(name, own_dtype, device, shards.get(modules[name]))
             done += weights[name].numel()
-            on_progress(done, total)
+            on_progress(round(done * value_bytes), round(total * value_bytes))
         self.empty.load_state_dict(weights, strict=False, assign=True)
         for buffer in self.empty.buffers():
             buffer.data = buffer.data.to(device)
@@ -269,6 +271,11 @@ def _open_single_file(path: Path) -> Checkpoint:
             shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
             return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
+    if is_lora(files.shapes):
+        raise UnsupportedError(
+            f"{path.name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
+            f"add it with Parallel LoRA, to the model that it was made for."
+        )
     checkpoint = _with_diffusers_names(path, files)
     if checkpoint is not None:
         return checkpoint

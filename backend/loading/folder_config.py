@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import diffusers
+import torch
 
 from ..errors import UnsupportedError
 from ..models import family_of_class
@@ -23,7 +24,8 @@ def transformer_class(folder: Path, config: dict) -> type:
     if name == "Transformer2DModel":
         name = DIVIDED.get(str(config.get("norm_type")), name)
     cls = getattr(diffusers, name, None)
-    if cls is None or ("Transformer" not in name and family_of_class(name) is None):
+    is_model = isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+    if cls is None or not is_model or ("Transformer" not in name and family_of_class(name) is None):
         what = f"the folder {folder} holds a {name[:80] or 'model without a class name'}"
         raise UnsupportedError(
             f"{what}, which is no transformer of diffusers {diffusers.__version__}; choose a pipeline's "

@@ -16,6 +16,24 @@ MOST_TENSORS = 32_768
 #: Files of a folder, and bytes of their index, which names every tensor.
 MOST_SHARDS = 1_024
 MOST_INDEX = 16 << 20
+#: Bytes that show what a file is.
+MOST_START = 64
+#: How other files begin that are saved under the name of a safetensors file, in lower case -> what they are
+#: -> what to do.
+OTHER_KINDS = (
+    ((b"<!doctype", b"<html", b"<?xml"), "a web page", "download the file itself, signed in if need be"),
+    (
+        (b"version https://git-lfs",),
+        "a Git LFS pointer, which stands for the file",
+        "run git lfs pull in its folder, or download the file itself",
+    ),
+    (
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"pk\x03\x04"),
+        "a pickle of PyTorch (.pt, .ckpt, .bin) or a zip archive",
+        "convert it, since such files can run code when they are opened",
+    ),
+    ((b"gguf",), "a GGUF file", "name it .gguf"),
+)
 #: Highest number of a block; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
 #: Parts of a name between dots; published ones have up to about ten.
@@ -31,7 +49,10 @@ def check_headers(paths: Iterable[Path]):
             header = int.from_bytes(file.read(8), "little")
             # sooner than by parsing; who writes it in another way is found by check_names
             tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
+            file.seek(0)
+            start = file.read(MOST_START)
         if size < 8 or header > size - 8:
+            _refuse_other_kinds(path.name, start)
             why = f"its header would have {header:,} bytes and the file has {size:,}"
             raise unreadable(path.name, "safetensors", why)
         total += header
@@ -42,6 +63,13 @@ def check_headers(paths: Iterable[Path]):
             )
         if tensors > MOST_TENSORS:
             raise _many(path.name, tensors)
+
+
+def _refuse_other_kinds(name: str, start: bytes):
+    """Say what a file is that begins with ``start`` and is no safetensors. Raises UnsupportedError."""
+    for beginnings, what, remedy in OTHER_KINDS:
+        if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(beginnings):
+            raise UnsupportedError(f"{quoted(name)} is {what} and no safetensors file; {remedy}.")
 
 
 def check_names(name: str, keys: Mapping[str, object]):

@@ -8,7 +8,7 @@ family needs code here.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,6 +172,11 @@ def _is_use(lora) -> bool:
     return False
 
 
+def is_lora(names: Collection[str]) -> bool:
+    """Return whether most tensors of a file have the names of a LoRA's factors."""
+    return 2 * sum(KEY.fullmatch(name) is not None for name in names) > len(names)
+
+
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
     """Open the LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names
     that in messages. Raises UnsupportedError where it names nothing of the transformer, has other sizes or an
@@ -201,10 +206,10 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
                 unmatched += roles.values()
     if not adapters:
         raise UnsupportedError(
-            f"the LoRA {where.name} has nothing for {model}: its keys begin with {some(files.shapes)}, while "
-            f"this model has modules like {targets.examples}, looked for with and without the prefixes "
-            f"diffusion_model., transformer., lora_unet_, lora_transformer_ and lycoris_; it was made for "
-            f"another model."
+            f"the LoRA {where.name} was made for another model and has nothing for {model}; choose a LoRA of "
+            f"this model. Its keys begin with {some(files.shapes)}, while this model has modules like "
+            f"{targets.examples}, looked for with and without the prefixes diffusion_model., transformer., "
+            f"lora_unet_, lora_transformer_ and lycoris_."
         )
     return Lora(path, adapters, unmatched)
 

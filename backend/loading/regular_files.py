@@ -21,10 +21,14 @@ def open_regular(path: Path) -> BinaryIO:
         raise UnsupportedError(f"{quoted(path.name)} cannot be opened ({reason(error)}).") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise UnsupportedError(
-            f"{quoted(path.name)} is no file but a folder, pipe, socket or device; choose a model's file."
-        )
+        raise not_regular(path)
     return os.fdopen(handle, "rb")
+
+
+def not_regular(path: Path) -> UnsupportedError:
+    """Return the refusal of what is there but has no bytes of its own."""
+    what = f"{quoted(path.name)} is not a regular file but a folder, pipe, socket or device"
+    return UnsupportedError(f"{what}; choose a model's file.")
 
 
 def check_regular(folder: Path):
@@ -40,13 +44,20 @@ def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
     with open_regular(path) as file:
         text = file.read(most + 1)
     if len(text) > most:
-        what = f"{quoted(path.name)} has more than {most:,} bytes"
+        what = f"{_with_folders(path)} has more than {most:,} bytes"
         raise UnsupportedError(f"{what}, which no configuration needs; download it again.")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = f"{quoted(path.name)} is no JSON ({reason(error)})"
+        why = f"{_with_folders(path)} is no JSON ({reason(error)})"
         raise UnsupportedError(f"{why}; download it again.") from None
     if not isinstance(found, dict):
-        raise UnsupportedError(f"{quoted(path.name)} holds {quoted(found)} and no names; download it again.")
+        raise UnsupportedError(
+            f"{_with_folders(path)} holds {quoted(found)} and no names; download it again."
+        )
     return found
+
+
+def _with_folders(path: Path) -> str:
+    """Write the end of a path for a message: every model's configuration has the same name."""
+    return quoted("/".join(path.parts[-3:]), 160)

@@ -13,6 +13,7 @@ from ..models.key_layout import Shapes
 from ..protocol import tensor_body
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards, unreadable
+from .regular_files import not_regular
 
 DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
 CPU = torch.device("cpu")
@@ -51,6 +52,8 @@ class TensorFiles:
         self._handles = {path: _open(path) for path in paths}
         self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        if not self._where:
+            raise UnsupportedError(f"{quoted(self.name)} holds no tensors; download it again.")
         check_names(self.name, self._where)
         metadata = {}
         for handle in self._handles.values():
@@ -87,6 +90,8 @@ class TensorFiles:
 
 
 def _check_kind(path: Path):
+    if path.exists() and not path.is_file():
+        raise not_regular(path)
     if not path.is_file():
         raise UnsupportedError(f"there is no file {path}; check model_name, or the folder's index.")
     if path.suffix not in (".safetensors", ".sft"):

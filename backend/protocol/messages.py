@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+from ..errors import SHORT
+
 #: Clients and backends of one version understand each other.
 VERSION = 2
 #: Separates the name of a model from its LoRAs, in the names of models with LoRAs.
@@ -15,13 +17,19 @@ REFERENCE_METHODS = ("offset", "index", "index_timestep_zero", "uxo", "negative_
 class ProtocolError(ConnectionError):
     """The peer does not speak this protocol; the connection is closed."""
 
+    __module__ = SHORT
+
 
 class BackendError(RuntimeError):
     """The backend ended or cannot be reached; the message names the rank and the log where they are known."""
 
+    __module__ = SHORT
+
 
 class RefusedError(ValueError):
     """The backend refused a request and stays warm; the message says what, why and the remedy."""
+
+    __module__ = SHORT
 
 
 @dataclass(frozen=True)
@@ -175,8 +183,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` of ``total`` steps are done, or values of a Load; tensors may hold ``x0``, the latest denoised
-    prediction in the shape of the request's latent."""
+    """``step`` of ``total`` steps are done; in a Load, of the bytes that rank 0 reads of the files. tensors
+    may hold ``x0``, the latest denoised prediction in the shape of the request's latent."""
 
     step: int
     total: int

@@ -31,6 +31,21 @@ def check_numbers(tensors: dict[str, Tensor]):
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
 
 
+def check_result(result: Tensor, name: str, dtype: torch.dtype):
+    """Refuse a ``result`` without any number of the model in the file ``name``, which was computed in
+    ``dtype``. Raises UnsupportedError. Where some values are numbers, ComfyUI shows what there is."""
+    if not result.numel() or torch.isfinite(result).any():
+        return
+    kind = str(dtype).removeprefix("torch.")
+    remedy = "download it again"
+    if dtype == torch.float16:
+        remedy = "set weight_dtype to bf16 or fp32, or download it again"
+    raise UnsupportedError(
+        f"{name} has computed NaN or infinity in every value, in {kind}: its weights hold such values, or "
+        f"{kind} does not hold what it computes; {remedy}."
+    )
+
+
 def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
     """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. Raises UnsupportedError."""
     nested = family.latent.nested

@@ -233,10 +233,11 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
         )
     local = heads // tp if config.split_scheme == "megatron" else heads
     if config.ulysses_degree > local:
+        whose = f"each tensor-parallel rank of {name}" if local != heads else name
         raise UnsupportedError(
-            f"ulysses_degree is {config.ulysses_degree} but each tensor-parallel rank of {name} has "
-            f"{local} attention heads; every Ulysses rank needs one, so set ulysses_degree to {local} or "
-            f"less and use ring_degree for the rest."
+            f"ulysses_degree is {config.ulysses_degree} but {whose} has {local} attention heads; every "
+            f"Ulysses rank needs one, so set ulysses_degree to {local} or less and use ring_degree for the "
+            f"rest."
         )
 
 

@@ -14,10 +14,12 @@ import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.utils
 
+from ...backend.client.launcher import ClosedError
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
+from .progress import NodeStatus, bytes_of
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
 #: Not empty while ``make_no_room`` runs.
@@ -72,6 +74,16 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 def _load(
     config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
 ) -> tuple[Backend, Loaded]:
+    try:
+        with NodeStatus() as status:
+            return _load_or_fail(config, path, weight_dtype, loras, make_room, status)
+    except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
+        raise comfy.model_management.InterruptProcessingException() from None
+
+
+def _load_or_fail(
+    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple, make_room: bool, status: NodeStatus
+) -> tuple[Backend, Loaded]:
     check = comfy.model_management.throw_exception_if_processing_interrupted
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
@@ -79,12 +91,15 @@ def _load(
         # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
-    backend = backend_for(config, check)
+    backend = backend_for(config, check, status.warn, status.show)
+    if starts:
+        status.show("opening the model")
     keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):
         bar.update_absolute(progress.step, progress.total)
+        status.show(f"reading {bytes_of(progress.step, progress.total)}")
 
     loaded = backend.load(path, weight_dtype, keep, check, loras, show)
     if bar.current:  # it was not there yet

@@ -3,14 +3,57 @@ and the terminal's bar."""
 
 import time
 
+import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 from tqdm.auto import tqdm
 
 from ...backend.protocol import Progress
 
+#: Shown until the ranks have stopped.
+CANCELLING = "cancelling: the ranks end the call of the model in progress"
 #: Least seconds between two lines of text on the node.
 TEXT_SECONDS = 0.5
+
+
+class NodeStatus:
+    """A line of text under the node that runs now, below sentences that stay as long as it runs."""
+
+    def __init__(self):
+        self.send = node_text()
+        self.sentences: list[str] = []
+        self.shown = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        """Leave no line that is no longer true."""
+        if not self.shown:
+            return
+        is_cancelled = kind is not None and issubclass(
+            kind, comfy.model_management.InterruptProcessingException
+        )
+        self.show("cancelled" if is_cancelled else "")
+
+    def show(self, line: str):
+        """Show ``line``, below the sentences, unless it is there already."""
+        text = "\n".join([*self.sentences, *([line] if line else [])])
+        if text != self.shown:
+            self.shown = text
+            self.send(text)
+
+    def warn(self, sentence: str):
+        """Show a sentence that stays."""
+        self.sentences.append(sentence)
+        self.show("")
+
+    def interrupted(self) -> bool:
+        """Return whether somebody has pressed Cancel; then say so, since a call of the model ends first."""
+        found = comfy.model_management.processing_interrupted()
+        if found:
+            self.show(CANCELLING)
+        return found
 
 
 class Reporter:
@@ -30,15 +73,17 @@ class Reporter:
         self.ranks = ranks
         self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
-        self.say = node_text()
+        self.status = NodeStatus()
         self.began = time.monotonic()
         self.said = float("-inf")
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *error):
         self.bar.close()
+        if kind is not None:
+            self.status.__exit__(kind, *error)
 
     def __call__(self, progress: Progress):
         if "x0" in progress.tensors:
@@ -55,9 +100,14 @@ class Reporter:
         now = time.monotonic()
         if step == self.total or now - self.said >= TEXT_SECONDS:
             self.said = now
-            self.say(status(step, self.total, now - self.began, self.ranks))
-        if self.callback is not None:
+            self.status.show(status(step, self.total, now - self.began, self.ranks))
+        if self.callback is None:
+            return
+        try:
             self.callback(step - 1, x0, x, self.total)
+        except comfy.model_management.InterruptProcessingException:
+            self.status.show(CANCELLING)
+            raise
 
 
 def status(step: int, total: int, seconds: float, ranks: int) -> str:
@@ -67,6 +117,12 @@ def status(step: int, total: int, seconds: float, ranks: int) -> str:
     if step == total:
         return f"{total} steps in {seconds:.1f} s ({pace}, {ranks} rank{'s' * (ranks > 1)})"
     return f"step {step}/{total}, {tqdm.format_interval(each * (total - step))} left ({pace})"
+
+
+def bytes_of(done: int, total: int) -> str:
+    """Write "3.1 of 11.9 GB", or MB of what is small."""
+    unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+    return f"{done / size:.1f} of {total / size:.1f} {unit}"
 
 
 def node_text():

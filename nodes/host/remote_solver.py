@@ -57,7 +57,7 @@ class RemoteSolver:
         ranks = self.backend.welcome.world_size
         report = Reporter(callback, noise, len(sigmas) - 1, ranks, disable_pbar, self.wants_denoised)
         with report as reporter:
-            result = self.backend.sample(request, reporter, management.processing_interrupted)
+            result = self.backend.sample(request, reporter, reporter.status.interrupted)
             if result is None:
                 management.throw_exception_if_processing_interrupted()
                 raise management.InterruptProcessingException()

@@ -1,5 +1,7 @@
 """Checks of a sampler node's inputs, before anything is sent to the ranks."""
 
+import math
+
 from ...backend.protocol import RefusedError
 from ..comfy_models.registry import family_named
 from .conditioning import check_conditioning
@@ -12,6 +14,8 @@ _EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
 def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
     """Check a sampler node's inputs and return the negative prompt to use: the positive one where it is
     skipped. RefusedError or ConfigError for what the ranks cannot sample."""
+    if not math.isfinite(cfg):
+        raise RefusedError(f"cfg is {cfg}, which is no number; use one from 0 to 100, or 1 for no guidance.")
     skipped = skips_negative(cfg, sampler_name)
     dit.config.check_guidance(cfg, not skipped)
     name = dit.loaded.family
@@ -32,6 +36,8 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
     ``nested``: channels of the latents, where the transformer takes several.
     """
     samples = latent["samples"]
+    if not samples.shape[0]:
+        raise RefusedError("latent_image is a batch of 0 latents; use a batch of at least 1.")
     if samples.is_nested:
         channels = tuple(part.shape[1] for part in samples.unbind())
         if not nested:

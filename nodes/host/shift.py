@@ -1,6 +1,8 @@
 """The ``shift`` input: what ComfyUI's ModelSampling nodes do to a MODEL, for the model object of a
 PARALLEL_DIT."""
 
+import math
+
 import comfy.model_patcher
 import comfy.model_sampling
 
@@ -18,6 +20,8 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
     """
     if shift == 0:
         return
+    if not math.isfinite(shift):
+        raise RefusedError(f"shift is {shift}, which is no number; use one from 0 (the model's own) to 100.")
     own = model.get_model_object("model_sampling")
     kinds = comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.ModelSamplingDiscreteFlow
     if not isinstance(own, comfy.model_sampling.CONST) or not isinstance(own, kinds):

@@ -283,6 +283,7 @@ def test_interrupt_half_way_and_again(comfy, ranks):
 
     run = comfy.run(graph(steps=500, seed=3), press)
     assert run.status == "interrupted" and run.steps[-1][0] < 100
+    assert run.texts[-2:] == ["cancelling: the ranks end the call of the model in progress", "cancelled"]
     assert error_of(comfy.run(graph("size20x12"))) < 1e-4
     assert ranks_of(comfy) == ranks
 
@@ -438,6 +439,21 @@ def test_killed_rank_is_named_and_the_next_queue_works(comfy, ranks):
     assert error_of(comfy.run(graph("size20x12"))) < 1e-4
 
 
+def test_rank_killed_while_idle_is_named_under_the_node_and_in_the_log(comfy, ranks):
+    os.kill(max(ranks), signal.SIGKILL)
+    deadline = time.monotonic() + SOON
+    while ranks_of(comfy):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run = comfy.run(graph("size20x12"))
+    assert error_of(run) < 1e-4
+    cause = next(line for text in run.texts for line in text.split("\n") if "was killed by SIGKILL" in line)
+    assert cause in comfy.log.read_text(errors="replace")
+    assert os.path.exists(re.search(r"its log is (\S+)\.$", cause)[1])
+    assert any(text.startswith(f"{cause}\nstarting 2 ranks, ") for text in run.texts)
+    assert any(re.search(r"\nreading [\d.]+ of [\d.]+ MB$", text) for text in run.texts)
+
+
 def test_nothing_is_left_when_comfyui_is_killed(start_comfy):
     server = start_comfy()
     error_of(server.run(graph("euler_simple")))
@@ -449,3 +465,26 @@ def test_nothing_is_left_when_comfyui_is_killed(start_comfy):
     while left := [pid for pid in ours if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, [ours[pid] for pid in left]
         time.sleep(0.1)
+
+
+class Seen(Exception):
+    """Ends following a graph."""
+
+
+def test_ctrl_c_while_sampling_is_no_failure_of_the_backend(start_comfy):
+    server = start_comfy()
+
+    def press(step):
+        if step == 3:
+            server.process.send_signal(signal.SIGINT)
+            raise Seen
+
+    with pytest.raises(Seen):
+        server.run(graph(steps=2000, seed=9), press)
+    server.process.wait(SOON)
+    log = server.log.read_text(errors="replace")
+    assert "Stopped server" in log and "The backend ended" not in log and "BackendError" not in log, log[
+        -3000:
+    ]
+    backend_log = re.search(r"log (/\S+/backend\.log)", log)[1]
+    assert not os.path.exists(os.path.dirname(backend_log))

@@ -21,7 +21,7 @@ NODES = [
     "LoadDiffusersCLIPVAE",
     "ParallelDemoLoader",
 ]
-WORKFLOWS = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
+WORKFLOWS = sorted(path.stem for path in (PACK / "workflows" / "api").glob("*.json"))
 
 
 def test_pack_loads_quickly(comfy):
@@ -75,13 +75,17 @@ def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
             }, name
 
 
+def test_templates_are_exactly_the_workflows(comfy):
+    """ComfyUI lists every file of workflows/ as a template, and a graph for /prompt opens empty."""
+    assert sorted(comfy.get("/workflow_templates")["parallel-dit"]) == WORKFLOWS
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_is_a_template(comfy, name):
-    assert name in comfy.get("/workflow_templates")["parallel-dit"]
     graph = json.loads(comfy.fetch(f"/api/workflow_templates/parallel-dit/{name}.json"))
     assert comfy.fetch(f"/api/workflow_templates/parallel-dit/{name}.jpg")[:2] == b"\xff\xd8"
     known = comfy.get("/object_info")
-    api = json.loads((PACK / "workflows" / f"{name}.api.json").read_text())
+    api = json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text())
     skip_without_nodes(api, known)
     assert as_prompt(graph, known) == {key: with_defaults(node, known) for key, node in api.items()}
 

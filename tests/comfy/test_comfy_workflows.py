@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import GOLDEN, facts, weights_module
 from versions import skip_without, skip_without_nodes
 
-NAMES = sorted(path.name.removesuffix(".api.json") for path in (PACK / "workflows").glob("*.api.json"))
+NAMES = sorted(path.stem for path in (PACK / "workflows" / "api").glob("*.json"))
 #: Loaders that would read gigabytes -> what stands in for them.
 TEXT, VIDEO_TEXT = (
     ("TestText", {"width": 64, "pooled": 32, "rows": 12}),
@@ -116,7 +116,7 @@ WAN_IMAGE = {
 
 
 def read(name: str) -> dict:
-    return json.loads((PACK / "workflows" / f"{name}.api.json").read_text())
+    return json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text())
 
 
 def nodes_of(graph: dict, kind: str) -> list[dict]:

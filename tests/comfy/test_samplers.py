@@ -1,6 +1,7 @@
 """The sampler nodes against ComfyUI's own, in one process on the tiny checkpoints: the same latent for the
 same seed, whatever the inputs."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ with comfy_modules():
     from comfy_extras import nodes_custom_sampler as custom
     from comfy_extras import nodes_model_advanced as advanced
     from parallel_dit.backend.protocol import RefusedError
+    from parallel_dit.nodes.host.sampling_checks import check_inputs
     from parallel_dit.nodes.host.shift import apply_shift
     from parallel_dit.nodes.parallel_sampler import ParallelSampler
     from parallel_dit.nodes.parallel_sampler_advanced import ParallelSamplerAdvanced
@@ -313,6 +315,35 @@ def test_shift_is_refused_where_there_are_two_schedules():
         RefusedError, match="shift is 3, but the audio of minimax-h3 has a schedule of its own"
     ):
         apply_shift(model, 3.0, "minimax-h3", None)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"cfg": math.nan}, "cfg is nan, which is no number; use one from 0"),
+        (
+            {"latent_image": {"samples": torch.zeros(0, 16, 8, 8)}},
+            "latent_image is a batch of 0 latents; use",
+        ),
+    ],
+    ids=["cfg", "batch"],
+)
+def test_inputs_without_a_number_or_a_latent_are_named(pairs, change, says):
+    pair = pairs("flux-dev")
+    inputs = {
+        "cfg": 1.0,
+        "sampler_name": "euler",
+        "positive": pair.positive,
+        "negative": pair.positive,
+        "latent_image": {"samples": torch.zeros(1, 16, 8, 8)},
+    }
+    with pytest.raises(RefusedError, match=says):
+        check_inputs(pair.dit, *{**inputs, **change}.values())
+
+
+def test_shift_that_is_no_number_is_named():
+    with pytest.raises(RefusedError, match="shift is nan, which is no number; use one from 0"):
+        apply_shift(None, math.nan, "flux", None)
 
 
 def test_shift_is_refused_where_noise_levels_are_fixed(pairs):

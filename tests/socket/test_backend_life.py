@@ -2,10 +2,13 @@
 parent."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tiny import error_in_std, to_vae_units
 
 from backend import protocol
 from backend.client import pool
+from backend.client.launcher import ClosedError
 from backend.config import ParallelConfig
 
 #: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
@@ -33,6 +37,13 @@ def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patc
     assert backend.client.request(protocol.Ping()).models == [request.model]
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + SOON
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert is_so()
 
 
 def steps_after_cancel(backend, request) -> tuple[int, float]:
@@ -137,6 +148,45 @@ def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, ra
     assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
 
 
+def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog):
+    os.kill(backend.welcome.pids[1], signal.SIGKILL)
+    wait_until(lambda: not backend.process.running)
+    told = []
+    fresh = pool.backend_for(CONFIG, warn=told.append)
+    assert (
+        len(told) == 1 and "rank 1 was killed by SIGKILL" in told[0] and str(backend.process.log) in told[0]
+    )
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"parallel-dit: {told[0]}"
+    ]
+    assert backend.process.log.exists()
+    assert fresh.alive() and pool.backend_for(CONFIG, warn=told.append) is fresh and len(told) == 1
+    shutil.rmtree(backend.process.folder)
+
+
+@pytest.mark.parametrize("waits", ["sample", "load"])
+def test_our_own_close_is_no_failure(backend, checkpoint, waits):
+    """As at ComfyUI's end: one thread waits for the ranks while another one ends them."""
+    request, _ = request_for(backend, checkpoint)
+    large = {key: torch.randn(1, 16, 64, 64) for key in ("noise", "latent")}
+    long = replace(request, tensors={**request.tensors, **large, "sigmas": torch.linspace(1, 0, 400)})
+    works = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        if waits == "sample":
+            waiting = threads.submit(backend.sample, long, lambda progress: works.set())
+        else:  # a load that waits behind it
+            backend.client.send(long)
+            waiting = threads.submit(backend.load, checkpoint, check=works.set)
+        assert works.wait(SOON)
+        backend.process.close()
+        if waits == "sample":
+            assert waiting.result(SOON) is None
+        else:
+            with pytest.raises(ClosedError):
+                waiting.result(SOON)
+    assert backend.loss() == "" and not backend.process.folder.exists()
+
+
 PARENT = """
 import sys; sys.path.insert(0, {root!r})
 import os, time
@@ -166,7 +216,4 @@ def test_no_process_outlives_a_killed_parent():
     assert len(pids) == 3 and all(map(alive, pids))
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + SOON
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)))

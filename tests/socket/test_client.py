@@ -9,8 +9,9 @@ import torch
 from fake_backend import TOKEN, WELCOME, FakeBackend, reply
 
 from backend.client import client as client_module
+from backend.client import pool
 from backend.client.client import BackendClient
-from backend.config import ConfigError
+from backend.config import ConfigError, ParallelConfig
 from backend.protocol import (
     BackendError,
     Cancel,
@@ -51,6 +52,16 @@ def test_request_and_reply(serve, kind):
     client = BackendClient(serve(handler, kind), TOKEN)
     assert client.welcome == WELCOME
     assert client.request(Load("/m.safetensors", "bf16")) == Loaded("m", "flux", {"config": {"depth": 2}})
+
+
+def test_other_degrees_are_named_as_the_inputs(serve, monkeypatch):
+    address = serve(lambda connection: None)
+    monkeypatch.setenv("PARALLEL_DIT_ADDRESSES", address)
+    monkeypatch.setenv("PARALLEL_DIT_TOKEN", TOKEN)
+    with pytest.raises(
+        ConfigError, match="runs with every degree 1, but Parallel Config has cfg_degree 2 x ring_degree 3; "
+    ):
+        pool.backend_for(ParallelConfig(cfg_degree=2, ring_degree=3, address=address))
 
 
 def test_progress_on_the_way_to_a_reply(serve):

@@ -1,13 +1,19 @@
 """Launching, reusing and losing a backend, as the nodes and the scripts do it; no ComfyUI needed."""
 
 import os
+import signal
+import stat
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tiny
 
-from backend.client import client, launcher, pool
+from backend.client import client, launcher, pool, private_folder
 from backend.client.launcher import BackendProcess, launch_command, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, RefusedError
@@ -113,7 +119,9 @@ def test_address_without_token(monkeypatch):
 
 
 def test_backend_is_reused_until_its_topology_changes(checkpoint):
-    first = pool.backend_for(TWO_RANKS)
+    lines = []
+    first = pool.backend_for(TWO_RANKS, show=lines.append)
+    assert lines[0] == "starting 2 ranks, 0 s" and lines == sorted(lines, key=lambda line: float(line[18:-2]))
     loaded = first.load(checkpoint)
     assert loaded.family == "flux" and first.load(checkpoint).model == loaded.model
     assert pool.backend_for(ParallelConfig(ulysses_degree=2, device="cpu", attention="sdpa")) is first
@@ -182,3 +190,83 @@ def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):
     finally:
         process.close()
     assert not process.running
+
+
+#: A launcher that says its folder and waits for its death; ``named`` has it name its log first.
+LAUNCHER = """
+import sys; sys.path.insert(0, {root!r})
+import time
+from backend.client.private_folder import PrivateFolder
+folder = PrivateFolder()
+if {named}: folder.keep()
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def waiting_launcher(place: Path, named: bool = False) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A process with a private folder in ``place``, killed in the end."""
+    code = LAUNCHER.format(root=str(launcher.PACK), named=named)
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(place)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_folder_of_a_killed_launcher_is_removed(tmp_path, end):
+    with waiting_launcher(tmp_path) as (process, folder):
+        assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "ranks").mkdir()
+        private_folder.sweep(tmp_path)
+        assert (folder / "ranks").exists()  # it lives
+        process.send_signal(end)
+        process.wait()
+        private_folder.sweep(tmp_path)
+        assert not folder.exists()
+
+
+def test_a_log_that_was_named_stays_for_a_day(tmp_path):
+    with waiting_launcher(tmp_path, named=True) as (process, folder):
+        process.kill()
+        process.wait()
+        private_folder.sweep(tmp_path)
+        assert folder.exists()
+        yesterday = time.time() - private_folder.KEEP_SECONDS - 60
+        os.utime(folder / private_folder.LOCK, (yesterday, yesterday))
+        private_folder.sweep(tmp_path)
+        assert not folder.exists()
+
+
+def test_folders_that_are_not_a_dead_launchers_stay(tmp_path):
+    """Another user's, one that others can enter, a link, a linked lock, one without a lock."""
+    place = tmp_path / "place"
+    outside = tmp_path / "outside"
+    for folder in (place, outside, *(place / f"parallel-dit-{name}" for name in ("open", "none", "lock"))):
+        folder.mkdir(mode=0o700)
+    (place / "parallel-dit-open").chmod(0o755)
+    for folder in (outside, place / "parallel-dit-open"):
+        (folder / private_folder.LOCK).touch()
+    (place / "parallel-dit-link").symlink_to(outside)
+    (place / "parallel-dit-lock" / private_folder.LOCK).symlink_to(outside / private_folder.LOCK)
+    (place / "parallel-dit-file").touch()
+    before = sorted(place.iterdir())
+    private_folder.sweep(place)
+    assert sorted(place.iterdir()) == before and (outside / private_folder.LOCK).exists()
+
+
+def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "parallel-dit-x"
+    folder.mkdir(mode=0o700)
+    (folder / private_folder.LOCK).touch()
+    own = os.getuid()
+    monkeypatch.setattr(private_folder.os, "getuid", lambda: own + 1)
+    private_folder.sweep(tmp_path)
+    assert folder.exists()
+    monkeypatch.undo()
+    private_folder.sweep(tmp_path)
+    assert not folder.exists()

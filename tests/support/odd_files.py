@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import socket
 import struct
 
@@ -170,7 +171,38 @@ ODD = {
         lambda folder, plain: high_number(folder, plain, ".".join("1" * 33)),
         "of more than 32 parts",
     ),
-    "header of a zip": (of_bytes("odd.safetensors", ZIP), "truncated or no safetensors"),
+    "zip": (of_bytes("odd.safetensors", ZIP), "'odd.safetensors' is a pickle of PyTorch .* convert it"),
+    "pickle": (of_bytes("odd.safetensors", pickle.dumps({"a": [1.0] * 99})), "is a pickle of PyTorch"),
+    "old pickle": (of_bytes("odd.sft", pickle.dumps({"a": [1.0] * 99}, 2)), "is a pickle of PyTorch"),
+    "web page": (
+        of_bytes("odd.safetensors", b"\n <!DOCTYPE html><html>401</html>" + bytes(99)),
+        "'odd.safetensors' is a web page and no safetensors file; download the file itself",
+    ),
+    "Git LFS pointer": (
+        of_bytes("odd.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is a Git LFS pointer, .* run git lfs pull",
+    ),
+    "gguf under another name": (of_bytes("odd.safetensors", b"GGUF" + bytes(200)), "a GGUF file .*name it"),
+    "no tensors": (lambda folder, plain: save(folder, {}), "'odd.safetensors' holds no tensors"),
+    "lora": (
+        lambda folder, plain: save(
+            folder,
+            {
+                f"lora_unet_double_blocks_{i}_img_attn_qkv.{role}": torch.zeros(2, 2)
+                for i in range(3)
+                for role in ("lora_down.weight", "lora_up.weight", "alpha")
+            },
+        ),
+        "is a LoRA, .* Parallel LoRA",
+    ),
+    "truncated configuration": (
+        text_inside("config.json", '{"_class_name": "Flux'),
+        "/transformer/config.json' is no JSON",
+    ),
+    "class that is no model": (
+        config(_class_name="Transformer2DModelOutput"),
+        "holds a Transformer2DModelOutput, which is no transformer of diffusers",
+    ),
     "header of nothing": (of_bytes("odd.safetensors", b""), "truncated or no safetensors"),
     "nested header": (
         of_bytes("odd.safetensors", struct.pack("<Q", 1 << 20) + b"[" * (1 << 20)),
@@ -215,15 +247,15 @@ ODD = {
         ),
         "its alignment is 0",
     ),
-    "pipe": (pipe("odd.safetensors"), "there is no file|is no file but"),
-    "gguf pipe": (pipe("odd.gguf"), "'odd.gguf' is no file but a folder, pipe"),
-    "pipe for the weights": (pipe_inside("diffusion_pytorch_model.safetensors"), "no file"),
+    "pipe": (pipe("odd.safetensors"), "is not a regular file but"),
+    "gguf pipe": (pipe("odd.gguf"), "'odd.gguf' is not a regular file but a folder, pipe"),
+    "pipe for the weights": (pipe_inside("diffusion_pytorch_model.safetensors"), "not a regular file"),
     "pipe for the configuration": (pipe_inside("config.json"), "has no config.json"),
-    "pipe for the index": (pipe_inside(INDEX), "is no file but a folder, pipe"),
-    "socket": (unix_socket, "cannot be opened|is no file but"),
+    "pipe for the index": (pipe_inside(INDEX), "is not a regular file but a folder, pipe"),
+    "socket": (unix_socket, "cannot be opened|is not a regular file but"),
     "device": (
         lambda folder, plain: (folder / "odd.gguf").symlink_to("/dev/zero") or folder / "odd.gguf",
-        "is no file but a folder, pipe, socket or device",
+        "is not a regular file but a folder, pipe, socket or device",
     ),
     "configuration of 4 GB": (large_json("config.json"), "more than 1,048,576 bytes"),
     "index of 4 GB": (large_json(INDEX), "more than 16,777,216 bytes"),

@@ -16,8 +16,8 @@ SOURCES = {
 #: a file at the top of the backend.
 LAYERS = [
     "backend",
-    "backend.config",
     "backend.errors",
+    "backend.config",
     "backend.protocol",
     "backend.models",
     "backend.parallel",

@@ -345,7 +345,8 @@ GOOD = lora({ATTENTION: (768, 256)}, "comfyui")[0]
 REFUSED = {
     "nothing of it": (
         OTHERS,
-        "has nothing for flux-dev.safetensors: its keys begin with 'layers.0.attention.wq.lora_A.weight', "
+        "was made for another model and has nothing for flux-dev.safetensors; choose a LoRA of this model. "
+        "Its keys begin with 'layers.0.attention.wq.lora_A.weight', "
         ".* modules like double_blocks.0.img_attn.qkv, .* transformer_blocks.0.attn.to_q",
     ),
     "another size": (

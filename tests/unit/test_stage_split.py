@@ -172,9 +172,10 @@ def test_list_that_does_not_add_up():
     "fields, says",
     [
         (dict(pipefusion_degree=13), "has 12 blocks"),
-        (dict(ulysses_degree=9), "8 attention heads"),
+        (dict(ulysses_degree=9), "9 but tiny has 8 attention heads"),
+        (dict(tensor_parallel_degree=2, split_scheme="row", ulysses_degree=9), "9 but tiny has 8 attention"),
         (dict(tensor_parallel_degree=3), "does not divide the 8"),
-        (dict(tensor_parallel_degree=4, ulysses_degree=4), "has 2 attention heads"),
+        (dict(tensor_parallel_degree=4, ulysses_degree=4), "rank of tiny has 2 attention heads"),
     ],
 )
 def test_degrees_that_do_not_fit_the_model(fields, says):

@@ -1,0 +1,116 @@
+"""The private folder of a launched backend: made for one launcher, removed with it, or by the next launcher
+where the first one was killed. Standard library only.
+
+The launcher holds a lock (flock) on a file of its folder. The system releases it however the launcher ends,
+so a folder whose lock is free is nobody's. What the file holds tells whether somebody was told of the log.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows, where no folder is locked and none is swept
+    fcntl = None
+
+PREFIX = "parallel-dit-"
+LOCK = "launcher.lock"
+#: How long a folder stays whose log was named in a message.
+KEEP_SECONDS = 24 * 3600.0
+#: Longest path that every system takes for a unix socket.
+_LONGEST_SOCKET_PATH = 100
+#: Where the usual place for temporary files has too long a path.
+_SHORT = "/tmp"
+
+
+class PrivateFolder:
+    """A new folder that only this user can enter, with a path short enough for a socket."""
+
+    def __init__(self):
+        for place in {tempfile.gettempdir(), _SHORT}:
+            sweep(Path(place))
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        if len(folder) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir=_SHORT)
+        self.path = Path(folder)
+        self._lock = _locked(self.path)
+        self._kept = False
+
+    def keep(self):
+        """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
+        self._kept = True
+        if self._lock is not None:
+            os.pwrite(self._lock, b"named", 0)
+
+    def close(self):
+        """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine."""
+        if not self._kept:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(folder: Path) -> int | None:
+    """Return the open lock file of our folder, which is locked before anybody can see it under its name."""
+    if fcntl is None:
+        return None
+    new = folder / f"{LOCK}.new"
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(new, folder / LOCK)
+    return lock
+
+
+def sweep(place: Path):
+    """Remove the folders in ``place`` that launchers of this user have left. Others' folders, links, folders
+    without a lock and those that are kept stay."""
+    if fcntl is None:
+        return
+    try:
+        names = [name for name in os.listdir(place) if name.startswith(PREFIX)]
+    except OSError:  # there is no such place, or it is not ours to read
+        return
+    for name in names:
+        _remove_abandoned(place / name)
+
+
+def _remove_abandoned(folder: Path):
+    assert fcntl is not None
+    lock = _open_lock(folder)
+    if lock is None:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(lock)
+        if not found.st_size or time.time() - found.st_mtime > KEEP_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # its launcher holds the lock
+    finally:
+        os.close(lock)
+
+
+def _open_lock(folder: Path) -> int | None:
+    """Open the lock file of a folder that is this user's alone; None where it is another's, or a link."""
+    inside = None
+    try:
+        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        if not _is_private(inside):
+            return None
+        return os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+    except OSError:  # a link, a file, another user's, gone by now, or a folder that no launcher has made
+        return None
+    finally:
+        if inside is not None:
+            os.close(inside)
+
+
+def _is_private(folder: int) -> bool:
+    found = os.fstat(folder)
+    return found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
