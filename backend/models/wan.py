@@ -7,8 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
+from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references
+from .common.header_config import transformer_config
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -116,6 +118,27 @@ def config_from_shapes(shapes):
     )
 
 
+#: What a header's config calls models with the keys of others -> their names.
+STATED = {"animate2": "Wan Animate 2", "flow_rvs": "Wan FlowRVS"}
+PLAIN = ("t2v", "i2v")
+
+
+def metadata(strings):
+    """Refuse models that ComfyUI tells by the header alone: they have the keys of text or image to video, and
+    run otherwise. Raises UnsupportedError."""
+    stated = transformer_config(strings)
+    kind = stated.get("model_type", PLAIN[0])
+    name = STATED.get(str(kind), f"a model of type {quoted(kind)}") if kind not in PLAIN else None
+    if stated.get("causal_ar"):
+        name = "causal Wan, which makes a video piece by piece (causal_ar)"
+    if name:
+        raise UnsupportedError(
+            f"the header's config says that this file is {name}, a variant of wan that is not supported; "
+            f"sample it with ComfyUI's own nodes and an ordinary MODEL."
+        )
+    return {}
+
+
 ATTENTION = {
     "q": "to_q",
     "k": "to_k",
@@ -151,6 +174,7 @@ LAYOUT = Layout(
         "patch_embedding_global.weight": "WanDancer",
     },
     config=config_from_shapes,
+    metadata=metadata,
     names={
         "patch_embedding": "patch_embedding",
         "head.head": "proj_out",
