@@ -19,9 +19,12 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens."""
+    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens.
 
-    image_tokens = 0
+    Without features (None) the prompt is read in their place too, as in ComfyUI.
+    """
+
+    image_tokens: int | None = None
 
     def __call__(
         self,
@@ -32,7 +35,7 @@ class ImageFirst(WanAttnProcessor):
         rotary_emb=None,
     ):
         image = encoder_hidden_states[:, : self.image_tokens]
-        text = encoder_hidden_states[:, self.image_tokens :]
+        text = encoder_hidden_states[:, self.image_tokens or 0 :]
 
         def apart(x):
             return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
@@ -56,10 +59,15 @@ def embed_image(embedder, processor, features):
 
 
 def patch_module(transformer, config):
-    """Image features and text of any length."""
+    """Image features, or none, and text of any length."""
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
+
+    def forget(module, args):
+        processor.image_tokens = None
+
     if embedder is not None:
+        transformer.condition_embedder.register_forward_pre_hook(forget)
         embedder.forward = partial(embed_image, embedder, processor)
         for block in transformer.blocks:
             block.attn2.set_processor(processor)
@@ -81,14 +89,12 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """2.1's image to video models read CLIP features; the position table ends."""
+    """2.1's image to video models may read CLIP features; the position table ends."""
     most = config.get("rope_max_seq_len", MOST)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
         return f"the latent is {counts} tokens, but this model knows {most} a side; make it smaller."
-    if config["image_dim"] and "clip_fea" not in cond:
-        return "clip_fea is missing, which this model needs; connect CLIP Vision Encode to WanImageToVideo."
-    if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
+    if config["image_dim"] and "clip_fea" in cond and cond["clip_fea"].shape[-1] != config["image_dim"]:
         return (
             f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
             f"{config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
