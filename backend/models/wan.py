@@ -7,8 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
+from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references
+from .common.header_config import transformer_config
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -17,9 +19,12 @@ MOST = 1024
 
 
 class ImageFirst(WanAttnProcessor):
-    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens."""
+    """Attention to image features (``image_tokens``) and to text of any length, not 512 tokens.
 
-    image_tokens = 0
+    Without features (None) the prompt is read in their place too, as in ComfyUI.
+    """
+
+    image_tokens: int | None = None
 
     def __call__(
         self,
@@ -30,7 +35,7 @@ class ImageFirst(WanAttnProcessor):
         rotary_emb=None,
     ):
         image = encoder_hidden_states[:, : self.image_tokens]
-        text = encoder_hidden_states[:, self.image_tokens :]
+        text = encoder_hidden_states[:, self.image_tokens or 0 :]
 
         def apart(x):
             return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
@@ -54,10 +59,15 @@ def embed_image(embedder, processor, features):
 
 
 def patch_module(transformer, config):
-    """Image features and text of any length."""
+    """Image features, or none, and text of any length."""
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
+
+    def forget(module, args):
+        processor.image_tokens = None
+
     if embedder is not None:
+        transformer.condition_embedder.register_forward_pre_hook(forget)
         embedder.forward = partial(embed_image, embedder, processor)
         for block in transformer.blocks:
             block.attn2.set_processor(processor)
@@ -79,14 +89,12 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """2.1's image to video models read CLIP features; the position table ends."""
+    """2.1's image to video models may read CLIP features; the position table ends."""
     most = config.get("rope_max_seq_len", MOST)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
         return f"the latent is {counts} tokens, but this model knows {most} a side; make it smaller."
-    if config["image_dim"] and "clip_fea" not in cond:
-        return "clip_fea is missing, which this model needs; connect CLIP Vision Encode to WanImageToVideo."
-    if config["image_dim"] and cond["clip_fea"].shape[-1] != config["image_dim"]:
+    if config["image_dim"] and "clip_fea" in cond and cond["clip_fea"].shape[-1] != config["image_dim"]:
         return (
             f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
             f"{config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
@@ -114,6 +122,27 @@ def config_from_shapes(shapes):
         added_kv_proj_dim=embedding[0] if image else None,
         pos_embed_seq_len=shapes["img_emb.emb_pos"][1] if "img_emb.emb_pos" in shapes else None,
     )
+
+
+#: What a header's config calls models with the keys of others -> their names.
+STATED = {"animate2": "Wan Animate 2", "flow_rvs": "Wan FlowRVS"}
+PLAIN = ("t2v", "i2v")
+
+
+def metadata(strings):
+    """Refuse models that ComfyUI tells by the header alone: they have the keys of text or image to video, and
+    run otherwise. Raises UnsupportedError."""
+    stated = transformer_config(strings)
+    kind = stated.get("model_type", PLAIN[0])
+    name = STATED.get(str(kind), f"a model of type {quoted(kind)}") if kind not in PLAIN else None
+    if stated.get("causal_ar"):
+        name = "causal Wan, which makes a video piece by piece (causal_ar)"
+    if name:
+        raise UnsupportedError(
+            f"the header's config says that this file is {name}, a variant of wan that is not supported; "
+            f"sample it with ComfyUI's own nodes and an ordinary MODEL."
+        )
+    return {}
 
 
 ATTENTION = {
@@ -151,6 +180,7 @@ LAYOUT = Layout(
         "patch_embedding_global.weight": "WanDancer",
     },
     config=config_from_shapes,
+    metadata=metadata,
     names={
         "patch_embedding": "patch_embedding",
         "head.head": "proj_out",

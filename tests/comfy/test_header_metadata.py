@@ -15,11 +15,14 @@ from tiny import GOLDEN, error_in_std, facts, weights_module
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 
 with comfy_modules():
     import comfy.sample
+    from comfy.model_detection import model_config_from_unet
     from comfy.nested_tensor import NestedTensor
 
 #: Golden family -> entries of the header's config.
@@ -78,3 +81,18 @@ def test_a_header_is_read_as_comfyui_reads_it(family, form, tmp_path):
     want = native_latent(family)
     found = to_vae_units(family, samples, sample.latent_shapes)
     assert error_in_std(found, want) <= 1e-4 < error_in_std(plain, want)
+
+
+@pytest.mark.parametrize(
+    "stated", [{"model_type": "animate2"}, {"model_type": "flow_rvs"}, {"causal_ar": True}, {}]
+)
+def test_wan_is_refused_where_comfyui_takes_another_class(stated, tmp_path):
+    state = weights_module().state_dict(facts("wan21-t2v")["shapes"])
+    metadata = {"config": json.dumps({"transformer": stated})}
+    theirs = model_config_from_unet(state, "", metadata=metadata)
+    save_file(state, tmp_path / "model.safetensors", metadata)
+    if type(theirs).__name__ == "WAN21_T2V":
+        assert not stated and open_checkpoint(str(tmp_path / "model.safetensors")).family.name == "wan"
+        return
+    with pytest.raises(UnsupportedError, match="a variant of wan that is not supported"):
+        open_checkpoint(str(tmp_path / "model.safetensors"))

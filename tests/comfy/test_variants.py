@@ -202,6 +202,7 @@ VARIANTS = {
         {**TEXT, "c_concat": randn(1, 16, 3, 9, 10), "ofs": torch.full((1,), 2.0)},
     ),
     "wan 2.1 image to video": (lambda: wan("i2v"), VIDEO, {**IMAGE, "clip_fea": randn(1, 257, 1280)}),
+    "wan 2.1 image to video without features": (lambda: wan("i2v"), VIDEO, IMAGE),
     "kandinsky 5 image to video": (
         kandinsky5,
         randn(1, 16, 3, 8, 10),

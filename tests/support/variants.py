@@ -183,6 +183,7 @@ VARIANTS = {
         "WAN21_I2V",
         {"model_type": "i2v", "in_dim": 36},
         arguments={"c_concat": randn(1, 20, 3, 16, 16), "clip_fea": randn(1, 25, 1280)},
+        negative={"clip_fea": None},
     ),
     "wan21-flf2v": Variant(
         "wan21-t2v",

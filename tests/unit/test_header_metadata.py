@@ -119,3 +119,26 @@ def test_damaged_headers_are_refused(config, words, form, tmp_path):
     state = weights_module().state_dict(facts("ltx2")["shapes"])
     with pytest.raises(UnsupportedError, match=words):
         open_checkpoint(str(write(tmp_path, form, state, config)))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize(
+    "stated, words",
+    [
+        ({"model_type": "animate2"}, "is Wan Animate 2, a variant"),
+        ({"model_type": "flow_rvs"}, "is Wan FlowRVS, a variant"),
+        ({"model_type": "later"}, "a model of type 'later'"),
+        ({"causal_ar": True}, "causal Wan"),
+        ({"model_type": "t2v", "causal_ar": False}, None),
+        ({"dim": 256}, None),
+    ],
+)
+def test_wan_models_that_the_header_alone_tells(stated, words, form, tmp_path):
+    """They have the keys of text or image to video; ComfyUI gives each a class of its own."""
+    state = weights_module().state_dict(facts("wan21-t2v")["shapes"])
+    path = write(tmp_path, form, state, json.dumps({"transformer": stated}))
+    if words is None:
+        assert open_checkpoint(str(path)).family.name == "wan"
+        return
+    with pytest.raises(UnsupportedError, match=words):
+        open_checkpoint(str(path))

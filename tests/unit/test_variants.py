@@ -59,7 +59,7 @@ from backend.sampling.validation import check_sample
         ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
         ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
         ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
-        ("wan21-i2v", {"clip_fea": None}, "CLIP Vision Encode"),
+        ("wan21-i2v", {"clip_fea": torch.zeros(1, 25, 1024)}, "CLIP Vision model of Wan"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
         (
             "hunyuan-video-i2v",
@@ -579,6 +579,28 @@ def test_what_no_step_changes_runs_once(causal, tmp_path):
     engine.sample(sample, Callbacks())
     both = [12 + 32 + 36 + 80, 7 + 32 + 80]
     assert rows == both + ([80] * 10 if causal else both * 5)
+
+
+def test_wan_without_image_features_reads_the_prompt_in_their_place(tmp_path):
+    """As ComfyUI does without CLIP Vision Encode: features of one prompt alone are not the other's."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "i2v.safetensors", "wan21-i2v")), "default")
+    sample = request("wan21-i2v")
+    sample.tensors["negative.clip_fea"] = sample.tensors["positive.clip_fea"]
+    sample.tensors["sigmas"] = sample.tensors["sigmas"][:3]
+    features = {key: value for key, value in sample.tensors.items() if key.endswith(".clip_fea")}
+    plain = {key: value for key, value in sample.tensors.items() if key not in features}
+
+    def sampled(tensors):
+        own = replace(sample, tensors=tensors)
+        engine.check_sample(own)
+        return engine.sample(own, Callbacks())[0]
+
+    without = sampled(plain)
+    mixed = sampled(plain | {"positive.clip_fea": features["positive.clip_fea"]})
+    assert without.isfinite().all() and not torch.allclose(without, mixed, rtol=1e-3)
+    assert not torch.allclose(mixed, sampled(sample.tensors), rtol=1e-3)
+    assert sampled(plain).equal(without)  # nothing is left of the requests between
 
 
 @pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
