@@ -51,9 +51,10 @@ class PrivateFolder:
         """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine."""
         if not self._kept:
             shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock = self._lock
+        self._lock = None
+        if lock is not None:
+            os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:

@@ -84,7 +84,11 @@ def _load(
 def _load_or_fail(
     config: ParallelConfig, path: str, weight_dtype: str, loras: tuple, make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
-    check = comfy.model_management.throw_exception_if_processing_interrupted
+
+    def check():
+        if status.interrupted("cancelling: the ranks end"):
+            comfy.model_management.throw_exception_if_processing_interrupted()
+
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
     if make_room and starts and not keeps_weights(config) and config.device != "cpu":

@@ -48,11 +48,11 @@ class NodeStatus:
         self.sentences.append(sentence)
         self.show("")
 
-    def interrupted(self) -> bool:
-        """Return whether somebody has pressed Cancel; then say so, since a call of the model ends first."""
+    def interrupted(self, line: str = CANCELLING) -> bool:
+        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for."""
         found = comfy.model_management.processing_interrupted()
         if found:
-            self.show(CANCELLING)
+            self.show(line)
         return found
 
 
