@@ -38,6 +38,7 @@ LEFT_OUT = {
 }
 #: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
 SOME = {
+    "unit/test_released.py::test_a_released_file": 60,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
     "unit/test_lora.py::test_both_names_of_every_matrix": 3,
     "unit/test_families.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
