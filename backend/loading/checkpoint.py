@@ -1,6 +1,7 @@
 """A transformer on disk: which family, which configuration, and how a rank reads its part."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .autodetect import fallback, inputs
 from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
+from .known_models import check_format, check_known, check_unread
 from .lora_keys import is_lora
 from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
 from .quantized import ScaledFiles
@@ -217,6 +219,13 @@ def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
     checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
+    check_complete(checkpoint)
+    return checkpoint
+
+
+def check_complete(checkpoint: Checkpoint):
+    """Refuse an unsupported variant, an incomplete or quantized file, and tensors that nothing would read
+    now, on one rank. Raises UnsupportedError."""
     for name, (value, what) in checkpoint.family.build.only.items():
         stated = checkpoint.config.get(name, value)
         if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):
@@ -224,8 +233,22 @@ def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
                 f"{checkpoint.name} is {what} (its {name} is {quoted(stated)}), a variant of "
                 f"{checkpoint.family.name} that is not supported; use another model of this family."
             )
-    _ = checkpoint.sources, checkpoint.dtype  # refuse an incomplete or quantized file now, on one rank
-    return checkpoint
+    _ = checkpoint.sources, checkpoint.dtype
+    check_unread(checkpoint.name, checkpoint.family, _unread(checkpoint))
+
+
+def _unread(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return tensors that nothing reads, the layout's name -> the file's, but for those that diffusers' class
+    itself leaves out."""
+    read = {checkpoint.keys.get(source.key, source.key) for source in checkpoint.sources.values()}
+    own = checkpoint.keys or {key: key for key in checkpoint.files.shapes}
+    cls = getattr(diffusers, checkpoint.family.transformer)
+    ignored = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
+    return {
+        ours: key
+        for ours, key in own.items()
+        if key not in read and not any(pattern.search(ours) for pattern in ignored)
+    }
 
 
 def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
@@ -248,6 +271,7 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
         config |= companion.config(read_json(parts[1] / "config.json"))
     names = companion.names if companion else {}
     files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
+    check_format(folder.name, files.shapes)
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
         _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
@@ -265,32 +289,38 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
 
 def _open_single_file(path: Path) -> Checkpoint:
     files = GGUFFile(path) if path.suffix == ".gguf" else ScaledFiles(TensorFiles([path]))
+    return recognise(path.name, files)
+
+
+def recognise(name: str, files: Weights) -> Checkpoint:
+    """Recognise a single file's transformer by its tensors' names and shapes. Raises UnsupportedError."""
+    if is_lora(files.shapes):
+        raise UnsupportedError(
+            f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
+            f"add it with Parallel LoRA, to the model that it was made for."
+        )
+    check_known(name, files.shapes)
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)
         if keys is not None:
             shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
-            return Checkpoint(path.name, family.of(config), config, files, keys, single_file=True)
-    if is_lora(files.shapes):
-        raise UnsupportedError(
-            f"{path.name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
-            f"add it with Parallel LoRA, to the model that it was made for."
-        )
-    checkpoint = _with_diffusers_names(path, files)
+            return Checkpoint(name, family.of(config), config, files, keys, single_file=True)
+    checkpoint = _with_diffusers_names(name, files)
     if checkpoint is not None:
         return checkpoint
     for family in FAMILIES.values():
         variant = family.layout.unsupported(files.shapes)
         if variant:
-            what = f"{path.name} is {variant}, a variant of {family.name} that is not supported"
+            what = f"{name} is {variant}, a variant of {family.name} that is not supported"
             raise UnsupportedError(f"{what}; sample it with KSampler.")
     raise UnsupportedError(
-        f"{path.name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
+        f"{name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
         f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."
     )
 
 
-def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
+def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     """Open a single file whose keys are the diffusers class's own; None where they are no family's.
 
     The configuration is derived from the shapes. Of several families whose names are there (LTX-Video's are
@@ -303,7 +333,7 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
         prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
         for prefix in PREFIXES
     }
-    stored = {p: {name: files.shapes[key] for name, key in keys.items()} for p, keys in bare.items()}
+    stored = {p: {own: files.shapes[key] for own, key in keys.items()} for p, keys in bare.items()}
     blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
     for family, prefix in product(FAMILIES.values(), PREFIXES):
         keys = bare[prefix]
@@ -314,13 +344,13 @@ def _with_diffusers_names(path: Path, files: Weights) -> Checkpoint | None:
             continue
         try:
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
-            checkpoint = Checkpoint(path.name, family.of(config), config, files, keys)
+            checkpoint = Checkpoint(name, family.of(config), config, files, keys)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             why = why or (family.transformer, reason(error))
     if why and not found:
         raise UnsupportedError(
-            f"{path.name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
+            f"{name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
             f"({why[1]}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
         )
     return max(found, key=lambda candidate: candidate[0])[1] if found else None

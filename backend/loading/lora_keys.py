@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
@@ -63,6 +64,16 @@ ALIASES = (
     ("_processor_to_", "_to_"),
     ("_to_out", "_to_out_0"),
 )
+#: Modules that read the latent, under the names of single files and of diffusers.
+INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
+#: Keys (patterns) that only LoRAs of a kind have -> the kind, and what to do instead.
+REFUSED_KEYS = {
+    "*.processor.qkv_lora*": ("a LoRA of USO or XLabs, whose keys name attention processors", "use KSampler"),
+    "*single_blocks.0.norm.key_norm.scale": (
+        "a control LoRA of Flux.1, which widens the model's input and replaces its norms",
+        "use KSampler, or the whole Canny or Depth model",
+    ),
+}
 #: Far beyond the node's 100, and far below what float32 holds.
 MOST_STRENGTH = 1_000_000
 
@@ -187,6 +198,7 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"there is no LoRA at {path:.300}; refresh the page and choose lora_name again."
         )
     files = TensorFiles([where])
+    _check_kind(where.name, files.shapes)
     modules = defaultdict(dict)
     unmatched = []
     for key in files.shapes:
@@ -214,6 +226,12 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     return Lora(path, adapters, unmatched)
 
 
+def _check_kind(name: str, shapes: Shapes):
+    for pattern, (kind, remedy) in REFUSED_KEYS.items():
+        if any(fnmatchcase(key, pattern) for key in shapes):
+            raise UnsupportedError(f"the LoRA {name} is {kind}; that is not supported: {remedy} for it.")
+
+
 def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
     if "refused" in keys:
         match = KEY.fullmatch(keys["refused"])
@@ -227,6 +245,13 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         raise UnsupportedError(f"the LoRA {name} is incomplete: {what}; download it again.")
     adapter = kind(files, keys, target.shape)
     check_form(name, adapter)
+    is_wider = adapter.size[0] == target.shape[0] and adapter.size[1] > target.shape[1]
+    if is_wider and target.name.split(".")[0] in INPUTS:
+        raise UnsupportedError(
+            f"the LoRA {name} widens the input of {target.name} from {target.shape[1]} to {adapter.size[1]}, "
+            f"as a control LoRA does, which is not supported; use KSampler for it, or a model that was made "
+            f"with this control."
+        )
     if adapter.size != target.shape:
         raise UnsupportedError(
             f"the LoRA {name} was made for another model: its change of {target.name} is "

@@ -160,6 +160,8 @@ FORMATS = {
     "float8_e5m2": Format(_float8, tuple(FLOAT8)),
     "int8_tensorwise": Format(_int8, ("I8",), block=lambda settings: _rotation(settings) or 1),
     "mxfp8": Format(_mxfp8, ("F8_E4M3",), block=lambda settings: 32),
+    # of files of scaled fp8 that keep some layers as they were, under a scale that ComfyUI multiplies too
+    "scaled plain": Format(_float8, ("BF16", "F16", "F32")),
     "nvfp4": Format(_nvfp4, ("U8",), ("weight_scale", "weight_scale_2"), lambda settings: 16, packed=2),
 }
 
@@ -217,6 +219,7 @@ class ScaledFiles:
 def _layers(files: TensorFiles) -> list[Layer]:
     """Return the quantized layers of ``files``, checked."""
     found = dict(_described_in_header(files))
+    is_scaled_fp8 = any(key.rpartition(".")[2] == "scaled_fp8" for key in files.shapes)
     for key in files.shapes:
         name, _, leaf = key.rpartition(".")
         weight = f"{name}.weight"
@@ -225,6 +228,11 @@ def _layers(files: TensorFiles) -> list[Layer]:
         elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
             if files.stored(weight) in FLOAT8:
                 found[name] = {"format": FLOAT8[files.stored(weight)]}
+            elif leaf == "scale_weight" and is_scaled_fp8:
+                found[name] = {"format": "scaled plain"}
+        elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):
+            if files.stored(weight) == "U8":
+                found[name] = {"format": "nvfp4"}
     return [_checked(files, name, settings) for name, settings in found.items()]
 
 

@@ -1,5 +1,7 @@
 """safetensors files, mapped and read by slices; bytes are counted."""
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +20,12 @@ from .regular_files import not_regular
 DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
 CPU = torch.device("cpu")
 ALL = slice(None)
+#: A folder's whole file or index, whose name may tell a precision, at one of two places; no shard.
+WEIGHTS = re.compile(
+    r"(?!.*-\d+-of-\d+)[^.]+(?:\.(?P<precision>[^.]+))?\.safetensors(?:\.index(?:\.(?P<older>[^.]+))?\.json)?"
+)
+#: Precisions of one folder, preferred first; without a name it is the one that was released.
+PRECISIONS = ("", "bf16", "fp16", "fp32")
 
 
 class Weights(Protocol):
@@ -107,11 +115,22 @@ def _open(path: Path):
 
 
 def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:
-    """Return a diffusers folder's safetensors file, or those of its index, which may link to ``allowed``."""
-    indices = sorted(folder.glob("*.safetensors.index.json"))
+    """Return a diffusers folder's safetensors file, or those of its index, which may link to ``allowed``.
+
+    Of several precisions it is that without a name, else the first of PRECISIONS, else the only one.
+    """
+    precisions = defaultdict(list)
+    for path in sorted(folder.glob("*.safetensors*")):
+        named = WEIGHTS.fullmatch(path.name)
+        if named:
+            precisions[named["precision"] or named["older"] or ""].append(path)
+    preferred = [name for name in PRECISIONS if name in precisions] or list(precisions)
+    files = sorted(folder.glob("*.safetensors"))
+    if preferred and (len(preferred) == 1 or preferred[0] in PRECISIONS):
+        files = precisions[preferred[0]]
+    indices = [path for path in files if path.suffix == ".json"]
     if indices:
         return shards(indices[0], allowed)
-    files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise UnsupportedError(
             f"the folder {folder.name} holds {len(files)} safetensors files and no index; a diffusers "

@@ -9,7 +9,7 @@ from .blocks import APART, JOINED, Blocks
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import NORM_SPELLINGS, Layout, blocks_of
 
 #: Rows of ComfyUI's modulation table, in any size: those of the released one.
 MODULATIONS = 344
@@ -65,6 +65,8 @@ def config_from_shapes(shapes):
 
 
 GUIDANCE = "distilled_guidance_layer"
+#: Layers of the released network that makes the modulation.
+GUIDANCE_LAYERS = 5
 LAYOUT = Layout(
     signature=(
         "img_in.weight",
@@ -80,6 +82,10 @@ LAYOUT = Layout(
         "Chroma Radiance, which works on pixels",
     ),
     config=config_from_shapes,
+    spellings=(
+        *NORM_SPELLINGS,
+        *((f"{GUIDANCE}.norms.{i}.weight", f"{GUIDANCE}.norms.{i}.scale") for i in range(GUIDANCE_LAYERS)),
+    ),
     names={
         **flux.LAYOUT.names,
         f"{GUIDANCE}.layers.{{}}.in_layer": f"{GUIDANCE}.layers.{{}}.linear_1",

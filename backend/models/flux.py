@@ -9,7 +9,7 @@ from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, Layout, blocks_of, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
@@ -86,6 +86,7 @@ LAYOUT = Layout(
     absent=("distilled_guidance_layer.in_proj.weight",),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
+    spellings=NORM_SPELLINGS,
     names={
         "img_in": "x_embedder",
         "txt_in": "context_embedder",

@@ -9,7 +9,7 @@ from .common.double_stream import DOUBLE_STREAM
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import Build, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, Layout, blocks_of, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
 NUMBERS = 10
@@ -84,7 +84,7 @@ LAYOUT = Layout(
     absent=("vector_in.in_layer.weight",),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
-    spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
+    spellings=NORM_SPELLINGS,
     names={
         "img_in": "x_embedder",
         "txt_in": "context_embedder",

@@ -7,7 +7,7 @@ from .blocks import APART, IMAGE_ONLY, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, Layout, blocks_of, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 #: Positions count half a token along the image's sides.
 POSITION_SCALE = 0.5
@@ -97,7 +97,7 @@ LAYOUT = Layout(
     ),
     config=config_from_shapes,
     swapped=("norm_out.linear",),
-    spellings=(("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale")),
+    spellings=NORM_SPELLINGS,
     names={
         **under("content_mode_blocks.image.{}", "mode_blocks.image.{}", BLOCK),
         **under("content_mode_blocks.image_cond.{}", "mode_blocks.image_cond.{}", BLOCK),

@@ -66,6 +66,7 @@ def config_from_shapes(shapes):
     )
 
 
+MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends"
 LAYOUT = Layout(
     signature=(
         "img_in.proj.weight",
@@ -76,7 +77,7 @@ LAYOUT = Layout(
         "cond_type_embedding.weight",
     ),
     absent=("vector_in.in_layer.weight",),  # HunyuanVideo
-    variants={"time_r_in.in_layer.weight": "HunyuanVideo 1.5 super resolution"},
+    variants={"time_r_in.in_layer.weight": MEANFLOW},
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
@@ -92,7 +93,6 @@ LAYOUT = Layout(
         "vision_in.proj.4": "image_embedder.norm_out",
     },
 )
-MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends,"
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
@@ -120,6 +120,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
-    build=Build(patch_module=patch_module, only={"use_meanflow": (False, MEANFLOW)}),
+    build=Build(patch_module=patch_module, only={"use_meanflow": (False, f"{MEANFLOW},")}),
     layout=LAYOUT,
 )

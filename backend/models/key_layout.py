@@ -5,7 +5,29 @@ from dataclasses import dataclass, field
 
 Shapes = Mapping[str, tuple[int, ...]]
 #: Prefixes under which full checkpoints keep their transformer.
-PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "transformer.", "")
+PREFIXES = (
+    "model.diffusion_model.",
+    "model.model.",
+    "diffusion_model.",
+    "transformer.",
+    "net.",
+    "model.",
+    "",
+)
+#: Tensors beside a transformer that it does not read (patterns) -> why they may be there.
+BESIDE = {
+    "first_stage_model.*": "the VAE of an all-in-one file",
+    "vae.*": "the VAE of an all-in-one file",
+    "audio_vae.*": "the audio's VAE of an all-in-one file",
+    "vocoder.*": "what makes the audio of an all-in-one file",
+    "cond_stage_model.*": "the text encoder of an all-in-one file",
+    "conditioner.*": "the text encoders of an all-in-one file",
+    "text_encoders.*": "the text encoders of an all-in-one file",
+    "text_embedding_projection.*": "the text encoder's last layer in an all-in-one file",
+    "model_ema.*": "a second set of weights, for training on",
+}
+#: How files that ComfyUI saved call the norms of queries and keys.
+NORM_SPELLINGS = (("query_norm.weight", "query_norm.scale"), ("key_norm.weight", "key_norm.scale"))
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,7 @@ class Layout:
     """How a single file names a family's tensors.
 
     signature: keys that tell the family; absent: keys of other families. variants: key -> name of the
-    variant that has it and is not supported.
+    variant that has it and is not supported. unread: tensors (patterns) that the model does not need -> why.
     config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
     block number; a whole tensor (.weight, .scale) maps to a whole parameter. Others keep their name.
@@ -44,6 +66,7 @@ class Layout:
     spellings: tuple[tuple[str, str], ...] = ()
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     variants: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None
 
     def keys(self, keys: Collection[str]) -> dict[str, str] | None:

@@ -138,6 +138,10 @@ LAYOUT = Layout(
         "final_layer.linear.weight",
     ),
     config=config_from_shapes,
+    unread={
+        "y_embedder.y_embedding": "the prompt of training without one; an empty prompt is encoded instead",
+        "pos_embed": "the table of positions, which is computed for each size",
+    },
     names={
         "x_embedder.proj": "pos_embed.proj",
         "t_block.1": "adaln_single.linear",

@@ -110,6 +110,7 @@ LAYOUT = Layout(
         "proj_out.weight",
     ),
     variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
+    unread={ZERO_TIMESTEP: "a mark that the configuration is told by"},
     config=config_from_shapes,
 )
 FAMILY = Family(

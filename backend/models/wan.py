@@ -105,6 +105,11 @@ def refusal(config, grid, cond):
 def config_from_shapes(shapes):
     """Arguments of WanTransformer3DModel; heads are 128 wide."""
     embedding = shapes["patch_embedding.weight"]
+    if len(embedding) != 5:
+        raise UnsupportedError(
+            f"patch_embedding.weight has {len(embedding)} dimensions, {tuple(embedding)}, and Wan's has 5; "
+            f"the file was made by a tool that writes 4 at most: use a GGUF that ComfyUI-GGUF's tools made."
+        )
     image = "img_emb.proj.1.weight" in shapes
     return dict(
         patch_size=embedding[2:],

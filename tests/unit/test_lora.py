@@ -363,6 +363,14 @@ REFUSED = {
         {**GOOD, "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128])},
         "reshape_weight.* control LoRA",
     ),
+    "a wider input": (
+        lora({"img_in": (256, 128)}, "comfyui")[0],
+        "widens the input of img_in.weight from 64 to 128",
+    ),
+    "a control lora of bfl": (
+        {**GOOD, "single_blocks.0.norm.key_norm.scale": torch.ones(128)},
+        "control LoRA of Flux.1, which widens",
+    ),
     "replaced weights": (
         {f"diffusion_model.{ATTENTION}.set_weight": torch.ones(768, 256)},
         "set_weight.* replaced",

@@ -301,3 +301,21 @@ def test_gguf_without_its_package(folder, state, monkeypatch):
 def test_legacy_marker_is_no_weight(folder, state):
     save_file(legacy_fp8(state), folder / "marker.safetensors")
     assert set(open_checkpoint(str(folder / "marker.safetensors")).files.shapes) == set(state)
+
+
+def test_a_scale_beside_a_plain_layer_is_multiplied(folder, state):
+    found = {**legacy_fp8(state), "img_in.scale_weight": torch.tensor(0.5)}
+    save_file(found, folder / "plain_scaled.safetensors")
+    files = open_checkpoint(str(folder / "plain_scaled.safetensors")).files
+    assert files.read("img_in.weight").equal(state["img_in.weight"].bfloat16() * 0.5)
+
+
+def test_nvfp4_without_a_description(folder, state):
+    found, _ = described(state, "nvfp4")
+    save_file(found, folder / "nvfp4_described.safetensors")
+    bare = {key: value for key, value in found.items() if not key.endswith(".comfy_quant")}
+    save_file(bare, folder / "nvfp4_bare.safetensors")
+    described_files, files = (
+        open_checkpoint(str(folder / f"nvfp4_{name}.safetensors")).files for name in ("described", "bare")
+    )
+    assert all(files.read(key).equal(described_files.read(key)) for key in matrices(state))

@@ -1,0 +1,238 @@
+"""Models and formats that are not supported, known by tensors that only they have, so that a refusal says
+what the file is. A supported family has none of these tensors; its own variants are in its Layout."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from ..errors import UnsupportedError, some
+from ..models.family import Family
+from ..models.key_layout import BESIDE, PREFIXES, Shapes
+
+KSAMPLER = "sample it with KSampler"
+OTHER_NODES = "use the nodes that were made for it"
+STOCK = "use ComfyUI's own nodes for it"
+FOLDER = "choose the folder of its diffusers pipeline, with config.json"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that is not supported: ``keys`` that its files have, under one prefix, and ``absent`` ones.
+
+    sizes: key -> (axis, size) that tells it from its relatives. classes: ComfyUI's names of it
+    (comfy.supported_models). remedy: what to do instead.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    remedy: str = KSAMPLER
+    absent: tuple[str, ...] = ()
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def matches(self, prefix: str, shapes: Shapes) -> bool:
+        """Is this the model whose tensors have ``shapes``, under ``prefix``?"""
+        if any(prefix + key not in shapes for key in (*self.keys, *self.sizes)):
+            return False
+        if any(prefix + key in shapes for key in self.absent):
+            return False
+        return all(
+            shapes[prefix + key][axis : axis + 1] == (size,) for key, (axis, size) in self.sizes.items()
+        )
+
+
+UNET = "input_blocks.0.0.weight"
+FLUX_BLOCKS = ("img_in.weight", "double_blocks.0.img_attn.qkv.weight", "single_blocks.0.linear1.weight")
+DIFFUSERS_FLUX = (
+    "time_embed.timestep_embedder.linear_1.weight",
+    "single_transformer_blocks.0.proj_mlp.weight",
+)
+#: The first that matches counts.
+KNOWN = (
+    Known("a ControlNet", ("controlnet_blocks.0.weight",), remedy=STOCK),
+    Known("a ControlNet", ("controlnet_x_embedder.weight",), remedy=STOCK),
+    Known("a ControlNet", ("control_model.input_hint_block.0.weight",), remedy=STOCK),
+    Known("a ControlNet", ("input_hint_block.0.weight",), remedy=STOCK),
+    Known("a ControlNet", ("controlnet_cond_embedding.conv_in.weight",), remedy=STOCK),
+    # UNets, told apart by the widths of what they read
+    Known(
+        "Stable Video Diffusion or SV3D, a UNet",
+        (UNET, "input_blocks.1.1.time_stack.0.attn1.to_q.weight"),
+        ("SVD_img2vid", "SV3D_u", "SV3D_p"),
+    ),
+    Known(
+        "Stable Diffusion XL, a UNet",
+        (UNET,),
+        ("SDXL", "SDXL_instructpix2pix", "SSD1B", "Segmind_Vega", "KOALA_700M", "KOALA_1B"),
+        sizes={"label_emb.0.0.weight": (1, 2816)},
+    ),
+    Known(
+        "the refiner of Stable Diffusion XL, a UNet",
+        (UNET,),
+        ("SDXLRefiner",),
+        sizes={"label_emb.0.0.weight": (1, 2560)},
+    ),
+    Known("the upscaler of Stable Diffusion 2, a UNet", (UNET,), ("SD_X4Upscaler",), sizes={UNET: (1, 7)}),
+    Known(
+        "Stable Diffusion 2, a UNet",
+        (UNET,),
+        ("SD20", "SD21UnclipL", "SD21UnclipH", "LotusD"),
+        sizes={"input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (1, 1024)},
+    ),
+    Known("Stable Diffusion, a UNet", (UNET,), ("SD15", "SD15_instructpix2pix", "Stable_Zero123")),
+    Known(
+        "a UNet with diffusers' names",
+        ("down_blocks.0.resnets.0.conv1.weight", "time_embedding.linear_1.weight"),
+    ),
+    Known("Stable Cascade (stage C)", ("clf.1.weight", "clip_txt_mapper.weight"), ("Stable_Cascade_C",)),
+    Known("Stable Cascade (stage B)", ("clf.1.weight", "clip_mapper.weight"), ("Stable_Cascade_B",)),
+    # relatives of Flux
+    Known("Ovis-Image", ("double_blocks.0.img_mlp.gate_proj.weight", "txt_norm.weight")),
+    Known(
+        "LongCat-Image",
+        FLUX_BLOCKS,
+        ("LongCatImage",),
+        absent=("vector_in.in_layer.weight",),
+        sizes={"txt_in.weight": (1, 3584)},
+    ),
+    Known(
+        "LongCat-Image",
+        DIFFUSERS_FLUX,
+        remedy=FOLDER,
+        sizes={"context_embedder.weight": (1, 3584)},
+    ),
+    Known("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
+    Known("Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER),
+    Known("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",), ("JoyImage",)),
+    Known("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), ("Hunyuan3Dv2", "Hunyuan3Dv2mini"), STOCK),
+    # relatives of Qwen-Image
+    Known("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight"), ("Lens",)),
+    Known(
+        "Mage-Flow",
+        ("img_in.weight",),
+        ("MageFlow",),
+        sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)},
+    ),
+    # relatives of Lumina 2
+    Known("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",), ("Boogu",)),
+    Known("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding"), ("Omnigen2",)),
+    # relatives of HunyuanVideo
+    Known("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
+    Known(
+        "HunyuanVideo 1.5 super resolution",
+        ("time_r_in.in_layer.weight", "vision_in.proj.0.weight"),
+        ("HunyuanVideo15_SR_Distilled",),
+        sizes={"img_in.proj.weight": (1, 98)},
+    ),
+    Known(
+        "HunyuanVideo 1.5 super resolution",
+        ("time_r_in.mlp.0.weight", "vision_in.proj.0.weight"),
+        sizes={"img_in.proj.weight": (1, 98)},
+    ),
+    Known(
+        "the refiner of HunyuanImage 2.1, which is given an image",
+        ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
+        ("HunyuanImage21Refiner",),
+        absent=("vector_in.in_layer.weight", "vision_in.proj.0.weight"),
+        sizes={"img_in.proj.weight": (4, 1)},
+    ),
+    # relatives of Wan
+    Known(
+        "SkyReels-V2 diffusion forcing",
+        ("fps_embedding.weight", "fps_projection.0.weight"),
+        remedy=OTHER_NODES,
+    ),
+    Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
+    Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",), ("WAN21_SCAIL2",)),
+    # relatives of PixArt
+    Known(
+        "PixArt-Sigma with KV compression", ("t_block.1.weight", "blocks.14.attn.sr.weight"), remedy=FOLDER
+    ),
+    Known(
+        "SANA with NVIDIA's own names",
+        ("attention_y_norm.weight", "blocks.0.mlp.depth_conv.conv.weight"),
+        remedy="use diffusers' file or folder of it",
+    ),
+    # others that ComfyUI runs
+    Known("AuraFlow", ("double_layers.0.attn.w1q.weight",), ("AuraFlow",)),
+    Known("Mochi", ("t5_yproj.weight",), ("GenmoMochi",)),
+    Known("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), remedy=FOLDER),
+    Known("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), ("StableAudio", "StableAudio3"), STOCK),
+    Known("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",), ("CosmosT2V", "CosmosI2V")),
+    Known("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",), ("Anima",)),
+    Known("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",), ("CosmosT2IPredict2", "CosmosI2VPredict2")),
+    Known("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), ("PiD",), STOCK),
+    Known("PixelDiT", ("core.pixel_embedder.proj.weight",), ("PixelDiTT2I",)),
+    Known("SeedVR2", ("vid_in.proj.weight",), ("SeedVR2",), STOCK),
+    Known("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), remedy=STOCK),
+    Known("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), remedy=STOCK),
+    Known(
+        "Hunyuan3D 2.1",
+        ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight"),
+        ("Hunyuan3Dv2_1",),
+        STOCK,
+        absent=("mlp_t5.0.weight",),  # HunyuanDiT
+    ),
+    Known("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), ("TripoSplat",), STOCK),
+    Known("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), ("Trellis2",), STOCK),
+    Known("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), remedy=STOCK),
+    Known("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"), ("HiDreamO1",)),
+    Known("ACE-Step", ("genre_embedder.weight",), ("ACEStep",), STOCK),
+    Known("ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), ("ACEStep15",), STOCK),
+    Known(
+        "MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), ("MiniMaxMusic3",), STOCK
+    ),
+    Known("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",), ("ErnieImage",)),
+    Known("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), ("RT_DETR_v4",), STOCK),
+    Known(
+        "SAM 3, a model of masks",
+        ("detector.backbone.vision_backbone.trunk.blocks.0.attn.qkv.weight",),
+        ("SAM3", "SAM31"),
+        STOCK,
+    ),
+    Known(
+        "Depth Anything 3",
+        ("backbone.embeddings.patch_embeddings.projection.weight",),
+        ("DepthAnything3",),
+        STOCK,
+    ),
+)
+OTHER_QUANTIZATION = "use a bf16, fp16, fp8, int8, mxfp8, nvfp4 or GGUF file of this model"
+#: End of a name that only a format has -> (what the file is, what to do instead).
+FORMATS = {
+    "bitsandbytes__nf4": ("quantized as nf4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
+    "bitsandbytes__fp4": ("quantized as fp4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
+    "SCB": ("quantized as int8 by bitsandbytes, which is not supported", OTHER_QUANTIZATION),
+    "wscales": ("quantized for Nunchaku (SVDQuant), which is not supported", OTHER_QUANTIZATION),
+    "qzeros": ("quantized as GPTQ or AWQ, which is not supported", OTHER_QUANTIZATION),
+    "lora_down.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
+    "lora_A.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
+    "lora_A.default.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
+}
+
+
+def check_known(name: str, shapes: Shapes):
+    """Refuse a file of a known model or format that is not supported. Raises UnsupportedError."""
+    check_format(name, shapes)
+    for known in KNOWN:
+        if any(known.matches(prefix, shapes) for prefix in PREFIXES):
+            raise UnsupportedError(f"{name} is {known.name}, which is not supported; {known.remedy}.")
+
+
+def check_format(name: str, shapes: Shapes):
+    """Refuse a quantization or a kind of file that no family can be read from. Raises UnsupportedError."""
+    for end, (what, remedy) in FORMATS.items():
+        if any(key.endswith(f".{end}") for key in shapes):
+            raise UnsupportedError(f"{name} is {what}; {remedy}.")
+
+
+def check_unread(name: str, family: Family, unread: Mapping[str, str]):
+    """Refuse a file with tensors that nothing reads (the layout's name -> the file's), but for those that are
+    known by a reason. Raises UnsupportedError."""
+    allowed = (*BESIDE, *family.layout.unread)
+    rest = [key for ours, key in unread.items() if not any(fnmatchcase(ours, known) for known in allowed)]
+    if rest:
+        raise UnsupportedError(
+            f"{name} has {len(rest)} tensors that {family.name} does not read, first {some(rest, 3)}; it is "
+            f"another model, or a variant that is not supported. Use a file of {family.name}, or KSampler."
+        )

@@ -1,0 +1,90 @@
+"""Headers of released model files, without data: names, shapes and types as they are, folded into patterns.
+
+``tests/headers/released.json.gz`` holds file -> {"tensors", "metadata", "data"}. A tensor's key has {} in the
+place of its first number; its entry is [type, shape, numbers], where a count stands for 0 to count - 1 and
+null for a name without a number. "data" is the text of the few tensors that must hold something.
+"""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from backend.loading.checkpoint import Checkpoint, check_complete, recognise
+from backend.loading.quantized import ScaledFiles
+from backend.loading.safetensors_files import DTYPES, TensorFiles
+
+RELEASED = Path(__file__).parents[1] / "headers" / "released.json.gz"
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+class HeaderFiles:
+    """A safetensors file of which the header alone is there (see safetensors_files.TensorFiles)."""
+
+    def __init__(self, name: str, header: dict):
+        self.name = name
+        self.size = self.bytes_read = 0
+        self.metadata = header["metadata"] or {}
+        tensors = unfold(header["tensors"])
+        self.shapes = {key: tuple(shape) for key, (_, shape) in tensors.items()}
+        self._types = {key: dtype for key, (dtype, _) in tensors.items()}
+        self._data = header["data"]
+
+    def dtype(self, key):
+        return DTYPES[self._types[key]]
+
+    def stored(self, key):
+        return self._types[key]
+
+    def read(self, key, rows=None, columns=None, dtype=None, device=None):
+        """Return the bytes of a tensor that holds text."""
+        return torch.tensor(list(self._data[key].encode()), dtype=torch.uint8)
+
+
+@cache
+def released() -> dict[str, dict]:
+    """File name -> folded header."""
+    return json.loads(gzip.decompress(RELEASED.read_bytes()))
+
+
+def opened(name: str) -> Checkpoint:
+    """Return the checkpoint of a released file, by its header. Raises UnsupportedError."""
+    header = released()[name]
+    checkpoint = recognise(f"{name}.safetensors", ScaledFiles(cast(TensorFiles, HeaderFiles(name, header))))
+    check_complete(checkpoint)
+    return checkpoint
+
+
+def unfold(folded: dict) -> dict[str, tuple[str, list[int]]]:
+    """Return key -> (type, shape) of folded tensors."""
+    found = {}
+    for pattern, entries in folded.items():
+        for dtype, shape, numbers in entries:
+            count = range(numbers) if isinstance(numbers, int) else numbers or [""]
+            found |= {pattern.replace("{}", str(i), 1): (dtype, shape) for i in count}
+    return found
+
+
+def fold(tensors: dict) -> dict:
+    """Fold key -> (type, shape), as the file keeps it."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for key, (dtype, shape) in tensors.items():
+        number = NUMBER.search(key)
+        pattern = NUMBER.sub("{}", key, count=1)
+        groups[pattern][dtype, tuple(shape)].append(int(number[0]) if number else None)
+    return {
+        pattern: [[dtype, list(shape), _numbers(found)] for (dtype, shape), found in shapes.items()]
+        for pattern, shapes in groups.items()
+    }
+
+
+def _numbers(found: list):
+    if found == [None]:
+        return None
+    found = sorted(found)
+    return len(found) if found == list(range(len(found))) else found
