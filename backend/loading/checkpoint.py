@@ -30,7 +30,6 @@ from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
-from .lora_keys import is_lora
 from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
@@ -294,11 +293,6 @@ def _open_single_file(path: Path) -> Checkpoint:
 
 def recognise(name: str, files: Weights) -> Checkpoint:
     """Recognise a single file's transformer by its tensors' names and shapes. Raises UnsupportedError."""
-    if is_lora(files.shapes):
-        raise UnsupportedError(
-            f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
-            f"add it with Parallel LoRA, to the model that it was made for."
-        )
     check_known(name, files.shapes)
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from ..errors import UnsupportedError, some
 from ..models.family import Family
 from ..models.key_layout import BESIDE, PREFIXES, Shapes
+from .lora_keys import is_lora
 
 KSAMPLER = "sample it with KSampler"
 OTHER_NODES = "use the nodes that were made for it"
@@ -213,6 +214,11 @@ FORMATS = {
 
 def check_known(name: str, shapes: Shapes):
     """Refuse a file of a known model or format that is not supported. Raises UnsupportedError."""
+    if is_lora(shapes):
+        raise UnsupportedError(
+            f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
+            f"add it with Parallel LoRA, to the model that it was made for."
+        )
     check_format(name, shapes)
     for known in KNOWN:
         if any(known.matches(prefix, shapes) for prefix in PREFIXES):

@@ -57,7 +57,7 @@ SOME = {
     "unit/test_families.py::test_single_file_with_diffusers_names": 10,
     "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies": 10,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
-    "unit/test_released.py::test_a_released_file": 60,
+    "unit/test_released.py::test_a_released_file": 40,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
     "unit/test_lora.py::test_both_names_of_every_matrix": 3,
     "unit/test_families.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
