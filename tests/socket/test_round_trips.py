@@ -58,19 +58,21 @@ def test_a_warm_run_is_load_then_sample(warm):
 
 
 @pytest.mark.parametrize("last_words", [(), (Failure("out of memory"),)])
-def test_a_backend_that_ended_between_runs_is_replaced_quietly(warm, monkeypatch, last_words):
+def test_a_backend_that_ended_between_runs_is_replaced_with_a_warning(warm, monkeypatch, last_words):
     def ranks(connection):
         for message in last_words:
             reply(connection, message)
 
     backend, another = warm(ranks), object.__new__(Backend)
     wait_readable(backend)
-    monkeypatch.setattr(pool, "_launch", lambda config, check: another)
+    monkeypatch.setattr(pool, "_launch", lambda config, check, show: another)
+    warnings = []
     try:
-        assert pool.backend_for(CONFIG) is another
+        assert pool.backend_for(CONFIG, warn=warnings.append) is another
     finally:
         pool._backends.clear()
     assert backend.client.closed and not backend.alive()
+    assert len(warnings) == 1
 
 
 def test_unread_bytes_are_not_taken_for_the_next_reply(warm):
