@@ -321,7 +321,7 @@ def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
         folder / "control.safetensors",
     )
     for loras, says in (
-        ([(str(folder / "control.safetensors"), 1.0)], "made for another model"),
+        ([(str(folder / "control.safetensors"), 1.0)], "as a control LoRA does"),
         ([(path, "1")], "not a pair"),
         ([(str(folder / "nowhere"), 1.0)], "no LoRA at"),
     ):
