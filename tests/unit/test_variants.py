@@ -127,7 +127,7 @@ def test_refusals_name_the_remedy(name, change, words, tmp_path):
         ("qwen-image", "time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered"),
         ("wan21-t2v", "vace_patch_embedding.weight", "Wan VACE"),
         ("z-image-turbo", "siglip_embedder.0.weight", "Z-Image Omni"),
-        ("hunyuan-video15", "time_r_in.in_layer.weight", "super resolution"),
+        ("hunyuan-video15", "time_r_in.in_layer.weight", "distilled by MeanFlow"),
         ("cogvideox", "patch_embed.pos_embedding", "learned positions"),
     ],
 )
