@@ -26,6 +26,7 @@ from .parallel.pipeline_stage import Stage
 from .parallel.sequence import Span
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
+from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
 from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
 from .sampling.model_runner import LoadedModel, Runner, running
@@ -95,13 +96,17 @@ class Engine:
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress)
-        weight_bytes = sum(p.numel() * p.element_size() for p in transformer.parameters() if not p.is_meta)
+
+        def on_block(name: str):
+            if sharded:  # at once: a rank's memory never holds more than its share and a block
+                fsdp.shard_block(transformer.get_submodule(name), self.mesh)
+
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress, on_block)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
-            fsdp.shard(transformer, checkpoint.family.blocks.lists, self.mesh)
-            weight_bytes //= self.config.sp_degree * self.config.data_parallel_degree
+            fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh)
+        weight_bytes = sum(fsdp.held_bytes(p) for p in transformer.parameters() if not p.is_meta)
         stage = None
         if self._is_staged(checkpoint.family):
             stage = Stage(transformer, checkpoint.family, self.mesh, blocks)
@@ -203,6 +208,7 @@ class Engine:
         self.argument_cache.clear()
         del model
         gc.collect()  # a stage and its blocks know each other
+        free_scratch()
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 

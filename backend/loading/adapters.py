@@ -84,6 +84,15 @@ class Adapter(ABC):
         """Whether one entry of the result depends on entries of the weight other than its own."""
         return "dora_scale" in self.keys
 
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether it is a product of two matrices of few columns and rows, which ``factors`` gives."""
+        return False
+
+    def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (rows, rank) and (rank, columns) whose product is the difference of a low-rank adapter."""
+        raise NotImplementedError(f"{type(self).__name__} is no product of two matrices")
+
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
         """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
         return weight + strength * self.scale * self.difference(rows, columns, weight.device)
@@ -128,8 +137,16 @@ class LoRA(Adapter):
     def rank(self):
         return self.shape_of("down")[0]
 
+    @property
+    def is_low_rank(self):
+        return not self.needs_the_whole
+
+    def factors(self, rows, columns, device):
+        return self._read("up", device, rows=rows), self._read("down", device, columns=columns)
+
     def difference(self, rows, columns, device):
-        return self._read("up", device, rows=rows) @ self._read("down", device, columns=columns)
+        up, down = self.factors(rows, columns, device)
+        return up @ down
 
 
 class LoHa(Adapter):

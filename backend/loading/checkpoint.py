@@ -24,16 +24,18 @@ from ..models.key_layout import PREFIXES
 from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
+from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback, inputs
 from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
-from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
+from .parameter_sources import Source, from_diffusers, numbered, read_packed, read_shard, read_whole, sources
 from .quantized import ScaledFiles
 from .regular_files import read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
+from .weight_loading import load
 
 
 @dataclass
@@ -125,6 +127,11 @@ class Checkpoint:
         return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
 
     @cached_property
+    def parameters(self) -> list[str]:
+        """Names of the whole parameters."""
+        return [name for name, _ in self.empty.named_parameters()]
+
+    @cached_property
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from. Raises UnsupportedError where the file lacks some."""
         shapes = self.shapes
@@ -133,7 +140,7 @@ class Checkpoint:
             found = sources(self.family.layout, shapes)
         found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
         # tables that are buffers can be computed
-        missing = [name for name, _ in self.empty.named_parameters() if name not in found]
+        missing = [name for name in self.parameters if name not in found]
         if missing:
             raise UnsupportedError(
                 f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, "
@@ -174,31 +181,16 @@ class Checkpoint:
         shards: Mapping[str, Shard] = {},
         held: Mapping[str, bool] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_block: Callable[[str], None] = lambda name: None,
     ) -> int:
         """Fill ``empty`` with the weights of ``blocks`` and of the shared layers; return the bytes read.
 
-        ``shards``: module -> the piece of its weight that this rank keeps and reads. ``held``: modules that
-        are loaded, or not, whichever block they are in. ``on_progress`` is given how many bytes of how many
-        are loaded, as the files hold them.
+        Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
+        the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
+        whichever block they are in. ``on_progress`` is given how many bytes of how many are loaded, as the
+        files hold them; ``on_block`` a block's name when it is filled.
         """
-        absent = tuple(name + "." for i, name in enumerate(self.block_names) if i not in blocks)
-        modules = {name: name.rpartition(".")[0] for name in self.sources}
-        wanted = [name for name in modules if held.get(modules[name], not name.startswith(absent))]
-        read_before = self.files.bytes_read
-        weights = {}
-        empty = self.empty.state_dict()
-        done = 0
-        total = sum(empty[name].numel() for name in wanted)
-        value_bytes = self.files.size / max(1, sum(map(math.prod, self.shapes.values())))
-        for name in wanted:
-            own_dtype = torch.float32 if self.family.build.is_float32(name) else dtype
-            weights[name] = self.read(name, own_dtype, device, shards.get(modules[name]))
-            done += weights[name].numel()
-            on_progress(round(done * value_bytes), round(total * value_bytes))
-        self.empty.load_state_dict(weights, strict=False, assign=True)
-        for buffer in self.empty.buffers():
-            buffer.data = buffer.data.to(device)
-        return self.files.bytes_read - read_before
+        return load(self, blocks, dtype, device, shards, held, on_progress, on_block)
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
@@ -209,6 +201,11 @@ class Checkpoint:
         if shard is None:
             return read_whole(self.files, key, source, dtype, device)
         return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
+
+    def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
+        """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
+        source = self.sources[name]
+        return read_packed(self.files, self._key(source), source, shard, self.shapes[name][0], device)
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
+from ..quantization.formats import gguf_format
+from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
 from .safetensors_files import ALL, CPU
 
 #: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
 SHAPE = "comfy.gguf.orig_shape."
-#: Values that are dequantized at once, to bound memory.
-CHUNK = 1 << 22
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,6 +34,11 @@ class Stored:
     data: Tensor
     block: int
     size: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Is it a quantized matrix whose rows are whole blocks?"""
+        return self.kind not in PLAIN and len(self.shape) == 2 and self.shape[1] % self.block == 0
 
 
 class GGUFFile:
@@ -59,17 +64,13 @@ class GGUFFile:
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights; of quantized tensors the blocks that hold these rows and columns."""
-        stored = self._stored[key]
         dtype = dtype or self.dtype(key)
+        packed = self.packed(key, rows, columns, device)
+        if packed is not None:
+            return packed.dequantize(dtype)
+        stored = self._stored[key]
         first, last, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
         width = math.prod(stored.shape[1:])
-        if columns != ALL and len(stored.shape) == 2 and width % stored.block == 0:
-            left, right, _ = columns.indices(width)
-            lo = left // stored.block
-            hi = -(-right // stored.block)
-            blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
-            values = self._values(stored, blocks, dtype, device).view(last - first, -1)
-            return values[:, left - lo * stored.block : right - lo * stored.block]
         lo = first * width // stored.block
         hi = -(-last * width // stored.block)
         values = self._values(stored, stored.data.view(-1, stored.size)[lo:hi], dtype, device)
@@ -79,19 +80,42 @@ class GGUFFile:
         values = values[start : start + (last - first) * width].view(last - first, *stored.shape[1:])
         return values if columns == ALL else values[:, columns]
 
+    def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
+        """As in Weights; None too where rows hold no whole blocks."""
+        stored = self._stored[key]
+        if not stored.is_matrix:
+            return None
+        first, last, _ = rows.indices(stored.shape[0])
+        left, right, _ = columns.indices(stored.shape[1])
+        lo = left // stored.block
+        hi = -(-right // stored.block)
+        blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
+        self.bytes_read += blocks.numel()
+        kept = range(left - lo * stored.block, right - lo * stored.block)
+        values = {"values": blocks.flatten(1).to(device)}
+        return Packed(
+            gguf_format(stored.kind), {"format": stored.kind}, values, (hi - lo) * stored.block, (kept,)
+        )
+
+    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+        """As in Weights."""
+        stored = self._stored[key]
+        return rows * columns // stored.block * stored.size if stored.is_matrix else None
+
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Compute the values of ``blocks`` of a tensor that is plain, or no matrix of whole blocks."""
         self.bytes_read += blocks.numel()
         blocks = blocks.reshape(-1, stored.size).to(device)
         if stored.kind in PLAIN:
             return blocks.view(PLAIN[stored.kind]).reshape(-1).to(dtype)
-        import gguf
-        from diffusers.quantizers.gguf.utils import dequantize_functions
-
-        dequantize = dequantize_functions[gguf.GGMLQuantizationType[stored.kind]]
-        values = torch.empty(len(blocks) * stored.block, dtype=dtype, device=device)
-        for into, chunk in zip(values.split(CHUNK), blocks.split(CHUNK // stored.block)):
-            into.copy_(dequantize(chunk, stored.block, stored.size, torch.float32).view(-1))
-        return values
+        packed = Packed(
+            gguf_format(stored.kind),
+            {"format": stored.kind},
+            {"values": blocks},
+            stored.block,
+            (range(stored.block),),
+        )
+        return packed.dequantize(dtype).view(-1)
 
 
 def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:

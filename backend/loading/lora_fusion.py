@@ -3,7 +3,7 @@ out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..parallel import fsdp
 from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
+from ..quantization.packed_weight import LowRank, PackedWeight
 from .adapters import Adapter, cut, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Target, Targets, open_lora
@@ -46,14 +47,18 @@ class FusedWeights:
         self.checkpoint = checkpoint
         self.cuts = cuts
         self.device = device
-        parameters = dict(checkpoint.empty.named_parameters())
         # by module, which stays the same whatever is wrapped around it later
+        self.packed = {
+            name: weight
+            for name, weight in checkpoint.empty.named_modules()
+            if isinstance(weight, PackedWeight)
+        }
         self.places = {
             name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, parameter in parameters.items()
-            if not parameter.is_meta
+            for name, parameter in checkpoint.empty.named_parameters()
+            if not parameter.is_meta and name.rpartition(".")[0] not in self.packed
         }
-        shapes = {name: checkpoint.shapes[name] for name in parameters}
+        shapes = {name: checkpoint.shapes[name] for name in checkpoint.parameters}
         self.targets = Targets(checkpoint.family.layout, shapes)
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
@@ -75,12 +80,13 @@ class FusedWeights:
         Raises UnsupportedError.
 
         A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to
-        the parameter's dtype.
+        the parameter's dtype. Beside a quantized weight, which stays as it is, LoRAs are products of their
+        own; with adapters of other kinds it is computed as a whole and held too.
         """
         if stack == self.stack:
             return
         patches = self._patches(stack)
-        held = [name for name in patches if name in self.places]
+        held = [name for name in patches if name in self.places or name in self.packed]
         wanted = {name: tuple(patch.use for patch in self._concerning(name, patches)) for name in held}
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
 
@@ -120,20 +126,54 @@ class FusedWeights:
         ]
         wholes = self._wholes(special[0], patches) if special else {}
         for name in names:
+            if name in self.packed:
+                self._put_beside(self.packed[name], name, patches.get(name, []), wholes)
+                continue
             parameter = getattr(*self.places[name])
-            shard = self.cuts.get(name.rpartition(".")[0])
             here = fsdp.rows(parameter)
-            if name in special:
-                rows, columns = self._local_spans(name, shard, here)
-                shape = parameter.shape if here is None else (len(here), *parameter.shape[1:])
-                value = cut(wholes[name], rows, columns).reshape(shape)
-            else:
-                dtype = torch.float32 if name in patches else parameter.dtype
-                value = self.checkpoint.read(name, dtype, self.device, shard)
-                value = value if here is None else value[here.lo : here.hi]
-                if name in patches and value.numel():
-                    value = self._sum(name, value, patches[name], *self._local_spans(name, shard, here))
+            dtype = torch.float32 if name in patches else parameter.dtype
+            value = self._value(name, patches.get(name, []), wholes, dtype, here)
             fsdp.assign(parameter, value.to(parameter.dtype))
+
+    def _value(
+        self,
+        name: str,
+        patches: list[Patch],
+        wholes: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        here: Span | None = None,
+    ) -> Tensor:
+        """This rank's piece of a parameter, or the rows ``here`` of it, under its ``patches``; ``wholes``:
+        parameters that are known as whole matrices."""
+        shard = self.cuts.get(name.rpartition(".")[0])
+        rows, columns = self._local_spans(name, shard, here)
+        if name in wholes and any(patch.adapter.needs_the_whole for patch in patches):
+            shape = self.checkpoint.shapes[name]
+            height, width = sum(map(len, rows)), sum(map(len, columns))
+            own = (height, width) if len(shape) == 2 else (height, *shape[1:])
+            return cut(wholes[name], rows, columns).reshape(own)
+        value = self.checkpoint.read(name, dtype, self.device, shard)
+        value = value if here is None else value[here.lo : here.hi]
+        return self._sum(name, value, patches, rows, columns) if patches and value.numel() else value
+
+    def _put_beside(self, weight: PackedWeight, name: str, patches: list[Patch], wholes):
+        """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
+        known, weight.adapters, weight.whole = weight.adapters, {}, None
+        if not all(patch.adapter.is_low_rank for patch in patches):
+            value = self._value(name, patches, wholes, torch.float32)
+            weight.whole = value.to(weight.device, weight.dtype)
+            return
+        rows, columns = self._local_spans(name, self.cuts.get(name.rpartition(".")[0]), None)
+        for patch in patches:
+            key = (patch.use.path, patch.use.stamp, *patch.adapter.keys.values())
+            if key not in known:
+                where = patch.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
+                up, down = patch.adapter.factors(where, columns, weight.device)
+                up = up * patch.adapter.scale
+                known[key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
+            before = weight.adapters.get(key)
+            strength = patch.use.strength + (before.strength if before else 0.0)
+            weight.adapters[key] = replace(known[key], strength=strength)
 
     def _local_spans(
         self, name: str, shard: Shard | None, here: Span | None

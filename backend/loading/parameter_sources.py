@@ -12,6 +12,7 @@ from torch import Tensor
 from ..models.key_layout import Layout, Shapes
 from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
+from ..quantization.packed import Packed, join
 from .header_limits import is_number
 from .safetensors_files import Weights
 
@@ -80,6 +81,25 @@ def read_shard(
     if len(files.shapes[key]) > 1:
         columns = [slice(span.lo, span.hi) for span in shard.inputs]
     return _cat([_cat([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+
+
+def read_packed(
+    files: Weights, key: str, source: Source, shard: Shard | None, height: int, device: torch.device
+) -> Packed | None:
+    """Read what ``read_whole`` or ``read_shard`` would as it is stored; None where it is no quantized
+    matrix."""
+    if source.shape is not None:
+        return None
+    outputs = shard.outputs if shard else (Span(0, height),)
+    inputs = shard.inputs if shard else (Span(0, files.shapes[key][-1]),)
+    below = []
+    for span in source.rows(outputs, height):
+        beside = [files.packed(key, slice(span.lo, span.hi), slice(c.lo, c.hi), device) for c in inputs]
+        pieces = [piece for piece in beside if piece is not None]
+        if not pieces:
+            return None
+        below.append(join(pieces, 1))
+    return join(below, 0)
 
 
 def _cat(pieces: list[Tensor], dim: int) -> Tensor:

@@ -7,7 +7,7 @@ ComfyUI's order and precision. Activations are not quantized here, so input_scal
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +15,21 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES, Shapes
+from ..quantization.formats import FLOAT8, FORMATS, PLAIN_FLOAT8, Format
+from ..quantization.packed import Packed
 from .safetensors_files import ALL, CPU, TensorFiles
 
 #: Leaves of a layer besides weight and bias: scales of the weight; what activations or formats need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")
-FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-#: Values of the four bits of E2M1.
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
+#: The file's name of a dtype -> bytes of a value.
+ITEMSIZES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
 #: End of refusals.
 BADLY = "the file was converted badly: use another one of this model"
 #: Bytes of a layer's description (a few dozen as published).
 MOST_SETTINGS = 4_096
-#: Values that are rotated together.
-MOST_ROTATED = 4_096
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Layer:
     """A quantized layer: X of X.weight, its format, what the file says of it, and the shape of its weight."""
 
     name: str
-    format: "Format"
+    format: Format
     settings: Mapping
     shape: tuple[int, ...]
 
@@ -47,34 +46,58 @@ class Layer:
         """Neighbours in a row that can only be read together."""
         return self.format.block(self.settings)
 
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix; 1 of what is none."""
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    def covering(self, columns: range) -> range:
+        """Return the whole blocks that hold ``columns``."""
+        return range(columns.start // self.block * self.block, -(-columns.stop // self.block) * self.block)
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns (whole blocks) of a layer's weight, wanted in ``dtype`` on ``device``."""
+    """Rows and columns (whole blocks) of a layer's weight, read to ``device``."""
 
     files: TensorFiles
     layer: Layer
     rows: range
     columns: range
-    dtype: torch.dtype
     device: torch.device
 
-    def values(self, packed: int = 1) -> Tensor:
-        """Read the stored values, ``packed`` of them in an element."""
-        whole = len(self.layer.shape) != 2 or self.columns == range(self.layer.shape[1])
+    def stored(self) -> dict[str, Tensor]:
+        """Read what the file stores, by role (quantization/formats.py)."""
+        found = {"values": self._values()}
+        leaves = {leaf for leaf in WEIGHT_SCALES if f"{self.layer.name}.{leaf}" in self.files.shapes}
+        if "weight_scale" in leaves and self.layer.format.is_blocked:
+            found["block_scales"] = self._block_scales()
+        elif leaves & {"weight_scale", "scale_weight"}:
+            found["scale"] = self._scale("scale_weight" if "scale_weight" in leaves else "weight_scale")
+        if "weight_scale_2" in leaves:
+            found["tensor_scale"] = self._scale("weight_scale_2")
+        if "pre_quant_scale" in leaves:  # of the layer's input, which may as well be scaled in the columns
+            columns = slice(self.columns.start, self.columns.stop)
+            key = f"{self.layer.name}.pre_quant_scale"
+            found["smoothing"] = self.files.read(key, columns, device=self.device)
+        return found
+
+    def _values(self) -> Tensor:
+        packed = self.layer.format.packed
+        whole = self.columns == range(self.layer.columns)
         columns = ALL if whole else slice(self.columns.start // packed, self.columns.stop // packed)
         rows = ALL if self.rows == range(self.layer.shape[0]) else slice(self.rows.start, self.rows.stop)
         return self.files.read(f"{self.layer.name}.weight", rows, columns, device=self.device)
 
-    def scale(self, leaf: str = "weight_scale") -> Tensor:
-        """Read one number, or one for each row (rows, 1, ...)."""
+    def _scale(self, leaf: str) -> Tensor:
+        """Read one number (1), or one for each row (rows, 1, ...)."""
         key = f"{self.layer.name}.{leaf}"
         if self.files.shapes[key] and self.files.shapes[key][0] == self.layer.shape[0] > 1:
             rows = self.files.read(key, slice(self.rows.start, self.rows.stop), device=self.device)
             return rows.reshape(-1, *[1] * (len(self.layer.shape) - 1))
-        return self.files.read(key, device=self.device).reshape(())
+        return self.files.read(key, device=self.device).reshape(1)
 
-    def block_scales(self) -> Tensor:
+    def _block_scales(self) -> Tensor:
         """Read (rows, blocks of columns), as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
         last = -(-self.rows.stop // TILE_ROWS) * TILE_ROWS
@@ -85,85 +108,7 @@ class Piece:
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, width)
         block = self.layer.block
         columns = slice(self.columns.start // block, self.columns.stop // block)
-        return scales[self.rows.start - first : self.rows.stop - first, columns]
-
-
-def _float8(piece: Piece) -> Tensor:
-    legacy = f"{piece.layer.name}.scale_weight" in piece.files.shapes
-    scale = piece.scale("scale_weight" if legacy else "weight_scale")
-    return piece.values().to(piece.dtype) * scale.to(piece.dtype)
-
-
-def _int8(piece: Piece) -> Tensor:
-    weight = piece.values().float() * piece.scale().float()
-    size = _rotation(piece.layer.settings)
-    if size is None:
-        return weight
-    return (weight.unflatten(1, (-1, size)) @ _hadamard(size, weight.device)).flatten(1)
-
-
-def _mxfp8(piece: Piece) -> Tensor:
-    """Dequantize blocks of 32 E4M3 values under a float's exponent (OCP Microscaling Formats 1.0)."""
-    scales = (piece.block_scales().int() << 23).view(torch.float32)
-    return (piece.values().float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
-
-
-def _nvfp4(piece: Piece) -> Tensor:
-    """Dequantize blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the
-    first value of a byte is in its high bits."""
-    pairs = piece.values(packed=2)
-    bits = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
-    values = E2M1.to(piece.device, piece.dtype)[bits]
-    block_scales = piece.block_scales().contiguous().view(torch.float8_e4m3fn)
-    scales = piece.scale("weight_scale_2").to(piece.dtype) * block_scales.to(piece.dtype)
-    return (values.unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1)
-
-
-def _rotation(settings: Mapping) -> int | None:
-    """Return the group size of an int8 layer's rotation; None where it was not rotated."""
-    nested = settings.get("params")
-    settings = {**(nested if isinstance(nested, dict) else {}), **settings}
-    size = settings.get("convrot_groupsize", 256)
-    if not settings.get("convrot"):
-        return None
-    if size not in (4**power for power in range(1, 7)):  # 4 to MOST_ROTATED
-        raise UnsupportedError(
-            f"a layer is rotated in groups of {quoted(size)} values, and a power of four up to "
-            f"{MOST_ROTATED:,} is supported; use another file of this model."
-        )
-    return size
-
-
-def _hadamard(size: int, device: torch.device) -> Tensor:
-    """Return the regular Hadamard matrix of ``size``, a power of four; symmetric and its own inverse."""
-    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], device=device) / 2
-    matrix = four
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, four)
-    return matrix
-
-
-@dataclass(frozen=True)
-class Format:
-    """stored: the file's dtypes; needs: leaves that must be there; block: a layer's settings -> Layer.block;
-    packed: values in an element."""
-
-    weight: Callable[[Piece], Tensor]
-    stored: tuple[str, ...]
-    needs: tuple[str, ...] = ("weight_scale",)
-    block: Callable[[Mapping], int] = lambda settings: 1
-    packed: int = 1
-
-
-FORMATS = {
-    "float8_e4m3fn": Format(_float8, tuple(FLOAT8)),
-    "float8_e5m2": Format(_float8, tuple(FLOAT8)),
-    "int8_tensorwise": Format(_int8, ("I8",), block=lambda settings: _rotation(settings) or 1),
-    "mxfp8": Format(_mxfp8, ("F8_E4M3",), block=lambda settings: 32),
-    # of files of scaled fp8 that keep some layers as they were, under a scale that ComfyUI multiplies too
-    "scaled plain": Format(_float8, ("BF16", "F16", "F32")),
-    "nvfp4": Format(_nvfp4, ("U8",), ("weight_scale", "weight_scale_2"), lambda settings: 16, packed=2),
-}
+        return scales[self.rows.start - first : self.rows.stop - first, columns].contiguous()
 
 
 class ScaledFiles:
@@ -200,20 +145,49 @@ class ScaledFiles:
         layer = self.layers.get(key)
         if layer is None:
             return self.files.read(key, rows, columns, dtype, device)
-        dtype = dtype or self.dtype(key)
-        block = layer.block
-        width = layer.shape[1] if len(layer.shape) == 2 else 1
-        wanted = range(*columns.indices(width))
-        blocks = range(wanted.start // block * block, -(-wanted.stop // block) * block)
-        piece = Piece(self.files, layer, range(*rows.indices(layer.shape[0])), blocks, dtype, device)
-        weight = layer.format.weight(piece).to(dtype)
-        if len(layer.shape) == 2:
-            weight = weight[:, wanted.start - blocks.start : wanted.stop - blocks.start]
-        # of the layer's input, which may as well be scaled in the weight's columns
-        smoothing = f"{layer.name}.pre_quant_scale"
-        if smoothing in self.files.shapes:
-            weight = weight * self.files.read(smoothing, columns, dtype=dtype, device=device)
-        return weight
+        return self._packed(layer, rows, columns, device).dequantize(dtype or self.dtype(key))
+
+    def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
+        """As in Weights."""
+        layer = self._matrix(key)
+        return None if layer is None else self._packed(layer, rows, columns, device)
+
+    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+        """As in Weights."""
+        layer = self._matrix(key)
+        if layer is None:
+            return None
+        total = rows * columns // layer.format.packed * self._itemsize(key)
+        for leaf in WEIGHT_SCALES:
+            scale = f"{layer.name}.{leaf}"
+            shape = self.files.shapes.get(scale)
+            if shape is None:
+                continue
+            count = rows if shape and shape[0] == layer.shape[0] > 1 else 1
+            if leaf == "weight_scale" and layer.format.is_blocked:
+                count = rows * columns // layer.block
+            elif leaf == "pre_quant_scale":
+                count = columns
+            total += count * self._itemsize(scale)
+        return total
+
+    def _itemsize(self, key: str) -> int:
+        return ITEMSIZES[self.files.stored(key)]
+
+    def _matrix(self, key: str) -> Layer | None:
+        """The layer of a quantized matrix; float8 without scales is one too."""
+        layer = self.layers.get(key)
+        if layer is None and self.files.stored(key) in FLOAT8:
+            layer = Layer(key.removesuffix(".weight"), PLAIN_FLOAT8, {}, self.files.shapes[key])
+        is_matrix = layer is not None and len(layer.shape) == 2 and key.endswith(".weight")
+        return layer if is_matrix else None
+
+    def _packed(self, layer: Layer, rows: slice, columns: slice, device: torch.device) -> Packed:
+        wanted = range(*columns.indices(layer.columns))
+        covering = layer.covering(wanted)
+        piece = Piece(self.files, layer, range(*rows.indices(layer.shape[0])), covering, device)
+        kept = range(wanted.start - covering.start, wanted.stop - covering.start)
+        return Packed(layer.format, layer.settings, piece.stored(), len(covering), (kept,))
 
 
 def _layers(files: TensorFiles) -> list[Layer]:

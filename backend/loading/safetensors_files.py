@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
 from ..protocol import tensor_body
+from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards, unreadable
 from .regular_files import not_regular
@@ -45,6 +46,14 @@ class Weights(Protocol):
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """Read rows and columns (slices) of a tensor, and no more, in ``dtype`` or the stored one."""
+        ...
+
+    def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
+        """Read rows and columns of a quantized matrix as they are stored; None for what is none."""
+        ...
+
+    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+        """Count the bytes of so much of a quantized matrix, with its scales; None for what is none."""
         ...
 
 

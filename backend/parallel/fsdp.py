@@ -15,13 +15,16 @@ from .sequence import Span
 PREFETCH = 1
 
 
-def shard(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
-    """Shard every block, then the rest, over ``mesh.weights``; weights are whole for the block that runs."""
-    blocks = [block for name in block_lists for block in block_list(transformer, name)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh.weights)
+def shard_block(block: nn.Module, mesh: Mesh):
+    """Shard a block over ``mesh.weights``; its weights are whole while it runs."""
+    fully_shard(block, mesh=mesh.weights)
+
+
+def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
+    """Shard what is in none of the blocks, and have each gathered ahead of its turn."""
     fully_shard(transformer, mesh=mesh.weights)
-    sharded = [cast(FSDPModule, block) for block in blocks]  # fully_shard has made them that
+    blocks = [block for name in block_lists for block in block_list(transformer, name)]
+    sharded = [cast(FSDPModule, block) for block in blocks]  # shard_block has made them that
     for i, block in enumerate(sharded):
         block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + PREFETCH])
 
@@ -31,6 +34,12 @@ def reshard(transformer: nn.Module):
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def held_bytes(parameter: nn.Parameter) -> int:
+    """Count the bytes of a parameter on this rank."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return own.numel() * own.element_size()
 
 
 def rows(parameter: nn.Parameter) -> Span | None:

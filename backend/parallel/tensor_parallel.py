@@ -18,10 +18,10 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from ..quantization import packed_weight
 from . import comm
 from .block_streams import block_list
 from .mesh import Axis, Mesh
@@ -56,7 +56,10 @@ class Shard:
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer of which this rank holds a piece; parameter names stay those of nn.Linear."""
+    """A linear layer of which this rank holds a piece, plain or quantized; parameter names stay those of
+    nn.Linear."""
+
+    weight: nn.Parameter | packed_weight.PackedWeight
 
     def __init__(self, linear: nn.Linear, shard: Shard):
         super().__init__()
@@ -73,9 +76,9 @@ class ShardedLinear(nn.Module):
         if shard.take_input:
             x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
         if shard.reduce is None:
-            out = F.linear(x, self.weight, self.bias)
+            out = packed_weight.linear(x, self.weight, self.bias)
         else:
-            out = comm.all_reduce(F.linear(x, self.weight), shard.reduce, "tensor")
+            out = comm.all_reduce(packed_weight.linear(x, self.weight, None), shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out

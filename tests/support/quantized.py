@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from backend.quantization.packed_weight import PackedWeight
+
 #: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each
 #: row.
 MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
@@ -84,6 +86,20 @@ def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, di
         for name, text in layers.items()
     }
     return found | texts, {}
+
+
+def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> parameter, on this rank; of a quantized weight what it stands for, with what is beside it."""
+    found = {name: p.detach() for name, p in transformer.named_parameters() if not p.is_meta}
+    for name, weight in list(transformer.named_modules()):
+        if not isinstance(weight, PackedWeight):
+            continue
+        found = {key: value for key, value in found.items() if not key.startswith(f"{name}.")}
+        whole = weight.whole
+        found[name] = weight.packed.dequantize(weight.dtype) if whole is None else whole
+        for adapter in weight.adapters.values():
+            found[name] = found[name] + adapter.strength * adapter.up @ adapter.down
+    return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in found.items()}
 
 
 def write_scaled(path: Path, state: dict, kind: str) -> Path:

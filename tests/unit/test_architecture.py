@@ -20,6 +20,7 @@ LAYERS = [
     "backend.config",
     "backend.protocol",
     "backend.models",
+    "backend.quantization",
     "backend.parallel",
     "backend.loading",
     "backend.serving",

@@ -15,7 +15,10 @@ def test_the_next_block_is_gathered_while_one_computes():
         block.set_modules_to_forward_prefetch = mock.Mock()
     transformer = nn.ModuleDict({"paired": nn.ModuleList(blocks[:2]), "single": nn.ModuleList(blocks[2:])})
     with mock.patch.object(fsdp, "fully_shard") as fully_shard:
-        fsdp.shard(transformer, ("paired", "single"), SimpleNamespace(weights="mesh"))
+        mesh = SimpleNamespace(weights="mesh")
+        for block in blocks:
+            fsdp.shard_block(block, mesh)
+        fsdp.shard_rest(transformer, ("paired", "single"), mesh)
     assert [call.args[0] for call in fully_shard.call_args_list] == [*blocks, transformer]
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
         [block] for block in blocks[1:]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, write_gguf, write_scaled
+from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, weights_of, write_gguf, write_scaled
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from tolerance import assert_same_bits, assert_ulps
@@ -150,11 +150,7 @@ def test_smoothed_inputs_scale_the_columns(folder, state):
 def loaded(path, config: ParallelConfig | None = None, **places) -> dict[str, torch.Tensor]:
     engine = Engine(config or ParallelConfig(), replace(mesh.single(), **places))
     engine.load("m", str(path), "default")
-    return {
-        name.replace(".layer.", "."): p
-        for name, p in engine.models["m"].transformer.named_parameters()
-        if p.device.type != "meta"
-    }
+    return weights_of(engine.models["m"].transformer)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "nvfp4", "gguf"])

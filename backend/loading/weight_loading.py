@@ -1,0 +1,74 @@
+"""Fills a transformer with the weights of a checkpoint that a rank keeps, block by block."""
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..parallel.tensor_parallel import Shard, ShardedLinear
+from ..quantization.packed_weight import PackedWeight, QuantLinear
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+
+def load(
+    checkpoint: "Checkpoint",
+    blocks: range,
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: Mapping[str, Shard],
+    held: Mapping[str, bool],
+    on_progress: Callable[[int, int], None],
+    on_block: Callable[[str], None],
+) -> int:
+    """Load as Checkpoint.load, of which this is the body."""
+    names = checkpoint.block_names
+    absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)
+    modules = {name: name.rpartition(".")[0] for name in checkpoint.sources}
+    wanted = [name for name in modules if held.get(modules[name], not name.startswith(absent))]
+    read_before = checkpoint.files.bytes_read
+    counts = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
+    total = sum(counts[name] for name in wanted)
+    value_bytes = checkpoint.files.size / max(1, sum(counts.values()))
+    done = 0
+    for buffer in checkpoint.empty.buffers():
+        buffer.data = buffer.data.to(device)
+    every = set(names)
+    for block, group in groupby(wanted, lambda name: _block_of(name, every)):
+        for name in group:
+            own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+            _fill(checkpoint, name, own_dtype, device, shards.get(modules[name]))
+            done += counts[name]
+            on_progress(round(done * value_bytes), round(total * value_bytes))
+        if block is not None:
+            on_block(block)
+    return checkpoint.files.bytes_read - read_before
+
+
+def _block_of(name: str, blocks: set[str]) -> str | None:
+    """Return the one of ``blocks`` that a parameter is in."""
+    parts = name.split(".")
+    ends = (i + 1 for i, part in enumerate(parts) if part.isdigit())
+    return next((block for block in (".".join(parts[:end]) for end in ends) if block in blocks), None)
+
+
+def _fill(checkpoint: "Checkpoint", name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None):
+    """Read a parameter or a stored table into its module."""
+    where, _, leaf = name.rpartition(".")
+    module = checkpoint.empty.get_submodule(where)
+    packed = None
+    if leaf == "weight" and type(module) in (nn.Linear, ShardedLinear):
+        packed = checkpoint.read_packed(name, device, shard)
+    if packed is None:
+        value = checkpoint.read(name, dtype, device, shard)
+        is_buffer = leaf in dict(module.named_buffers(recurse=False))
+        setattr(module, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
+    elif isinstance(module, ShardedLinear):
+        del module.weight  # a parameter, whose place no module takes
+        module.weight = PackedWeight(packed, dtype)
+    elif isinstance(module, nn.Linear):
+        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype)))

@@ -1,0 +1,86 @@
+"""A piece of a quantized matrix as its file stores it, and the weight that it stands for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .formats import Format, Settings
+
+#: Values that are dequantized at once, to bound memory.
+CHUNK = 1 << 22
+#: Roles of tensors with columns of the matrix, each an element or a block.
+WITH_COLUMNS = ("values", "block_scales", "smoothing")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows and whole blocks of columns of a quantized matrix.
+
+    tensors: role -> what is stored (formats.py), each of all these rows and columns. kept: the runs of
+    ``columns`` that belong to the piece: a block can only be read as a whole.
+    """
+
+    format: Format
+    settings: Settings
+    tensors: Mapping[str, Tensor]
+    columns: int
+    kept: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the weight."""
+        return len(self.tensors["values"]), sum(map(len, self.kept))
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors["values"].device
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Compute the weight in ``dtype``, into ``out`` (of ``shape``) where it is given; of a large one some
+        rows at a time."""
+        rows, _ = self.shape
+        step = max(1, CHUNK // max(1, self.columns))
+        if out is None and rows <= step:
+            return self._rows(slice(None), dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
+        for start in range(0, rows, step):
+            out[start : start + step] = self._rows(slice(start, start + step), dtype)
+        return out
+
+    def _rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        stored = {role: value[rows] if value.ndim > 1 else value for role, value in self.tensors.items()}
+        weight = self.format.weight(stored, self.settings, dtype).to(dtype)
+        smoothing = stored.get("smoothing")
+        if self.kept != (range(self.columns),):
+            weight = take(weight, self.kept)
+            smoothing = None if smoothing is None else take(smoothing, self.kept)
+        return weight if smoothing is None else weight * smoothing.to(dtype)
+
+
+def take(tensor: Tensor, runs: Sequence[range]) -> Tensor:
+    """Return these runs of the last dimension, behind each other."""
+    return torch.cat([tensor[..., run.start : run.stop] for run in runs], dim=-1)
+
+
+def join(pieces: Sequence[Packed], dim: int) -> Packed:
+    """Put pieces of one matrix below each other (``dim`` 0) or beside each other (1)."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    tensors = {}
+    for role, tensor in first.tensors.items():
+        is_cut = tensor.ndim > 1 if dim == 0 else role in WITH_COLUMNS
+        every = [piece.tensors[role] for piece in pieces]
+        tensors[role] = torch.cat(every, dim=0 if dim == 0 else -1) if is_cut else tensor
+    if dim == 0:
+        return replace(first, tensors=tensors)
+    starts = accumulate((piece.columns for piece in pieces), initial=0)
+    kept = tuple(
+        range(start + run.start, start + run.stop)
+        for start, piece in zip(starts, pieces)
+        for run in piece.kept
+    )
+    return replace(first, tensors=tensors, columns=sum(piece.columns for piece in pieces), kept=kept)

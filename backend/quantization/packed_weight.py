@@ -1,0 +1,115 @@
+"""The weight of a linear layer that stays as its file stores it, and the layers that hold one."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .packed import Packed
+
+#: (device, dtype) -> the memory in which weights are dequantized, one after the other.
+_SCRATCH: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+@dataclass
+class LowRank:
+    """A LoRA beside a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns)."""
+
+    up: Tensor
+    down: Tensor
+    strength: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.strength * F.linear(F.linear(x, self.down), self.up)
+
+
+class PackedWeight(nn.Module):
+    """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
+
+    dtype: of the products. shape: of the weight. adapters: LoRAs that are added to the products, by key.
+    whole: the weight in ``dtype`` where adapters of another kind are in it; the stored one stays beside it.
+    """
+
+    def __init__(self, packed: Packed, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.shape = torch.Size(packed.shape)
+        self.adapters: dict[Hashable, LowRank] = {}
+        self.whole: Tensor | None = None
+        self._empty = replace(packed, tensors={})
+        self._dtypes = {role: tensor.dtype for role, tensor in packed.tensors.items()}
+        for role, tensor in packed.tensors.items():
+            # float8 as bytes: not every collective knows it
+            bits = tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
+            self.register_parameter(role, nn.Parameter(bits, requires_grad=False))
+
+    @property
+    def packed(self) -> Packed:
+        """What is stored, as it is now: gathered or not, and wherever it was moved."""
+        tensors = {role: self.get_parameter(role).view(dtype) for role, dtype in self._dtypes.items()}
+        return replace(self._empty, tensors=tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def format_name(self) -> str:
+        """The format in reports."""
+        return self._empty.format.short
+
+    def _apply(self, fn, recurse=True):
+        """Move what is beside the stored weight with it."""
+        for adapter in self.adapters.values():
+            adapter.up, adapter.down = fn(adapter.up), fn(adapter.down)
+        self.whole = None if self.whole is None else fn(self.whole)
+        return super()._apply(fn, recurse)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias, (..., rows)."""
+        weight = self.whole if self.whole is not None else self._dequantized()
+        out = F.linear(x, weight, bias)
+        for adapter in self.adapters.values():
+            out = out + adapter(x)
+        return out
+
+    def _dequantized(self) -> Tensor:
+        """The weight, until another one is dequantized."""
+        packed = self.packed
+        place = (packed.device, self.dtype)
+        scratch = _SCRATCH.get(place)
+        if scratch is None or scratch.numel() < self.shape.numel():
+            scratch = _SCRATCH[place] = torch.empty(self.shape.numel(), device=place[0], dtype=place[1])
+        return packed.dequantize(self.dtype, scratch[: self.shape.numel()].view(self.shape))
+
+
+class QuantLinear(nn.Module):
+    """A linear layer with a quantized weight; parameter names begin as those of nn.Linear."""
+
+    def __init__(self, linear: nn.Linear, weight: PackedWeight):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = weight
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.linear(x, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias of a plain or a quantized weight."""
+    return weight.linear(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """Return the memory on ``device`` in which weights are dequantized."""
+    return sum(each.numel() * each.element_size() for (place, _), each in _SCRATCH.items() if place == device)
+
+
+def free_scratch():
+    """Free that memory."""
+    _SCRATCH.clear()
