@@ -24,6 +24,7 @@ from ..models.key_layout import PREFIXES
 from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
+from ..quantization.kernels import Choice
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback, inputs
@@ -138,7 +139,7 @@ class Checkpoint:
         found = {name: Source(name) for name in shapes}
         if self.single_file:
             found = sources(self.family.layout, shapes)
-        found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
+        found = {name: source for name, source in found.items() if self.key(source) in self.files.shapes}
         # tables that are buffers can be computed
         missing = [name for name in self.parameters if name not in found]
         if missing:
@@ -150,11 +151,11 @@ class Checkpoint:
             self._check_shape(name, source, shapes[name])
         return found
 
-    def _key(self, source: Source) -> str:
+    def key(self, source: Source) -> str:
         return self.keys.get(source.key, source.key)
 
     def _check_shape(self, name, source, want):
-        have = self.files.shapes[self._key(source)]
+        have = self.files.shapes[self.key(source)]
         if source.shape is not None and math.prod(have) == math.prod(want):
             return
         rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
@@ -168,7 +169,7 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the file's values; bf16 for fp8, which is computed in it."""
         values: Counter[torch.dtype] = Counter()
-        for key in {self._key(source) for source in self.sources.values()}:
+        for key in {self.key(source) for source in self.sources.values()}:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
         common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
@@ -180,6 +181,7 @@ class Checkpoint:
         device: torch.device,
         shards: Mapping[str, Shard] = {},
         held: Mapping[str, bool] = {},
+        choices: Mapping[str, Choice] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_block: Callable[[str], None] = lambda name: None,
     ) -> int:
@@ -187,17 +189,18 @@ class Checkpoint:
 
         Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
         the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``on_progress`` is given how many bytes of how many are loaded, as the
+        whichever block they are in. ``choices``: how quantized parameters multiply, weight only where nothing
+        is said. ``on_progress`` is given how many bytes of how many are loaded, as the
         files hold them; ``on_block`` a block's name when it is filled.
         """
-        return load(self, blocks, dtype, device, shards, held, on_progress, on_block)
+        return load(self, blocks, dtype, device, shards, held, choices, on_progress, on_block)
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
         """Read a parameter, or the piece of it that ``shard`` keeps."""
         source = self.sources[name]
-        key = self._key(source)
+        key = self.key(source)
         if shard is None:
             return read_whole(self.files, key, source, dtype, device)
         return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
@@ -205,7 +208,7 @@ class Checkpoint:
     def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
         """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
         source = self.sources[name]
-        return read_packed(self.files, self._key(source), source, shard, self.shapes[name][0], device)
+        return read_packed(self.files, self.key(source), source, shard, self.shapes[name][0], device)
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
