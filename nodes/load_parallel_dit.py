@@ -54,8 +54,8 @@ class LoadParallelDiT(io.ComfyNode):
                     optional=True,
                     tooltip="How quantized layers multiply. weight only = by the dequantized weight, closest "
                     "to the original model. native = their inputs are quantized too, on int8, fp8 or fp4 "
-                    "tensor cores; needs comfy-kitchen. auto = native where ComfyUI multiplies so. auto changes "
-                    "nothing for files that are not quantized.",
+                    "tensor cores; needs comfy-kitchen. auto = native where ComfyUI multiplies so. auto "
+                    "changes nothing for files that are not quantized.",
                     extra_dict={"advanced": True},
                 ),
             ],

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Largest absolute values on this rank -> those over all ranks among which a layer's inputs are cut.
 Largest = Callable[[Tensor], Tensor]
-#: Smoothed x (..., columns), weight, bias, ``largest`` where inputs are cut -> x W^T + bias (..., rows) in the
-#: dtype of x.
+#: Smoothed x (..., columns), weight, bias, ``largest`` where inputs are cut -> x W^T + bias (..., rows), in
+#: the dtype of x.
 Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, Largest | None], Tensor]
 #: How layers can multiply, the choices of LoadParallelDiT's ``matmul``.
 AUTO, WEIGHT_ONLY, NATIVE = MODES = ("auto", "weight only", "native")
