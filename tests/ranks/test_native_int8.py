@@ -31,9 +31,11 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
 
 @pytest.mark.parametrize("run", [Run(label) for label in CONFIGS], ids=lambda run: run.id)
 def test_two_ranks(run, rank_programs):
-    """To a flipped rounding here and there; ranks that quantize by their own largest values are far away."""
+    """To flipped roundings, which spread: of what native products change (0.015 of the standard deviation,
+    rms), 0.06 were seen under Ulysses, 0.08 under megatron, 0.38 under row, where every sum is of two ranks.
+    Ranks that quantize by their own largest values are as far from one process as native from weight only.
+    """
     row = rank_programs[__name__, run.ranks].result()[run.id]
     _, is_agreed = CONFIGS[run.id]
-    print(run.id, row)
-    assert row["quantization"] > 1e-3
-    assert (row["error"] < 0.1 * row["quantization"]) == is_agreed
+    share = row["error"] / row["quantization"]
+    assert row["quantization"] > 1e-3 and (share < 0.6 if is_agreed else share > 0.9)
