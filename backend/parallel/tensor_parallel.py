@@ -71,6 +71,7 @@ class ShardedLinear(nn.Module):
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
+        packed_weight.carry_hooks(linear, self)
 
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard

@@ -64,6 +64,22 @@ class PackedWeight(nn.Module):
         """The format in reports."""
         return self._empty.format.short
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Give a function that takes ``weight`` itself, as multi-head attention's, what it stands for."""
+        plain = [x.effective() if isinstance(x, PackedWeight) else x for x in args]
+        named = {
+            name: x.effective() if isinstance(x, PackedWeight) else x for name, x in (kwargs or {}).items()
+        }
+        return func(*plain, **named)
+
+    def effective(self) -> Tensor:
+        """Return the weight with the adapters in it, in memory of its own."""
+        weight = self.packed.dequantize(self.dtype) if self.whole is None else self.whole
+        for adapter in self.adapters.values():
+            weight = weight + adapter.strength * (adapter.up @ adapter.down)
+        return weight
+
     def _apply(self, fn, recurse=True):
         """Move what is beside the stored weight with it."""
         for adapter in self.adapters.values():
@@ -111,9 +127,15 @@ class QuantLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = weight
         self.bias = linear.bias
+        carry_hooks(linear, self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.linear(x, self.bias)
+
+
+def carry_hooks(old: nn.Module, new: nn.Module):
+    """Have ``new``, which takes the place of ``old``, call its forward hooks."""
+    new.__dict__ |= {name: hooks for name, hooks in vars(old).items() if name.startswith("_forward_")}
 
 
 def linear(

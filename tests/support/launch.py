@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.native_int8"]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
 

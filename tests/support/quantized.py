@@ -95,10 +95,7 @@ def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(weight, PackedWeight):
             continue
         found = {key: value for key, value in found.items() if not key.startswith(f"{name}.")}
-        whole = weight.whole
-        found[name] = weight.packed.dequantize(weight.dtype) if whole is None else whole
-        for adapter in weight.adapters.values():
-            found[name] = found[name] + adapter.strength * adapter.up @ adapter.down
+        found[name] = weight.effective()
     return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in found.items()}
 
 
