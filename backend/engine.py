@@ -29,7 +29,7 @@ from .parallel.stage_split import Stages
 from .parallel.tensor_parallel import Shard
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, Choice
-from .quantization.matmul import choose_all, summary
+from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
 from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
@@ -56,6 +56,7 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
+        self.capability = capability_of(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
@@ -72,7 +73,9 @@ class Engine:
 
     def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
-        return choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device)
+        return choose_all(
+            checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
+        )
 
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)

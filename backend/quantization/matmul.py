@@ -14,6 +14,10 @@ from .formats import PLAIN_FLOAT8, Format, Settings
 from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Choice, Kernel
 from .packed_weight import PackedWeight
 
+#: Compute capability of an NVIDIA GPU; None on other devices. Of several ranks it is the least, since those
+#: that add up products must choose alike.
+Capability = tuple[int, int] | None
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -53,7 +57,14 @@ class Matrix:
     edges: tuple[int, ...]
 
 
-def choose(matrix: Matrix, mode: str, device: torch.device) -> Choice:
+def capability_of(device: torch.device) -> Capability:
+    """Return the compute capability of an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capability = None) -> Choice:
     """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES."""
     kind = str(matrix.settings.get("format"))
     rule = RULES.get(kind)
@@ -61,7 +72,7 @@ def choose(matrix: Matrix, mode: str, device: torch.device) -> Choice:
         return Choice(None, "as chosen")
     if rule is None:
         return Choice(None, f"{kind} has no native kernel")
-    why = _of_file(matrix, mode) or kernels.kitchen()[1] or _of_device(rule, mode, device)
+    why = _of_file(matrix, mode) or kernels.kitchen()[1] or _of_device(rule, mode, device, capability)
     why = why or _of_shape(matrix, rule)
     return Choice(None, why) if why else Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}")
 
@@ -77,19 +88,18 @@ def _of_file(matrix: Matrix, mode: str) -> str:
     return ""
 
 
-def _of_device(rule: Rule, mode: str, device: torch.device) -> str:
+def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
     if device.type == "cpu":
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
-    if device.type != "cuda" or (torch.version.hip and not rule.everywhere):
+    if device.type != "cuda" or (have is None and not rule.everywhere):
         return "only NVIDIA GPUs have a kernel for it"
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if version < rule.torch:
         return f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch.__version__} is installed"
-    have = torch.cuda.get_device_capability(device)
-    if torch.version.hip or have >= rule.capability:
+    if have is None or have >= rule.capability:
         return ""
     least = ".".join(map(str, rule.capability))
-    return f"it needs compute capability {least}, and this GPU has {have[0]}.{have[1]}"
+    return f"it needs compute capability {least}, and the ranks' GPUs have {have[0]}.{have[1]}"
 
 
 def _of_shape(matrix: Matrix, rule: Rule) -> str:
@@ -110,13 +120,13 @@ def is_full_precision(settings: Settings) -> bool:
 
 
 def choose_all(
-    name: str, matrices: Mapping[str, Matrix], mode: str, device: torch.device
+    name: str, matrices: Mapping[str, Matrix], mode: str, device: torch.device, capability: Capability
 ) -> dict[str, Choice]:
     """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is
     native and a layer cannot multiply so, or is none of MODES."""
     if mode not in MODES:
         raise UnsupportedError(f"matmul is {mode!r:.100}; choose {', '.join(MODES)}.")
-    choices = {layer: choose(matrix, mode, device) for layer, matrix in matrices.items()}
+    choices = {layer: choose(matrix, mode, device, capability) for layer, matrix in matrices.items()}
     if mode != NATIVE:
         return choices
     unable = {

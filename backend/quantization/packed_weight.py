@@ -93,6 +93,8 @@ class PackedWeight(nn.Module):
             out = F.linear(x, self.whole, bias)
         elif self.choice.kernel is None:
             out = F.linear(x, self.dequantized(), bias)
+        elif not x.numel():  # a rank without tokens: there is no largest value of none
+            out = x.new_empty(*x.shape[:-1], self.shape[0])
         else:
             out = self.choice.kernel(self._smoothed(x), self, bias, largest)
         for adapter in self.adapters.values():
