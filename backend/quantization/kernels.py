@@ -115,7 +115,7 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
 
     tensors = weight.packed.tensors
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     one = torch.ones(1, device=x.device)
     input_scale = tensors.get("input_scale", one).float()
     quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
@@ -129,7 +129,7 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
 
 def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     quantized, scales = _kitchen().quantize_mxfp8(rows, pad_32x=len(rows) % 32 != 0)
     if x.device.type == "cpu":
         seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
@@ -145,7 +145,7 @@ def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
 def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
     tensors = weight.packed.tensors
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     scale = tensors.get("input_scale")
     if scale is None:
         most = rows.abs().amax()
@@ -167,6 +167,11 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         )
         out = _kitchen().scaled_mm_nvfp4(*arguments, bias=bias, out_dtype=x.dtype)
     return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Inputs as the kernels read them: (tokens, columns), one behind the other."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _tiled(block_scales: Tensor, dtype: torch.dtype) -> Tensor:
