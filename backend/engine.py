@@ -198,8 +198,9 @@ class Engine:
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
-        warning, empty where it fits in full. Raises UnsupportedError."""
-        return [lora.warning for lora in self.models[key].weights.check(stack)]
+        warning, empty where it fits in full and costs little. Raises UnsupportedError."""
+        weights = self.models[key].weights
+        return [f"{lora.warning} {weights.cost(lora)}".strip() for lora in weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
         """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled."""

@@ -14,6 +14,7 @@ from typing import cast
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from ..config import ParallelConfig
@@ -76,7 +77,7 @@ class Checkpoint:
         patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parameters if self.single_file else 1
-        with init_empty_weights(include_buffers=False):
+        with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
@@ -189,9 +190,8 @@ class Checkpoint:
 
         Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
         the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``choices``: how quantized parameters multiply, weight only where nothing
-        is said. ``on_progress`` is given how many bytes of how many are loaded, as the
-        files hold them; ``on_block`` a block's name when it is filled.
+        whichever block they are in. ``choices``: how quantized parameters multiply, else weight only.
+        ``on_progress`` is given bytes loaded and in all; ``on_block`` a block's name when it is filled.
         """
         return load(self, blocks, dtype, device, shards, held, choices, on_progress, on_block)
 

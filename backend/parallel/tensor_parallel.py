@@ -5,6 +5,7 @@ Schemes (ParallelConfig.split_scheme):
   are divided, one all-reduce a pair. Styles of a plan: "colwise", "gated colwise" (two halves of outputs that
   are multiplied), "packed colwise" (several runs of outputs, which diffusers' layer names), "rowwise",
   "rowwise after attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
+  Modulation is cut by its outputs, which are gathered once an evaluation.
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather).
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
   without the activations' split).
@@ -131,7 +132,17 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
         )
     _check_heads(layers, mesh.tp.size)
     found = {name: _planned(layers, name, _style(plan, name), mesh.tp) for name in layers}
+    for name, module in layers.items():
+        if found[name] is None and isinstance(module, nn.Linear) and _is_modulation(name, family):
+            found[name] = _whole_activations(module, "column", mesh)
     return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _is_modulation(name: str, family) -> bool:
+    """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
+    lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
+    inner = name.removeprefix(f"{lists}.").partition(".")[2]
+    return any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation)
 
 
 def _check_heads(layers, ranks):

@@ -108,7 +108,9 @@ def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:
 def held(engine: Engine) -> dict[str, int]:
     """Bytes of quantized matrices on this rank, and what the report says that all weights take."""
     model = engine.models["tiny"]
-    packed = [module for module in model.transformer.modules() if isinstance(module, PackedWeight)]
+    hosted = [module for layers in model.cache.hosted for module in layers]
+    modules = [module for each in (model.transformer, *hosted) for module in each.modules()]
+    packed = [module for module in dict.fromkeys(modules) if isinstance(module, PackedWeight)]
     fsdp.reshard(model.transformer)
     return {
         "packed": sum(fsdp.held_bytes(p) for weight in packed for p in weight.parameters()),
@@ -121,13 +123,15 @@ def main(folder: str, selected: list[str], out: str):
     world = int(os.environ["WORLD_SIZE"])
     chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
     single = Engine(ParallelConfig(), mesh.single())
-    found, wanted, whole, file = [], [], {}, None
+    found, wanted, whole, file, meshes = [], [], {}, None, {}
     for run in chosen:
         if run.format != file:
             single.unload("tiny")
             single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
             wanted, whole, file = sampled(single, where), held(single), run.format
-        engine = Engine(run.config, mesh.build(run.config, "cpu"))
+        if run.method not in meshes:  # of which each has threads
+            meshes[run.method] = mesh.build(run.config, "cpu")
+        engine = Engine(run.config, meshes[run.method])
         engine.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
         latents, again = sampled(engine, where), sampled(engine, where)
         row = {

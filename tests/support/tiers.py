@@ -53,10 +53,6 @@ LEFT_OUT = {
 SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 2,
-    "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole": 10,
-    "unit/test_families.py::test_diffusers_folder_has_the_same_weights": 10,
-    "unit/test_families.py::test_single_file_with_diffusers_names": 10,
-    "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies": 10,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
     "unit/test_released.py::test_a_released_file": 40,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,

@@ -8,6 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from quantized import weights_of
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 
@@ -27,7 +28,7 @@ def weights(folder):
 def loaded(path, weight_dtype="default") -> dict[str, torch.Tensor]:
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("m", str(path), weight_dtype)
-    return {name.replace(".layer.", "."): p for name, p in engine.models["m"].transformer.named_parameters()}
+    return weights_of(engine.models["m"].transformer)
 
 
 def same(a, b) -> bool:

@@ -155,7 +155,10 @@ def test_other_adapters_make_a_layer_whole(folder, state):
     save_file({name: difference}, folder / "difference.safetensors")
     engine = loaded(path)
     before = weights_of(engine.models["tiny"].transformer)
-    engine.ready(engine.name("tiny", lora_stack([[str(folder / "difference.safetensors"), 0.5]])))
+    stack = lora_stack([[str(folder / "difference.safetensors"), 0.5]])
+    (warning,) = engine.check_loras("tiny", stack)
+    assert "in 1 quantized layers, which are held a second time for it" in warning
+    engine.ready(engine.name("tiny", stack))
     whole = {name: w for name, w in packed_weights(engine).items() if w.whole is not None}
     assert len(whole) == 1
     (changed, weight), *_ = whole.items()
