@@ -492,7 +492,9 @@ def graph_of(name: str) -> tuple[str, str, dict]:
 
     def load(name):
         return [
-            add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"),
+            add(
+                "LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default", matmul="auto"
+            ),
             0,
         ]
 

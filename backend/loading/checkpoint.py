@@ -25,6 +25,7 @@ from ..models.key_layout import PREFIXES, Shapes
 from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
+from ..quantization.kernels import Choice
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback, inputs
@@ -169,7 +170,7 @@ class Checkpoint:
             )
         for name, source in found.items():
             check_shape(
-                self.name, self.family.name, name, source, self.files.shapes[self._key(source)], shapes[name]
+                self.name, self.family.name, name, source, self.files.shapes[self.key(source)], shapes[name]
             )
         return found
 
@@ -177,16 +178,16 @@ class Checkpoint:
         """Those of ``parameters`` that the file has, and where."""
         layout = self.family.layout if self.single_file else None
         found = sources(layout, parameters) if layout else {name: Source(name) for name in parameters}
-        return {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
+        return {name: source for name, source in found.items() if self.key(source) in self.files.shapes}
 
-    def _key(self, source: Source) -> str:
+    def key(self, source: Source) -> str:
         return self.keys.get(source.key, source.key)
 
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the file's values; bf16 for fp8, which is computed in it."""
         values: Counter[torch.dtype] = Counter()
-        for key in {self._key(source) for source in self.sources.values()}:
+        for key in {self.key(source) for source in self.sources.values()}:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
         common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
@@ -198,6 +199,7 @@ class Checkpoint:
         device: torch.device,
         shards: Mapping[str, Shard] = {},
         held: Mapping[str, bool] = {},
+        choices: Mapping[str, Choice] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_block: Callable[[str], None] = lambda name: None,
     ) -> int:
@@ -205,17 +207,17 @@ class Checkpoint:
 
         Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
         the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``on_progress`` is given how many bytes of how many are loaded, as the
-        files hold them; ``on_block`` a block's name when it is filled.
+        whichever block they are in. ``choices``: how quantized parameters multiply, else weight only.
+        ``on_progress`` is given bytes loaded and in all; ``on_block`` a block's name when it is filled.
         """
-        return load(self, blocks, dtype, device, shards, held, on_progress, on_block)
+        return load(self, blocks, dtype, device, shards, held, choices, on_progress, on_block)
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
         """Read a parameter, or the piece of it that ``shard`` keeps."""
         source = self.sources[name]
-        key = self._key(source)
+        key = self.key(source)
         if shard is None:
             return read_whole(self.files, key, source, dtype, device)
         return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
@@ -223,7 +225,7 @@ class Checkpoint:
     def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
         """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
         source = self.sources[name]
-        return read_packed(self.files, self._key(source), source, shard, self.shapes[name][0], device)
+        return read_packed(self.files, self.key(source), source, shard, self.shapes[name][0], device)
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
-from ..quantization.formats import gguf_format
+from ..quantization.formats import Format, Settings, gguf_format
 from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
@@ -97,6 +97,11 @@ class GGUFFile:
         return Packed(
             gguf_format(stored.kind), {"format": stored.kind}, values, (hi - lo) * stored.block, (kept,)
         )
+
+    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+        """As in Weights."""
+        stored = self._stored[key]
+        return (gguf_format(stored.kind), {"format": stored.kind}) if stored.is_matrix else None
 
     def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
         """As in Weights."""

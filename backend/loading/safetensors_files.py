@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Shapes
 from ..protocol import tensor_body
+from ..quantization.formats import Format, Settings
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards
@@ -50,6 +51,10 @@ class Weights(Protocol):
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
         """Read rows and columns of a quantized matrix as they are stored; None for what is none."""
+        ...
+
+    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+        """Return the format of a quantized matrix, and what the file says of it; None for what is none."""
         ...
 
     def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:

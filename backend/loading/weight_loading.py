@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from ..parallel.tensor_parallel import Shard, ShardedLinear
+from ..quantization.kernels import Choice
+from ..quantization.matmul import Matrix
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+
+#: Layers whose matrices may stay quantized.
+LINEAR = (nn.Linear, ShardedLinear)
 
 
 def load(
@@ -22,6 +27,7 @@ def load(
     device: torch.device,
     shards: Mapping[str, Shard],
     held: Mapping[str, bool],
+    choices: Mapping[str, Choice],
     on_progress: Callable[[int, int], None],
     on_block: Callable[[str], None],
 ) -> int:
@@ -42,7 +48,8 @@ def load(
     for block, group in groupby(wanted, lambda name: _block_of(name, every)):
         for name in group:
             own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-            _fill(checkpoint, name, own_dtype, device, shards.get(modules[name]))
+            shard = shards.get(modules[name])
+            _fill(checkpoint, name, own_dtype, device, shard, choices.get(name))
             done += counts[name]
             on_progress(round(done * value_bytes), round(total * value_bytes))
         if block is not None:
@@ -57,12 +64,37 @@ def _block_of(name: str, blocks: set[str]) -> str | None:
     return next((block for block in (".".join(parts[:end]) for end in ends) if block in blocks), None)
 
 
-def _fill(checkpoint: "Checkpoint", name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None):
+def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
+    """Return the parameters that stay quantized, from headers, as the pieces of ``shards``."""
+    found = {}
+    for name, source in checkpoint.sources.items():
+        where, _, leaf = name.rpartition(".")
+        if leaf != "weight" or type(checkpoint.empty.get_submodule(where)) not in LINEAR or source.shape:
+            continue
+        quantization = checkpoint.files.quantization(checkpoint.key(source))
+        if quantization is not None:
+            rows, columns = checkpoint.shapes[name]
+            shard = shards.get(where)
+            if shard is not None:
+                rows = sum(map(len, shard.outputs))
+            edges = shard.edges if shard is not None else ()
+            found[name] = Matrix(*quantization, rows, edges or (0, columns))
+    return found
+
+
+def _fill(
+    checkpoint: "Checkpoint",
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None,
+    choice: Choice | None,
+):
     """Read a parameter or a stored table into its module."""
     where, _, leaf = name.rpartition(".")
     module = checkpoint.empty.get_submodule(where)
     packed = None
-    if leaf == "weight" and type(module) in (nn.Linear, ShardedLinear):
+    if leaf == "weight" and type(module) in LINEAR:
         packed = checkpoint.read_packed(name, device, shard)
     if packed is None:
         value = checkpoint.read(name, dtype, device, shard)
@@ -70,6 +102,6 @@ def _fill(checkpoint: "Checkpoint", name: str, dtype: torch.dtype, device: torch
         setattr(module, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
     elif isinstance(module, ShardedLinear):
         del module.weight  # a parameter, whose place no module takes
-        module.weight = PackedWeight(packed, dtype)
+        module.weight = PackedWeight(packed, dtype, choice)
     elif isinstance(module, nn.Linear):
-        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype)))
+        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype, choice)))

@@ -40,7 +40,7 @@ class Shard:
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
     whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated, of ``widths[i]`` features.
+    outputs are concatenated, of ``widths[i]`` features. edges: columns where any rank's inputs begin or end.
     """
 
     outputs: tuple[Span, ...]
@@ -49,6 +49,7 @@ class Shard:
     reduce: Axis | None = None
     gather: Axis | None = None
     widths: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
 
     @property
     def reduced_features(self) -> int:
@@ -80,7 +81,9 @@ class ShardedLinear(nn.Module):
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
         else:
-            out = comm.all_reduce(packed_weight.linear(x, self.weight, None), shard.reduce, "tensor")
+            largest = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
+            out = packed_weight.linear(x, self.weight, None, largest)
+            out = comm.all_reduce(out, shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out
@@ -169,7 +172,8 @@ def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
     mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
     mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
     widths = tuple(len(whole_out.shard(i, outputs.size)) for i in range(outputs.size)) if outputs else ()
-    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths)
+    edges = _edges([linear.in_features], inputs) if inputs else ()
+    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths, edges)
 
 
 def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
@@ -195,13 +199,19 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
     }
     # else diffusers' packed rowwise style
     widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
-    return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
+    return Shard((whole_out,), _pieces(widths, tp), reduce=tp, edges=_edges(widths, tp))
 
 
 def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
     """This rank's shard of each of several runs of features."""
     starts = accumulate(widths, initial=0)
     return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
+
+
+def _edges(widths: list[int], axis: Axis) -> tuple[int, ...]:
+    """Where any rank's shard of any of these runs of features begins or ends."""
+    every = (span for rank in range(axis.size) for span in _pieces(widths, replace(axis, rank=rank)))
+    return tuple(sorted({edge for span in every for edge in (span.lo, span.hi)}))
 
 
 def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:

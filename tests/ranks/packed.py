@@ -127,12 +127,12 @@ def main(folder: str, selected: list[str], out: str):
     for run in chosen:
         if run.format != file:
             single.unload("tiny")
-            single.load("tiny", str(where / FILES[run.format]), "fp32")
+            single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
             wanted, whole, file = sampled(single, where), held(single), run.format
         if run.method not in meshes:  # of which each has threads
             meshes[run.method] = mesh.build(run.config, "cpu")
         engine = Engine(run.config, meshes[run.method])
-        engine.load("tiny", str(where / FILES[run.format]), "fp32")
+        engine.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
         latents, again = sampled(engine, where), sampled(engine, where)
         row = {
             "id": run.id,

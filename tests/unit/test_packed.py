@@ -28,7 +28,7 @@ GGUF_KINDS = ("Q8_0", "Q5_1", "Q4_K", "Q2_K")
 
 def loaded(path: Path) -> Engine:
     engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(path), "fp32")
+    engine.load("tiny", str(path), "fp32", "weight only")
     return engine
 
 
