@@ -5,6 +5,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import queue
 import sys
 import threading
 import time
@@ -25,21 +26,31 @@ TESTS = Path(__file__).parents[1]
 PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
+#: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
+AT_ONCE = 2
 
 
 def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
-    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or
-    its error."""
+    """Run ``jobs`` in their order, AT_ONCE of them, in threads that do not outlive the tests; what comes of
+    each, or its error."""
     found = {key: Future() for key in jobs}
+    waiting = queue.SimpleQueue()
+    for item in jobs.items():
+        waiting.put(item)
 
     def work():
-        for key, job in jobs.items():
+        while True:
+            try:
+                key, job = waiting.get_nowait()
+            except queue.Empty:
+                return
             try:
                 found[key].set_result(job())
             except Exception as error:  # of the tests that ask for it
                 found[key].set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    for _ in range(AT_ONCE):
+        threading.Thread(target=work, daemon=True).start()
     return found
 
 
