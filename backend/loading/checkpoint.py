@@ -14,6 +14,7 @@ from typing import cast
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from ..config import ParallelConfig
@@ -73,7 +74,7 @@ class Checkpoint:
         patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parameters if self.single_file else 1
-        with init_empty_weights(include_buffers=False):
+        with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
@@ -187,8 +188,7 @@ class Checkpoint:
         read_before = self.files.bytes_read
         weights = {}
         empty = self.empty.state_dict()
-        done = 0
-        total = sum(empty[name].numel() for name in wanted)
+        done, total = 0, sum(empty[name].numel() for name in wanted)
         value_bytes = self.files.size / max(1, sum(map(math.prod, self.shapes.values())))
         for name in wanted:
             own_dtype = torch.float32 if self.family.build.is_float32(name) else dtype
