@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
@@ -39,8 +39,11 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
         waiting.put(item)
 
     def work():
-        while not waiting.empty():
-            key, job = waiting.get()
+        while True:
+            try:
+                key, job = waiting.get_nowait()
+            except queue.Empty:
+                return
             try:
                 found[key].set_result(job())
             except Exception as error:  # of the tests that ask for it
