@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed"]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
