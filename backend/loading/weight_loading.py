@@ -42,7 +42,8 @@ def load(
     value_bytes = checkpoint.files.size / max(1, sum(counts.values()))
     done = 0
     for buffer in checkpoint.empty.buffers():
-        buffer.data = buffer.data.to(device)
+        if not buffer.is_meta:  # else it is read
+            buffer.data = buffer.data.to(device)
     every = set(names)
     for block, group in groupby(wanted, lambda name: _block_of(name, every)):
         for name in group:
