@@ -39,8 +39,11 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
         waiting.put(item)
 
     def work():
-        while not waiting.empty():
-            key, job = waiting.get()
+        while True:
+            try:
+                key, job = waiting.get_nowait()
+            except queue.Empty:
+                return
             try:
                 found[key].set_result(job())
             except Exception as error:  # of the tests that ask for it

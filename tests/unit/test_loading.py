@@ -40,6 +40,14 @@ def test_prefix(folder, weights, prefix):
     assert same(loaded(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix)), weights)
 
 
+def test_tensors_that_nothing_reads_are_refused(folder, tmp_path):
+    """Another model that has all of Flux's tensors: its own would be left out in silence."""
+    state, path = load_file(write_checkpoint(folder / "flux-tiny.safetensors")), tmp_path / "more.safetensors"
+    save_file({**state, "double_blocks.0.img_attn.gate": torch.zeros(4)}, path)
+    with pytest.raises(UnsupportedError, match="1 tensors that flux does not read.*img_attn.gate.*KSampler"):
+        open_checkpoint(str(path))
+
+
 @pytest.fixture(scope="module")
 def diffusers_folder(folder, weights):
     checkpoint = open_checkpoint(str(folder / "flux-tiny.safetensors"))
