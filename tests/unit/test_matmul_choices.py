@@ -12,7 +12,7 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.tensor_parallel import _megatron
 from backend.protocol import Load, Loaded
