@@ -11,7 +11,7 @@ from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references
 from .common.header_config import transformer_config
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 #: Tokens along a side of the video, at most, where the configuration does not tell.
@@ -228,7 +228,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=lambda config: FRAME_TIMESTEPS if config["out_channels"] == 48 else {},
 )
