@@ -1,65 +1,27 @@
-"""ComfyUI's quantized layers, values of few bits with their scales, read as the weights that they stand for.
+"""ComfyUI's quantized layers, values of few bits with their scales, read as they are stored or as the weights
+that they stand for."""
 
-A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
-files ("scaled fp8") just have X.scale_weight next to float8 values. Values are multiplied by their scales in
-ComfyUI's order and precision.
-"""
-
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, quoted, reason
-from ..models.key_layout import PREFIXES, Shapes
-from ..quantization.formats import FLOAT8, FORMATS, PLAIN_FLOAT8, Format
+from ..errors import UnsupportedError, quoted
+from ..models.key_layout import Shapes
+from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Format, scale_group
 from ..quantization.packed import Packed
+from .quantized_layers import (
+    BADLY,
+    DESCRIPTIONS,
+    INPUT_SCALES,
+    ITEMSIZES,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    Layer,
+    find_layers,
+)
 from .safetensors_files import ALL, CPU, TensorFiles
-
-#: Leaves of a layer besides weight and bias: scales of the weight; of activations, where they are quantized
-#: too; what describes formats.
-WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
-INPUT_SCALES = ("input_scale", "scale_input")
-DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
-#: Formats under whose input_scale ComfyUI quantizes activations.
-WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
-#: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
-TILE_ROWS, TILE_BLOCKS = 128, 4
-#: The file's name of a dtype -> bytes of a value.
-ITEMSIZES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
-#: End of refusals.
-BADLY = "the file was converted badly: use another one of this model"
-#: Bytes of a layer's description (a few dozen as published).
-MOST_SETTINGS = 4_096
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A quantized layer: X of X.weight, its format, what the file says of it (and "scales", how many a matrix
-    has), the shape of its weight, and the leaf of the scale of its inputs, if any."""
-
-    name: str
-    format: Format
-    settings: Mapping
-    shape: tuple[int, ...]
-    input_scale: str = ""
-
-    @property
-    def block(self) -> int:
-        """Neighbours in a row that can only be read together."""
-        return self.format.block(self.settings)
-
-    @property
-    def columns(self) -> int:
-        """Columns of a matrix; 1 of what is none."""
-        return self.shape[1] if len(self.shape) == 2 else 1
-
-    def covering(self, columns: range) -> range:
-        """Return the whole blocks that hold ``columns``."""
-        return range(columns.start // self.block * self.block, -(-columns.stop // self.block) * self.block)
 
 
 @dataclass(frozen=True)
@@ -75,17 +37,12 @@ class Piece:
     def stored(self) -> dict[str, Tensor]:
         """Read what the file stores, by role (quantization/formats.py)."""
         found = {"values": self._values()}
-        leaves = {leaf for leaf in WEIGHT_SCALES if f"{self.layer.name}.{leaf}" in self.files.shapes}
-        if "weight_scale" in leaves and self.layer.format.is_blocked:
-            found["block_scales"] = self._block_scales()
-        elif leaves & {"weight_scale", "scale_weight"}:
-            found["scale"] = self._scale("scale_weight" if "scale_weight" in leaves else "weight_scale")
-        if "weight_scale_2" in leaves:
-            found["tensor_scale"] = self._scale("weight_scale_2")
-        if "pre_quant_scale" in leaves:  # of the layer's input, which may as well be scaled in the columns
-            columns = slice(self.columns.start, self.columns.stop)
-            key = f"{self.layer.name}.pre_quant_scale"
-            found["smoothing"] = self.files.read(key, columns, device=self.device)
+        for leaf in self.layer.format.leaves:
+            if f"{self.layer.name}.{leaf}" in self.files.shapes:
+                role, read = READERS[leaf]
+                if leaf == "weight_scale" and self.layer.format.tiles:
+                    role, read = "block_scales", Piece._block_scales
+                found[role] = read(self, leaf)
         if self.layer.input_scale:
             found["input_scale"] = self._scale(self.layer.input_scale)
         return found
@@ -105,11 +62,26 @@ class Piece:
             return rows.reshape(-1, *[1] * (len(self.layer.shape) - 1))
         return self.files.read(key, device=self.device).reshape(1)
 
-    def _block_scales(self) -> Tensor:
-        """Read (rows, blocks of columns), as bytes."""
+    def _whole(self, leaf: str) -> Tensor:
+        return self.files.read(f"{self.layer.name}.{leaf}", device=self.device)
+
+    def _of_columns(self, leaf: str) -> Tensor:
+        """Read one number for each column: of the layer's input, which may as well be in its weight."""
+        columns = slice(self.columns.start, self.columns.stop)
+        return self.files.read(f"{self.layer.name}.{leaf}", columns, device=self.device)
+
+    def _of_groups(self, leaf: str) -> Tensor:
+        """Read (rows, groups of columns), as they are stored."""
+        size = scale_group(self.layer.settings)
+        rows = slice(self.rows.start, self.rows.stop)
+        columns = slice(self.columns.start // size, self.columns.stop // size)
+        return self.files.read(f"{self.layer.name}.{leaf}", rows, columns, device=self.device)
+
+    def _block_scales(self, leaf: str) -> Tensor:
+        """Read (rows, blocks of columns) from cuBLAS' tiles, as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
         last = -(-self.rows.stop // TILE_ROWS) * TILE_ROWS
-        tiles = self.files.read(f"{self.layer.name}.weight_scale", slice(first, last), device=self.device)
+        tiles = self.files.read(f"{self.layer.name}.{leaf}", slice(first, last), device=self.device)
         width = tiles.shape[1]
         tiles = tiles.contiguous().view(torch.uint8)
         tiles = tiles.reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
@@ -117,6 +89,18 @@ class Piece:
         block = self.layer.block
         columns = slice(self.columns.start // block, self.columns.stop // block)
         return scales[self.rows.start - first : self.rows.stop - first, columns].contiguous()
+
+
+#: Leaf -> the role of its tensor, and how it is read.
+READERS = {
+    "weight_scale": ("scale", Piece._scale),
+    "scale_weight": ("scale", Piece._scale),
+    "weight_scale_2": ("tensor_scale", Piece._scale),
+    "pre_quant_scale": ("smoothing", Piece._of_columns),
+    "weight_s_rel": ("block_scales", Piece._of_groups),
+    "weight_s_channel": ("scale", Piece._scale),
+    "weight_codebook": ("codebook", Piece._whole),
+}
 
 
 class ScaledFiles:
@@ -127,14 +111,14 @@ class ScaledFiles:
         self.files = files
         self.metadata = files.metadata
         self.size = files.size
-        self.layers = {f"{layer.name}.weight": layer for layer in _layers(files)}
-        scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in WEIGHT_SCALES}
+        self.layers = {f"{layer.name}.weight": layer for layer in find_layers(files)}
+        scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in layer.format.leaves}
         shapes = {
             key: shape
             for key, shape in files.shapes.items()
             if key not in scales and key.rpartition(".")[2] not in (*INPUT_SCALES, *DESCRIPTIONS)
         }
-        orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
+        orphan = next((key for key in shapes if key.rpartition(".")[2] in READERS), None)
         if orphan:
             what = f"{files.name} is quantized with scales ({quoted(orphan)})"
             raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BADLY}.")
@@ -171,17 +155,12 @@ class ScaledFiles:
         if layer is None:
             return None
         total = rows * columns // layer.format.packed * self._itemsize(key)
-        for leaf in WEIGHT_SCALES:
+        for leaf in layer.format.leaves:
             scale = f"{layer.name}.{leaf}"
-            shape = self.files.shapes.get(scale)
-            if shape is None:
-                continue
-            count = rows if shape and shape[0] == layer.shape[0] > 1 else 1
-            if leaf == "weight_scale" and layer.format.is_blocked:
-                count = rows * columns // layer.block
-            elif leaf == "pre_quant_scale":
-                count = columns
-            total += count * self._itemsize(scale)
+            if scale in self.files.shapes:
+                total += layer.scale_count(leaf, self.files.shapes[scale], rows, columns) * self._itemsize(
+                    scale
+                )
         return total + (self._itemsize(f"{layer.name}.{layer.input_scale}") if layer.input_scale else 0)
 
     def _itemsize(self, key: str) -> int:
@@ -202,101 +181,3 @@ class ScaledFiles:
         piece = Piece(self.files, layer, range(*rows.indices(layer.shape[0])), covering, device)
         kept = range(wanted.start - covering.start, wanted.stop - covering.start)
         return Packed(layer.format, layer.settings, piece.stored(), len(covering), (kept,))
-
-
-def _layers(files: TensorFiles) -> list[Layer]:
-    """Return the quantized layers of ``files``, checked."""
-    found = dict(_described_in_header(files))
-    marker = next((key for key in files.shapes if key.rpartition(".")[2] == "scaled_fp8"), None)
-    # ComfyUI's convention: two numbers in the marker ask for products in full precision
-    is_precise = marker is not None and math.prod(files.shapes[marker]) == 2
-    for key in files.shapes:
-        name, _, leaf = key.rpartition(".")
-        weight = f"{name}.weight"
-        if leaf == "comfy_quant":
-            found[name] = _settings(files, key, _bytes(files, key))
-        elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
-            if files.stored(weight) in FLOAT8:
-                precise = {"full_precision_matrix_mult": True} if is_precise else {}
-                found[name] = {"format": FLOAT8[files.stored(weight)], **precise}
-            elif leaf == "scale_weight" and marker is not None:
-                found[name] = {"format": "scaled plain"}
-        elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):
-            if files.stored(weight) == "U8":
-                found[name] = {"format": "nvfp4"}
-    return [_checked(files, name, settings) for name, settings in found.items()]
-
-
-def _bytes(files: TensorFiles, key: str) -> bytes:
-    shape = files.shapes[key]
-    if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
-        what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
-        raise UnsupportedError(f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}.")
-    return bytes(files.read(key).flatten().tolist())
-
-
-def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        why = f"{quoted(where)} is no JSON ({reason(error)})"
-        raise UnsupportedError(f"{files.name}: {why}; {BADLY}.") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _described_in_header(files: TensorFiles):
-    """Yield the layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
-    where = "_quantization_metadata"
-    layers = _settings(files, where, files.metadata.get(where, "{}")).get("layers", {})
-    for name, settings in (layers if isinstance(layers, dict) else {}).items():
-        prefix = next((prefix for prefix in PREFIXES if f"{prefix}{name}.weight" in files.shapes), "")
-        yield prefix + name, settings if isinstance(settings, dict) else {}
-
-
-def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
-    kind = settings.get("format")
-    stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
-    layer = f"{files.name}: the layer {quoted(name)}"
-    if not isinstance(kind, str) or kind not in FORMATS:
-        raise UnsupportedError(
-            f"{layer} is quantized as {quoted(kind)}, which is not supported; supported are "
-            f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
-        )
-    form = FORMATS[kind]
-    if stored not in form.stored:
-        raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BADLY}.")
-    shapes = {leaf: files.shapes.get(f"{name}.{leaf}") for leaf in WEIGHT_SCALES}
-    leaves = {leaf: shape for leaf, shape in shapes.items() if shape is not None}
-    if "scale_weight" in leaves:
-        leaves.setdefault("weight_scale", leaves["scale_weight"])
-    missing = [leaf for leaf in form.needs if leaf not in leaves]
-    if missing:
-        what = f"{layer} is quantized as {kind} but lacks {', '.join(missing)}"
-        raise UnsupportedError(f"{what}; the file is incomplete: download it again.")
-    rows, *rest = files.shapes[f"{name}.weight"]
-    shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
-    leaf = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
-    settings = {**settings, "scales": math.prod(leaves["weight_scale"])}
-    found = Layer(name, form, settings, shape, leaf if kind in WITH_INPUT_SCALE else "")
-    _check_scales(files, found, kind, leaves["weight_scale"])
-    return found
-
-
-def _check_scales(files: TensorFiles, layer: Layer, kind: str, have: tuple[int, ...]):
-    of_inputs = files.shapes[f"{layer.name}.{layer.input_scale}"] if layer.input_scale else ()
-    if math.prod(of_inputs) != 1:
-        what = f"{files.name}: the {layer.input_scale} of {quoted(layer.name)} has shape {of_inputs}"
-        raise UnsupportedError(f"{what}, and one number is supported; use another file of this model.")
-    if kind in ("mxfp8", "nvfp4"):
-        rows, columns = layer.shape
-        padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS
-        padded_blocks = -(-columns // layer.block // TILE_BLOCKS) * TILE_BLOCKS
-        fits = columns % layer.block == 0 and have == (padded_rows, padded_blocks)
-    else:
-        count = torch.Size(have).numel()
-        fits = count == 1 or (count == layer.shape[0] == have[0])
-    if not fits or (layer.block > 1 and layer.shape[1] % layer.block):
-        raise UnsupportedError(
-            f"{files.name}: the scales of {quoted(layer.name)} have shape {have}, which does not fit its "
-            f"{kind} weight of shape {layer.shape}; use another file of this model."
-        )

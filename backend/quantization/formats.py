@@ -1,11 +1,12 @@
 """How each quantized format stores a matrix, and the weight that it stands for.
 
 A matrix is a few tensors by role: ``values`` (rows, elements); ``scale`` (1) or (rows, 1); ``block_scales``
-(rows, blocks of columns); ``tensor_scale`` (1); ``smoothing`` (columns), of the layer's input;
-``input_scale`` (1), under which inputs are quantized (kernels.py). Values are multiplied by their scales in
-ComfyUI's order and precision.
+(rows, blocks of columns); ``tensor_scale`` (1); ``codebook`` (16), what four bits stand for; ``smoothing``
+(columns), of the layer's input; ``input_scale`` (1), under which inputs are quantized (kernels.py). Values
+are multiplied by their scales in ComfyUI's order and precision.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,21 +25,25 @@ FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 #: Values that are rotated together, at most.
 MOST_ROTATED = 4_096
+#: Scales that most formats have or may have, by their leaf.
+SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 
 
 @dataclass(frozen=True)
 class Format:
     """weight: stored tensors, settings and dtype -> the weight of these rows; stored: the file's dtypes;
-    needs: leaves that must be there; block: settings -> neighbours in a row that can only be read together;
-    packed: values in an element; short: its name in reports; is_blocked: has scales of blocks."""
+    needs: leaves that must be there; leaves: those that are read; block: settings -> neighbours in a row that
+    can only be read together; packed: values in an element; short: its name in reports; tiles: the
+    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles."""
 
     weight: Callable[[Stored, Settings, torch.dtype], Tensor]
     stored: tuple[str, ...]
     needs: tuple[str, ...] = ("weight_scale",)
+    leaves: tuple[str, ...] = SCALES
     block: Callable[[Settings], int] = lambda settings: 1
     packed: int = 1
     short: str = ""
-    is_blocked: bool = False
+    tiles: tuple[str, ...] = ()
 
 
 def _float8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
@@ -49,9 +54,33 @@ def _float8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
 def _int8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
     weight = stored["values"].float() * stored["scale"].float()
     size = rotation(settings)
-    if size is None:
-        return weight
-    return (weight.unflatten(1, (-1, size)) @ hadamard(size, weight.device)).flatten(1)
+    return weight if size is None else _rotated(weight, size)
+
+
+def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+    """Dequantize signed values of four bits under a scale for each row, and rotate them back."""
+    signed = (_nibbles(stored["values"]) ^ 8) - 8  # two's complement
+    return _rotated(signed.float() * stored["scale"].float(), rotation_size(settings))
+
+
+def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+    """Dequantize codes of four bits (of a codebook, or 8 more than their values) under a scale for each group
+    to the int8 that comfy-kitchen multiplies by, these under a scale for each row, and rotate them back."""
+    codes = _nibbles(stored["values"])
+    levels = stored["codebook"].float()[codes.int()] if "codebook" in stored else codes.float() - 8
+    groups = levels.unflatten(1, (-1, scale_group(settings))) * _e4m3(stored["block_scales"]).unsqueeze(-1)
+    grid = groups.flatten(1).round().clamp(-127, 127)
+    return _rotated((grid * stored["scale"].float()).to(dtype), rotation_size(settings))
+
+
+def _nibbles(pairs: Tensor) -> Tensor:
+    """Unpack pairs of four bits, the low ones first, into (rows, columns) from 0 to 15."""
+    return torch.stack([pairs & 15, pairs >> 4 & 15], dim=-1).flatten(1)
+
+
+def _e4m3(scales: Tensor) -> Tensor:
+    """Return scales in float32, of which some files store E4M3 as bytes."""
+    return (scales.view(torch.float8_e4m3fn) if scales.dtype == torch.uint8 else scales).float()
 
 
 def _mxfp8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
@@ -92,20 +121,45 @@ def _e2m1(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(E2M1, device=device, dtype=dtype)
 
 
+def _setting(settings: Settings, name: str, default: int | None = None):
+    """Return what the file says of a layer, beside its format or under "params"."""
+    nested = settings.get("params")
+    return settings.get(name, nested.get(name, default) if isinstance(nested, dict) else default)
+
+
 def rotation(settings: Settings) -> int | None:
     """Return the group size of an int8 layer's rotation (ConvRot); None where it was not rotated. Raises
     UnsupportedError."""
-    nested = settings.get("params")
-    settings = {**(nested if isinstance(nested, dict) else {}), **settings}
-    size = settings.get("convrot_groupsize", 256)
-    if not settings.get("convrot"):
-        return None
+    return rotation_size(settings) if _setting(settings, "convrot") else None
+
+
+def rotation_size(settings: Settings) -> int:
+    """Return the group size of a rotated layer's rotation. Raises UnsupportedError."""
+    size = _setting(settings, "convrot_groupsize", 256)
     if size not in (4**power for power in range(1, 7)):  # 4 to MOST_ROTATED
         raise UnsupportedError(
             f"a layer is rotated in groups of {quoted(size)} values, and a power of four up to "
             f"{MOST_ROTATED:,} is supported; use another file of this model."
         )
     return size
+
+
+def scale_group(settings: Settings) -> int:
+    """Return how many neighbours in a row of an asym_w4a8_int8 layer have one scale. Raises
+    UnsupportedError."""
+    size = _setting(settings, "group_size", 16)
+    if not isinstance(size, int) or not 4 <= size <= MOST_ROTATED or (16 % size and size % 16):
+        raise UnsupportedError(
+            f"a layer has scales of groups of {quoted(size)} values, and 4, 8 and multiples of 16 up to "
+            f"{MOST_ROTATED:,} are supported; use another file of this model."
+        )
+    return size
+
+
+def _rotated(weight: Tensor, size: int) -> Tensor:
+    """Rotate groups of ``size`` columns, or rotate them back."""
+    matrix = hadamard(size, weight.device).to(weight.dtype)
+    return (weight.unflatten(1, (-1, size)) @ matrix).flatten(1)
 
 
 @cache
@@ -123,17 +177,29 @@ FORMATS = {
     "float8_e4m3fn": Format(_float8, tuple(FLOAT8), short="fp8"),
     "float8_e5m2": Format(_float8, tuple(FLOAT8), short="fp8"),
     "int8_tensorwise": Format(_int8, ("I8",), block=lambda settings: rotation(settings) or 1, short="int8"),
-    "mxfp8": Format(_mxfp8, ("F8_E4M3",), block=lambda settings: 32, short="mxfp8", is_blocked=True),
+    "mxfp8": Format(_mxfp8, ("F8_E4M3",), block=lambda settings: 32, short="mxfp8", tiles=("F8_E8M0", "U8")),
     # of files of scaled fp8 that keep some layers as they were, under a scale that ComfyUI multiplies too
     "scaled plain": Format(_float8, ("BF16", "F16", "F32"), short="scaled"),
     "nvfp4": Format(
         _nvfp4,
         ("U8",),
         ("weight_scale", "weight_scale_2"),
-        lambda settings: 16,
+        block=lambda settings: 16,
         packed=2,
         short="nvfp4",
-        is_blocked=True,
+        tiles=("F8_E4M3", "U8"),
+    ),
+    "convrot_w4a4": Format(
+        _convrot_w4a4, ("I8",), leaves=("weight_scale",), block=rotation_size, packed=2, short="w4a4"
+    ),
+    "asym_w4a8_int8": Format(
+        _w4a8,
+        ("I8",),
+        ("weight_s_rel", "weight_s_channel"),
+        ("weight_s_rel", "weight_s_channel", "weight_codebook"),
+        lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
+        packed=2,
+        short="w4a8",
     ),
 }
 #: Float8 without scales.
@@ -144,7 +210,7 @@ PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8")
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block, _ = gguf_type(kind)
-    return Format(_gguf, (kind,), (), partial(_constant, block), short=kind)
+    return Format(_gguf, (kind,), (), block=partial(_constant, block), short=kind)
 
 
 def _constant(block: int, settings: Settings) -> int:

@@ -26,6 +26,8 @@ FILES = {
     "int8": "int8.safetensors",
     "mxfp8": "mxfp8.safetensors",
     "nvfp4": "nvfp4.safetensors",
+    "w4a4": "w4a4.safetensors",
+    "w4a8": "w4a8.safetensors",
     "Q8_0": "Q8_0.gguf",
     "Q4_K": "Q4_K.gguf",
 }

@@ -12,7 +12,10 @@ from backend.quantization.packed_weight import PackedWeight
 #: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each
 #: row.
 MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
-KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4")
+KINDS = (
+    *("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4"),
+    *("convrot_w4a4", "asym_w4a8_int8"),
+)
 FLOAT8 = {"float8_e4m3fn": (torch.float8_e4m3fn, 448.0), "float8_e5m2": (torch.float8_e5m2, 57344.0)}
 
 
@@ -56,6 +59,8 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         settings = {"convrot": True, "convrot_groupsize": 64} if columns % 64 == 0 and seed % 2 else {}
         return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale.float()}, settings
+    if kind in ("convrot_w4a4", "asym_w4a8_int8"):
+        return four_bits(weight, kind, seed)
     block, packed = {"mxfp8": (32, 1), "nvfp4": (16, 2)}[kind]
     tiles = -(-rows // 128) * 128, -(-columns // block // 4) * 4
 
@@ -73,6 +78,23 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
         "weight_scale": numbers(*tiles, high=120).view(torch.float8_e4m3fn),
         "weight_scale_2": torch.tensor(2e-4),
     }, {}
+
+
+def four_bits(weight: torch.Tensor, kind: str, seed: int) -> tuple[dict, dict]:
+    """As ``layer``: any bytes are values. Every other asym_w4a8_int8 layer has a codebook."""
+    rows, columns = weight.shape
+    random = torch.Generator().manual_seed(seed)
+    rotated = {"convrot_groupsize": 64 if columns % 64 == 0 else 16}
+    leaves = {"weight": torch.randint(-128, 128, (rows, columns // 2), generator=random).to(torch.int8)}
+    scale = weight.abs().amax(dim=1).float() / 127
+    if kind == "convrot_w4a4":
+        return {**leaves, "weight_scale": scale * 16}, rotated
+    group = 8 if seed % 2 else 16
+    rel = (torch.rand(rows, columns // group, generator=random) * 16).to(torch.float8_e4m3fn)
+    leaves |= {"weight_s_rel": rel, "weight_s_channel": scale}
+    if seed % 2:
+        leaves |= {"weight_s_rel": rel.view(torch.uint8), "weight_codebook": torch.linspace(-7, 8, 16)}
+    return leaves, {**rotated, "group_size": group}
 
 
 def described(

@@ -38,6 +38,9 @@ GGUF_KINDS = (
 )
 
 
+FOUR_BITS = ("convrot_w4a4", "asym_w4a8_int8")
+
+
 @pytest.fixture(scope="module")
 def state(folder):
     return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
@@ -45,6 +48,8 @@ def state(folder):
 
 def expected(tensors: dict, name: str, kind: str) -> torch.Tensor:
     """A layer's weight by its format's definition, value by value."""
+    if kind in FOUR_BITS:
+        return expected_of_four_bits(tensors, name, kind)
     values, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     if kind in FLOAT8 or kind == "int8_tensorwise":
         weight = values.double() * scale.double()
@@ -71,6 +76,24 @@ def expected(tensors: dict, name: str, kind: str) -> torch.Tensor:
     )
 
 
+def expected_of_four_bits(tensors: dict, name: str, kind: str) -> torch.Tensor:
+    """A rotated layer's weight by its format's definition."""
+    settings = json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))
+    pairs = tensors[f"{name}.weight"].int() & 255
+    codes = torch.stack([pairs % 16, pairs // 16], dim=-1).flatten(1)
+    if kind == "convrot_w4a4":
+        weight = torch.where(codes < 8, codes, codes - 16) * tensors[f"{name}.weight_scale"][:, None].double()
+    else:
+        book = tensors.get(f"{name}.weight_codebook", torch.arange(-8.0, 8.0))
+        scales = tensors[f"{name}.weight_s_rel"].view(torch.float8_e4m3fn).float()
+        grid = book[codes] * scales.repeat_interleave(settings["group_size"], dim=1)
+        weight = (
+            grid.round().clamp(-127, 127).double() * tensors[f"{name}.weight_s_channel"][:, None].double()
+        )
+    size = settings["convrot_groupsize"]
+    return torch.cat([group @ rotation(size) for group in weight.split(size, dim=1)], dim=1)
+
+
 def rotation(size: int) -> torch.Tensor:
     """The orthogonal matrix with which weights of 8 bits are rotated: the Kronecker power of
     [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2.
@@ -83,7 +106,7 @@ def rotation(size: int) -> torch.Tensor:
 def assert_same_part(found: torch.Tensor, wanted: torch.Tensor, kind: str):
     """Weights of 8 bits may be rotated, which is a product of as many rows as are read; the other formats
     multiply number by number."""
-    if kind == "int8_tensorwise":
+    if kind in ("int8_tensorwise", *FOUR_BITS):
         assert_ulps(found, wanted, 1)
     else:
         assert_same_bits(found, wanted)
@@ -147,13 +170,39 @@ def test_smoothed_inputs_scale_the_columns(folder, state):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_four_bits_are_comfy_kitchens(folder, state, kind, dtype):
+    """Its own dequantization of the same tensors, to the bit."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    found = load_file(write_scaled(folder / f"kitchen-{kind}.safetensors", state, kind))
+    files = open_checkpoint(str(folder / f"kitchen-{kind}.safetensors")).files
+    for key in matrices(state):
+        leaves = {leaf: found.get(key.replace("weight", leaf)) for leaf in LEAVES}
+        settings = json.loads(bytes(found[key.replace("weight", "comfy_quant")].tolist()))
+        common = dict(orig_dtype=dtype, orig_shape=tuple(state[key].shape))
+        common["convrot_groupsize"] = settings["convrot_groupsize"]
+        if kind == "convrot_w4a4":
+            layout = tensor.TensorCoreConvRotW4A4Layout
+            params = layout.Params(scale=leaves["weight_scale"], **common)
+        else:
+            layout = tensor.AsymW4A8Int8Layout
+            common |= dict(s_channel=leaves["weight_s_channel"], codebook=leaves["weight_codebook"])
+            scale = leaves["weight_s_rel"].view(torch.float8_e4m3fn)
+            params = layout.Params(scale=scale, group_size=settings["group_size"], **common)
+        assert_same_bits(files.read(key, dtype=dtype), layout.dequantize(found[key], params))
+
+
+LEAVES = ("weight_scale", "weight_s_rel", "weight_s_channel", "weight_codebook")
+
+
 def loaded(path, config: ParallelConfig | None = None, **places) -> dict[str, torch.Tensor]:
     engine = Engine(config or ParallelConfig(), replace(mesh.single(), **places))
     engine.load("m", str(path), "default")
     return weights_of(engine.models["m"].transformer)
 
 
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "nvfp4", "gguf"])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "nvfp4", *FOUR_BITS, "gguf"])
 def test_shards_of_quantized_layers(folder, state, kind):
     """A tensor-parallel rank reads rows or columns of stacked layers (q, k, v), with the scales that belong
     to them.
@@ -238,8 +287,8 @@ def with_settings(state: dict, text: dict | bytes) -> dict:
 FIRST = "double_blocks.0.img_mod.lin"
 REFUSED = {
     "unknown format": (
-        lambda s: with_settings(s, {"format": "convrot_w4a4"}),
-        "quantized as 'convrot_w4a4', which is not supported; supported are float8_e4m3fn",
+        lambda s: with_settings(s, {"format": "awq_w4a16"}),
+        "quantized as 'awq_w4a16', which is not supported; supported are float8_e4m3fn",
     ),
     "no format": (lambda s: with_settings(s, b"nonsense"), "is no JSON"),
     "other storage": (

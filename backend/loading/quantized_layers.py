@@ -1,0 +1,205 @@
+"""Quantized layers of a safetensors file: what it says of each, checked before anything is read.
+
+A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
+files ("scaled fp8") just have X.scale_weight next to float8 values.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import UnsupportedError, quoted, reason
+from ..models.key_layout import PREFIXES
+from ..quantization.formats import FLOAT8, FORMATS, Format, scale_group
+from .safetensors_files import TensorFiles
+
+#: Leaves of a layer besides weight, bias and scales of the weight: scales of activations, where they are
+#: quantized too; what describes formats.
+INPUT_SCALES = ("input_scale", "scale_input")
+DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
+#: Formats under whose input_scale ComfyUI quantizes activations.
+WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
+#: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
+TILE_ROWS, TILE_BLOCKS = 128, 4
+#: The file's name of a dtype -> bytes of a value.
+ITEMSIZES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
+#: Of scales: those of whole rows and matrices, and of groups of columns.
+PLAIN = ("F32", "BF16", "F16")
+GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")
+#: End of refusals.
+BADLY = "the file was converted badly: use another one of this model"
+#: Bytes of a layer's description (a few dozen as published).
+MOST_SETTINGS = 4_096
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantized layer: X of X.weight, its format, what the file says of it (and "scales", how many a matrix
+    has), the shape of its weight, and the leaf of the scale of its inputs, if any."""
+
+    name: str
+    format: Format
+    settings: Mapping
+    shape: tuple[int, ...]
+    input_scale: str = ""
+
+    @property
+    def block(self) -> int:
+        """Neighbours in a row that can only be read together."""
+        return self.format.block(self.settings)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix; 1 of what is none."""
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    def scale_count(self, leaf: str, shape: tuple[int, ...], rows: int, columns: int) -> int:
+        """Count the values of a leaf of ``shape`` that so much of the weight needs."""
+        if leaf == "weight_scale" and self.format.tiles:
+            return rows * columns // self.block
+        if leaf == "weight_s_rel":
+            return rows * columns // scale_group(self.settings)
+        if leaf == "pre_quant_scale":
+            return columns
+        if leaf == "weight_codebook":
+            return math.prod(shape)
+        return rows if shape and shape[0] == self.shape[0] > 1 else 1
+
+    def covering(self, columns: range) -> range:
+        """Return the whole blocks that hold ``columns``."""
+        return range(columns.start // self.block * self.block, -(-columns.stop // self.block) * self.block)
+
+
+#: Leaf that has one shape -> that shape.
+ONE_SHAPE = {
+    "weight_s_rel": lambda layer: (layer.shape[0], layer.columns // scale_group(layer.settings)),
+    "weight_s_channel": lambda layer: (layer.shape[0],),
+    "weight_codebook": lambda layer: (16,),
+    "pre_quant_scale": lambda layer: (layer.shape[-1],),
+}
+
+
+def find_layers(files: TensorFiles) -> list[Layer]:
+    """Return the quantized layers of ``files``, checked. Raises UnsupportedError."""
+    in_header = dict(_described_in_header(files))
+    found = dict(in_header)
+    marker = next((key for key in files.shapes if key.rpartition(".")[2] == "scaled_fp8"), None)
+    # ComfyUI's convention: two numbers in the marker ask for products in full precision
+    is_precise = marker is not None and math.prod(files.shapes[marker]) == 2
+    for key in files.shapes:
+        name, _, leaf = key.rpartition(".")
+        weight = f"{name}.weight"
+        if leaf == "comfy_quant":
+            settings = _settings(files, key, _bytes(files, key))
+            _check_once(files, name, in_header.get(name, settings), settings)
+            found[name] = settings
+        elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
+            if files.stored(weight) in FLOAT8:
+                precise = {"full_precision_matrix_mult": True} if is_precise else {}
+                found[name] = {"format": FLOAT8[files.stored(weight)], **precise}
+            elif leaf == "scale_weight" and marker is not None:
+                found[name] = {"format": "scaled plain"}
+        elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):
+            if files.stored(weight) == "U8":
+                found[name] = {"format": "nvfp4"}
+    return [_checked(files, name, settings) for name, settings in found.items()]
+
+
+def _check_once(files: TensorFiles, name: str, first: Mapping, second: Mapping):
+    """Refuse a layer that header and tensor describe in two ways."""
+    if first.get("format") != second.get("format"):
+        both = " and ".join(quoted(each.get("format")) for each in (first, second))
+        raise UnsupportedError(f"{files.name} describes the layer {quoted(name)} twice, as {both}; {BADLY}.")
+
+
+def _bytes(files: TensorFiles, key: str) -> bytes:
+    shape = files.shapes[key]
+    if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
+        what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
+        raise UnsupportedError(f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}.")
+    return bytes(files.read(key).flatten().tolist())
+
+
+def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = f"{quoted(where)} is no JSON ({reason(error)})"
+        raise UnsupportedError(f"{files.name}: {why}; {BADLY}.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _described_in_header(files: TensorFiles):
+    """Yield the layers of the header's _quantization_metadata, whose names may lack the keys' prefix."""
+    where = "_quantization_metadata"
+    layers = _settings(files, where, files.metadata.get(where, "{}")).get("layers", {})
+    for name, settings in (layers if isinstance(layers, dict) else {}).items():
+        prefix = next((prefix for prefix in PREFIXES if f"{prefix}{name}.weight" in files.shapes), "")
+        yield prefix + name, settings if isinstance(settings, dict) else {}
+
+
+def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
+    kind = settings.get("format")
+    stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
+    layer = f"{files.name}: the layer {quoted(name)}"
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise UnsupportedError(
+            f"{layer} is quantized as {quoted(kind)}, which is not supported; supported are "
+            f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
+        )
+    form = FORMATS[kind]
+    if stored not in form.stored:
+        raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BADLY}.")
+    leaves = {leaf for leaf in form.leaves if f"{name}.{leaf}" in files.shapes}
+    if {"weight_scale", "scale_weight"} <= leaves:
+        raise UnsupportedError(f"{layer} has both weight_scale and scale_weight; {BADLY}.")
+    scale = "scale_weight" if "scale_weight" in leaves else form.needs[0]
+    missing = [leaf for leaf in (scale, *form.needs[1:]) if leaf not in leaves]
+    if missing:
+        what = f"{layer} is quantized as {kind} but lacks {', '.join(missing)}"
+        raise UnsupportedError(f"{what}; the file is incomplete: download it again.")
+    shape = files.shapes[f"{name}.weight"]
+    shape = (*shape[:-1], shape[-1] * form.packed) if len(shape) > 1 else shape
+    settings = {**settings, "scales": math.prod(files.shapes[f"{name}.{scale}"])}
+    of_inputs = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
+    found = Layer(name, form, settings, shape, of_inputs if kind in WITH_INPUT_SCALE else "")
+    _check_shape(files, found, kind)
+    for each in leaves | {found.input_scale} - {""}:
+        _check_scale(files, found, kind, each)
+    return found
+
+
+def _check_shape(files: TensorFiles, layer: Layer, kind: str):
+    """Refuse a weight that its format cannot store. Raises UnsupportedError."""
+    what = f"{files.name}: the {kind} weight of {quoted(layer.name)} has shape {layer.shape}"
+    in_blocks = layer.block > 1 or layer.format.packed > 1
+    if not layer.shape or (in_blocks and len(layer.shape) != 2):
+        raise UnsupportedError(f"{what}, and a matrix is needed; {BADLY}.")
+    if layer.shape[-1] % layer.block:
+        raise UnsupportedError(f"{what}, whose rows are no whole groups of {layer.block} values; {BADLY}.")
+
+
+def _check_scale(files: TensorFiles, layer: Layer, kind: str, leaf: str):
+    """Refuse a scale of another shape or type than its format has. Raises UnsupportedError."""
+    key = f"{layer.name}.{leaf}"
+    have = files.shapes[key]
+    rows = layer.shape[0]
+    of_rows = bool(have) and have[0] == rows == math.prod(have)
+    is_tiled = leaf == "weight_scale" and bool(layer.format.tiles)
+    if is_tiled:
+        blocks = layer.columns // layer.block
+        fits = have == (-(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
+    elif leaf in ONE_SHAPE:
+        fits = have == ONE_SHAPE[leaf](layer)
+    else:
+        fits = math.prod(have) == 1 or (of_rows and leaf in ("weight_scale", "scale_weight"))
+    if not fits:
+        raise UnsupportedError(
+            f"{files.name}: the scale {quoted(key)} has shape {have}, which does not fit its {kind} weight "
+            f"of shape {layer.shape}; use another file of this model."
+        )
+    types = layer.format.tiles if is_tiled else GROUP_SCALES if leaf == "weight_s_rel" else PLAIN
+    if files.stored(key) not in types:
+        what = f"{files.name}: the scale {quoted(key)} is stored as {files.stored(key)}"
+        raise UnsupportedError(f"{what}, and {kind} has {', '.join(types)}; use another file of this model.")
