@@ -25,6 +25,7 @@ from .config import ConfigError, ParallelConfig
 from .engine import Engine
 from .errors import UnsupportedError
 from .loading.lora_keys import LoraUse, lora_stack
+from .loading.scale_values import check_scales
 from .parallel import mesh as meshes
 from .protocol import (
     LORAS,
@@ -199,7 +200,9 @@ class Leader(Worker):
             stack = lora_stack(message.loras, folders)
         if key in self.engine.models:
             return self.on_loaded(job, message, key, stack)
-        self.engine.check_load(message.path, message.weight_dtype, message.matmul)
+        checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
+        with refusing("the model"):
+            check_scales(checkpoint)
 
         def act():
             self.dispatcher.broadcast(message)

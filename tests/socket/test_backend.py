@@ -43,6 +43,18 @@ def test_golden_latent_through_the_socket(backend, checkpoint):
     assert shapes == {(1, 16, 16, 16)}
 
 
+def test_scales_of_nan_are_refused_before_any_rank_reads(backend, checkpoint, folder):
+    state = load_file(checkpoint)
+    values, scale = state["img_in.weight"].to(torch.float8_e4m3fn), torch.full((1,), torch.nan)
+    save_file({**state, "img_in.weight": values, "img_in.weight_scale": scale}, folder / "scales.safetensors")
+    with pytest.raises(
+        protocol.RefusedError, match="scales.safetensors: the scale 'img_in.weight_scale' holds"
+    ):
+        backend.load(str(folder / "scales.safetensors"))
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
 def test_a_model_of_nan_is_refused_by_name(backend, checkpoint, folder):
     """At the end of the request, so that no rank waits for another; the next one is exact."""
     state = load_file(checkpoint)

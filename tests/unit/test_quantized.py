@@ -17,6 +17,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
+from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
 
 GGUF_KINDS = (
@@ -312,6 +313,113 @@ REFUSED = {
         "a quantization that is not supported",
     ),
 }
+
+
+def changed(kind: str, **leaves):
+    """The first layer of ``kind`` with other leaves."""
+    return lambda s: {**described(s, kind)[0], **{f"{FIRST}.{leaf}": value for leaf, value in leaves.items()}}
+
+
+def with_format(kind: str, **settings):
+    """The first layer of ``kind`` described with other settings."""
+    text = json.dumps({"format": kind, **settings}).encode()
+    return changed(kind, comfy_quant=torch.tensor(list(text), dtype=torch.uint8))
+
+
+REFUSED |= {
+    "SVDQuant": (lambda s: with_settings(s, {"format": "svdquant_w4a4"}), "which is not supported"),
+    "scales of other rows": (
+        changed("int8_tensorwise", weight_scale=torch.ones(5)),
+        "shape .5,., which does",
+    ),
+    "scales of another type": (
+        changed("float8_e4m3fn", weight_scale=torch.ones(1, dtype=torch.int64)),
+        "is stored as I64, and float8_e4m3fn has F32",
+    ),
+    "block scales of another type": (
+        changed("mxfp8", weight_scale=torch.ones(1536, 8)),
+        "is stored as F32, and mxfp8 has F8_E8M0, U8",
+    ),
+    "two scales": (
+        changed("float8_e4m3fn", scale_weight=torch.ones(1)),
+        "both weight_scale and scale_weight",
+    ),
+    "smoothing of other columns": (
+        changed("float8_e4m3fn", pre_quant_scale=torch.ones(3)),
+        "pre_quant_scale. has shape .3,., which does not fit",
+    ),
+    "codebook of 8": (changed("asym_w4a8_int8", weight_codebook=torch.ones(8)), "shape .8,., which does not"),
+    "group of no power": (
+        with_format("convrot_w4a4", convrot_groupsize=48),
+        "groups of 48 values, and a power",
+    ),
+    "group that does not divide": (
+        with_format("convrot_w4a4", convrot_groupsize=1024),
+        "rows are no whole groups of 1024 values",
+    ),
+    "scale group of 12": (with_format("asym_w4a8_int8", group_size=12), "groups of 12 values, and 4, 8"),
+    "truncated matrix": (
+        lambda s: changed("nvfp4", weight=described(s, "nvfp4")[0][f"{FIRST}.weight"][:9].clone())(s),
+        "which does not fit its nvfp4 weight",
+    ),
+    "no matrix": (changed("nvfp4", weight=torch.ones(64, dtype=torch.uint8)), "and a matrix is needed"),
+    "no dimension": (
+        changed("int8_tensorwise", weight=torch.tensor(1, dtype=torch.int8)),
+        "a matrix is needed",
+    ),
+    "a leaf of another format": (
+        changed("int8_tensorwise", weight_s_rel=torch.ones(2, 2)),
+        "the weight that they belong to is not",
+    ),
+}
+
+
+def test_a_layer_that_is_described_in_two_ways(folder, state):
+    found, _ = described(state, "float8_e4m3fn")
+    header = json.dumps({"layers": {FIRST: {"format": "int8_tensorwise"}}})
+    save_file(found, folder / "twice.safetensors", {"_quantization_metadata": header})
+    says = "describes the layer .* twice, as 'int8_tensorwise' and 'float8_e4m3fn'"
+    with pytest.raises(UnsupportedError, match=says):
+        open_checkpoint(str(folder / "twice.safetensors"))
+
+
+def test_layers_of_one_file_may_be_of_several_formats(folder, state):
+    """Published files are: some layers fp8, others int8 or plain."""
+    kinds = [described(state, kind)[0] for kind in ("float8_e4m3fn", "int8_tensorwise", "asym_w4a8_int8")]
+    keys = matrices(state)
+    mixed = dict(state)
+    for i, key in enumerate(keys[:-1]):
+        name = key.removesuffix("weight")
+        mixed |= {leaf: value for leaf, value in kinds[i % 3].items() if leaf.startswith(name)}
+    save_file(mixed, folder / "mixed.safetensors")
+    files = open_checkpoint(str(folder / "mixed.safetensors")).files
+    for i, key in enumerate(keys[:-1]):
+        kind = ("float8_e4m3fn", "int8_tensorwise", "asym_w4a8_int8")[i % 3]
+        want = expected(mixed, key.removesuffix(".weight"), kind)
+        found = files.read(key, dtype=torch.float32).double()
+        assert torch.allclose(found, want, rtol=1e-6, atol=1e-6 * want.abs().max())
+    assert files.packed(keys[-1]) is None
+
+
+@pytest.mark.parametrize(
+    "kind, leaf",
+    [
+        *[(kind, "weight_scale") for kind in KINDS if kind != "asym_w4a8_int8"],
+        *[("asym_w4a8_int8", leaf) for leaf in ("weight_s_rel", "weight_s_channel")],
+        *[("nvfp4", "weight_scale_2"), ("float8_e4m3fn", "input_scale")],
+    ],
+)
+def test_scales_of_nan_are_refused_by_name(folder, state, kind, leaf):
+    found, _ = described(state, kind)
+    save_file(found, folder / "scales.safetensors")
+    check_scales(open_checkpoint(str(folder / "scales.safetensors")))
+    scale = found.setdefault(f"{FIRST}.{leaf}", torch.ones(1)).clone()
+    scale.view(-1).view(torch.uint8)[-4:] = 255  # NaN in every type of scales
+    found[f"{FIRST}.{leaf}"] = scale
+    save_file(found, folder / "nan.safetensors")
+    checkpoint = open_checkpoint(str(folder / "nan.safetensors"))
+    with pytest.raises(UnsupportedError, match=f"'{FIRST}.{leaf}' holds NaN or infinity"):
+        check_scales(checkpoint)
 
 
 @pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)

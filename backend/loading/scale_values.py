@@ -1,0 +1,33 @@
+"""Checks the scales of a quantized file before any rank reads it; rank 0 alone does, as of LoRAs."""
+
+import torch
+
+from ..errors import UnsupportedError, quoted
+from .checkpoint import Checkpoint
+from .lora_validation import largest
+from .quantized import ScaledFiles
+from .quantized_layers import Layer
+
+
+def check_scales(checkpoint: Checkpoint):
+    """Refuse a scale that is NaN or infinite; nothing else is read. The scales of GGUF files are inside their
+    blocks, and are not looked at. Raises UnsupportedError."""
+    files = checkpoint.files
+    if not isinstance(files, ScaledFiles):
+        return
+    for layer in files.layers.values():
+        for leaf in (*layer.format.leaves, layer.input_scale):
+            key = f"{layer.name}.{leaf}"
+            if leaf and key in files.files.shapes and not _is_finite(files, layer, leaf):
+                raise UnsupportedError(
+                    f"{checkpoint.name}: the scale {quoted(key)} holds NaN or infinity, and so would every "
+                    f"image; download the file again, or use another one of this model."
+                )
+
+
+def _is_finite(files: ScaledFiles, layer: Layer, leaf: str) -> bool:
+    values = files.files.read(f"{layer.name}.{leaf}")
+    if values.dtype == torch.uint8:  # block scales that are stored as bytes
+        is_exponent = layer.format.short == "mxfp8"
+        values = values.view(torch.float8_e8m0fnu if is_exponent else torch.float8_e4m3fn)
+    return largest(values) < float("inf")
