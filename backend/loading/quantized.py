@@ -7,7 +7,7 @@ ComfyUI's order and precision. Activations are not quantized here, so input_scal
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES, Shapes
 from ..quantization.formats import FLOAT8, FORMATS, PLAIN_FLOAT8, Format
 from ..quantization.packed import Packed
-from .safetensors_files import ALL, CPU, TensorFiles
+from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
 #: Leaves of a layer besides weight and bias: scales of the weight; what activations or formats need.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
@@ -152,24 +152,28 @@ class ScaledFiles:
         layer = self._matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
-    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+    def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         layer = self._matrix(key)
         if layer is None:
             return None
-        total = rows * columns // layer.format.packed * self._itemsize(key)
+        width = sum(len(layer.covering(run)) for run in columns)
+        itemsize = self._itemsize(key)
+        found = [StoredSize(rows, rows * width // layer.format.packed * itemsize)]
         for leaf in WEIGHT_SCALES:
             scale = f"{layer.name}.{leaf}"
             shape = self.files.shapes.get(scale)
             if shape is None:
                 continue
-            count = rows if shape and shape[0] == layer.shape[0] > 1 else 1
+            length = rows if shape and shape[0] == layer.shape[0] > 1 else 1
+            count = length
             if leaf == "weight_scale" and layer.format.is_blocked:
-                count = rows * columns // layer.block
+                length = rows
+                count = rows * width // layer.block
             elif leaf == "pre_quant_scale":
-                count = columns
-            total += count * self._itemsize(scale)
-        return total
+                length = count = width
+            found.append(StoredSize(length, count * self._itemsize(scale)))
+        return found
 
     def _itemsize(self, key: str) -> int:
         return ITEMSIZES[self.files.stored(key)]
