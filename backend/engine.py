@@ -4,7 +4,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 
 import torch
@@ -17,6 +17,7 @@ from .loading.checkpoint import Checkpoint, open_checkpoint
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
+from .loading.weight_loading import matrices
 from .models.family import Family
 from .parallel import comm, fsdp, tensor_parallel
 from .parallel.cached_layers import cache_layers
@@ -25,7 +26,10 @@ from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.sequence import Span
 from .parallel.stage_split import Stages
+from .parallel.tensor_parallel import Shard
 from .protocol import LORAS, Describe, ModelCall, Sample
+from .quantization.kernels import AUTO, Choice
+from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
 from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
@@ -52,10 +56,11 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
+        self.capability = capability_of(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
-    def check_load(self, path: str, weight_dtype: str) -> Checkpoint:
+    def check_load(self, path: str, weight_dtype: str, matmul: str = AUTO) -> Checkpoint:
         """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(
@@ -63,8 +68,14 @@ class Engine:
             )
         checkpoint = open_checkpoint(path, self.folders)
         self._check_degrees(checkpoint)
-        self._cuts(checkpoint)
+        self._choices(checkpoint, self._cuts(checkpoint), matmul)
         return checkpoint
+
+    def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
+        """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
+        return choose_all(
+            checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
+        )
 
     def _check_degrees(self, checkpoint: Checkpoint):
         check_family(checkpoint.family, self.config)
@@ -76,14 +87,16 @@ class Engine:
         key: str,
         path: str,
         weight_dtype: str,
+        matmul: str = AUTO,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``on_progress`` as in Checkpoint.load."""
+        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``on_progress`` as in
+        Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
-        checkpoint = self.check_load(path, weight_dtype)
+        checkpoint = self.check_load(path, weight_dtype, matmul)
         transformer = checkpoint.empty
         dtype = self.weight_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
@@ -91,6 +104,7 @@ class Engine:
         blocks = stages.blocks[own]
         held = {name: holder == own for name, holder in stages.holders.items()}
         cuts = self._cuts(checkpoint)
+        choices = self._choices(checkpoint, cuts, matmul)
         if self.mesh.tp.size > 1:
             scheme = self.config.split_scheme
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
@@ -101,7 +115,7 @@ class Engine:
             if sharded:  # at once: a rank's memory never holds more than its share and a block
                 fsdp.shard_block(transformer.get_submodule(name), self.mesh)
 
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, on_progress, on_block)
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
@@ -112,10 +126,13 @@ class Engine:
             stage = Stage(transformer, checkpoint.family, self.mesh, blocks)
         block_range = (blocks.start, blocks.stop)
         cost = (weight_bytes, peak_bytes(self.mesh.device), time.perf_counter() - started)
-        report = LoadReport(self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost)
+        quantized = summary(transformer, fsdp.held_bytes)
+        report = LoadReport(
+            self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost, quantized
+        )
         self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights)
 
-    def _cuts(self, checkpoint: Checkpoint) -> dict[str, tensor_parallel.Shard]:
+    def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
         if self.mesh.tp.size == 1:
             return {}
@@ -181,8 +198,9 @@ class Engine:
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
-        warning, empty where it fits in full. Raises UnsupportedError."""
-        return [lora.warning for lora in self.models[key].weights.check(stack)]
+        warning, empty where it fits in full and costs little. Raises UnsupportedError."""
+        weights = self.models[key].weights
+        return [f"{lora.warning} {weights.cost(lora)}".strip() for lora in weights.check(stack)]
 
     def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
         """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled."""
@@ -223,6 +241,7 @@ class Engine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,
+            "quantized": model.report.quantized,
         }
 
     @refusing("what is to be described")

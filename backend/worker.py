@@ -66,6 +66,8 @@ class Worker:
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
+        capabilities = self.dispatcher.all_gather_object(self.engine.capability)
+        self.engine.capability = min((tuple(each) for each in capabilities if each), default=None)
         self.reports: dict[str, list[dict]] = {}
         self.paths: dict[str, str] = {}
 
@@ -95,7 +97,7 @@ class Worker:
             return []
         reason = ""
         try:
-            self.engine.load(key, message.path, message.weight_dtype, on_progress)
+            self.engine.load(key, message.path, message.weight_dtype, message.matmul, on_progress)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
@@ -197,7 +199,7 @@ class Leader(Worker):
             stack = lora_stack(message.loras, folders)
         if key in self.engine.models:
             return self.on_loaded(job, message, key, stack)
-        self.engine.check_load(message.path, message.weight_dtype)
+        self.engine.check_load(message.path, message.weight_dtype, message.matmul)
 
         def act():
             self.dispatcher.broadcast(message)
@@ -314,7 +316,8 @@ def model_key(message: Load) -> str:
     machine."""
     path = Path(message.path).resolve()
     stamp = [path.stat().st_mtime_ns, path.stat().st_size] if path.exists() else []
-    return hashlib.sha256(json.dumps([str(path), message.weight_dtype, stamp]).encode()).hexdigest()[:16]
+    what = [str(path), message.weight_dtype, message.matmul, stamp]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 @record

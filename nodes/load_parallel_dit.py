@@ -16,6 +16,7 @@ from .host.progress import node_text
 from .host.socket_types import ParallelConfigType, ParallelDiTType
 
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
+MATMULS = ["auto", "weight only", "native"]
 
 
 class LoadParallelDiT(io.ComfyNode):
@@ -46,6 +47,17 @@ class LoadParallelDiT(io.ComfyNode):
                     tooltip="Precision of the weights and of the computation. default = that of the file "
                     "on a GPU, fp32 on the CPU.",
                 ),
+                io.Combo.Input(
+                    "matmul",
+                    options=MATMULS,
+                    default="auto",
+                    optional=True,
+                    tooltip="How quantized layers multiply. weight only = by the dequantized weight, closest "
+                    "to the original model. native = their inputs are quantized too, on int8, fp8 or fp4 "
+                    "tensor cores; needs comfy-kitchen. auto = native where ComfyUI multiplies so. auto "
+                    "changes nothing for files that are not quantized.",
+                    extra_dict={"advanced": True},
+                ),
             ],
             outputs=[
                 ParallelDiTType.Output(
@@ -56,7 +68,7 @@ class LoadParallelDiT(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, config, model_name, weight_dtype="default") -> io.NodeOutput:
+    def execute(cls, config, model_name, weight_dtype="default", matmul="auto") -> io.NodeOutput:
         guidance = list(_guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id))
         for cfg, sampler_name in guidance:
             config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
@@ -69,7 +81,7 @@ class LoadParallelDiT(io.ComfyNode):
         if not config.address:
             require_dependencies()
         pool.allow(*model_folders())
-        dit = handle.load(config, os.path.abspath(path), weight_dtype)
+        dit = handle.load(config, os.path.abspath(path), weight_dtype, matmul)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), *plan(dit, prompts)]))
         return io.NodeOutput(dit)

@@ -27,7 +27,7 @@ make_environment() {
     [ -x "$VENV_PYTHON" ] || "$python" -m venv "$VENV"
     # torch first and alone: packages that depend on it then find it there
     "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt" -c "$ROOT/scripts/constraints.txt" pytest pytest-timeout gguf
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt" -c "$ROOT/scripts/constraints.txt" pytest pytest-timeout gguf comfy-kitchen
     printf '%s\n' "$wanted" > "$VENV/installed"
 }
 

@@ -19,6 +19,10 @@ SPOKEN_SCENE = (
     'and says: "Listen, it breathes." Soft ticking from many clocks fills the room'
 )
 LTX2 = "ltx-2-19b-dev-fp8.safetensors"
+QUANTIZED = (
+    "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do "
+    "not fit: `tensor_parallel_degree` 2, `ulysses_degree` 1, or `shard_weights`."
+)
 
 
 def clip(*names: str, **more) -> tuple[str, dict]:
@@ -60,7 +64,8 @@ def solve(
 #: latent takes where there is one, or None), first_frame (a video's; its size and compression), sigmas (a
 #: scheduler
 #: node), rate, encode, note, audio (the loader of the VAE of a video's audio), second_model (one for the
-#: negative prompt, and when the guider of both takes another cfg).
+#: negative prompt, and when the guider of both takes another cfg), lora (a file and its strength), low_noise
+#: (the model of the second half of the steps, and its LoRA).
 RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5",
@@ -379,6 +384,50 @@ RECIPES = {
         "note": "Two models, which one guider calls in turns: both are MODELs of `Parallel Model`, and "
         "both stay on the ranks.",
     },
+    "z_image_int8_txt2img": {
+        "title": "Z-Image Turbo, int8",
+        "model": "z_image_turbo_int8_convrot.safetensors",
+        "clip": clip("qwen_3_4b_fp8_mixed.safetensors", type="lumina2"),
+        "vae": "ae.safetensors",
+        "latent": image_latent(),
+        "solve": solve(8, 1.0, "res_multistep", shift=3.0),
+        "note": QUANTIZED,
+    },
+    "krea2_int8_lora_txt2img": {
+        "title": "Krea 2 Turbo, int8 with a LoRA",
+        "model": "krea2_turbo_int8_convrot.safetensors",
+        "lora": ("krea2_darkbrush.safetensors", 0.8),
+        "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
+        "vae": "qwen_image_vae.safetensors",
+        "latent": image_latent(kind="EmptyLatentImage"),
+        "solve": solve(8, 1.0),
+        "note": QUANTIZED,
+    },
+    "qwen_image_lightning_txt2img": {
+        "title": "Qwen-Image in 4 steps, fp8",
+        "model": "qwen_image_2512_fp8_e4m3fn.safetensors",
+        "lora": ("Qwen-Image-2512-Lightning-4steps-V1.0-fp32.safetensors", 1.0),
+        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
+        "vae": "qwen_image_vae.safetensors",
+        "latent": image_latent(1328, 1328),
+        "solve": solve(4, 1.0, shift=3.1),
+        "note": QUANTIZED,
+    },
+    "wan22_lightx2v_t2v": {
+        "title": "Wan 2.2 in 4 steps, fp8",
+        "model": "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
+        "lora": ("wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors", 1.0),
+        "low_noise": (
+            "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
+            "wan2.2_t2v_lightx2v_4steps_lora_v1.1_low_noise.safetensors",
+        ),
+        "clip": clip("umt5_xxl_fp8_e4m3fn_scaled.safetensors", type="wan"),
+        "vae": "wan_2.1_vae.safetensors",
+        "latent": video(640, 640, 81),
+        "fps": 16.0,
+        "solve": solve(4, 1.0, shift=5.0),
+        "note": QUANTIZED,
+    },
 }
 
 
@@ -390,7 +439,7 @@ def note_of(recipe: dict) -> str:
         if "clip" in recipe
         else "VAE and text encoders"
     )
-    more = [recipe["second_model"][0]] if "second_model" in recipe else []
+    more = [recipe[key][0] for key in ("second_model", "low_noise") if key in recipe]
     files = [
         ", ".join(
             f"- `models/diffusion_models/{name}`" if not i else f"`{name}`"
@@ -405,6 +454,10 @@ def note_of(recipe: dict) -> str:
         files[0] += f"; the same file, or a link to it, in `models/checkpoints` for its {holds}"
     elif checkpoint:
         files.append(f"- `models/checkpoints/{checkpoint}`, for its {holds}")
+    loras = [recipe["lora"][0]] if "lora" in recipe else []
+    loras += [recipe["low_noise"][1]] if "low_noise" in recipe else []
+    if loras:
+        files.append("- `models/loras`: " + ", ".join(f"`{name}`" for name in loras))
     if "clip" in recipe:
         names = [
             value for key, value in recipe["clip"][1].items() if key.startswith(("clip_name", "text_encoder"))
@@ -492,11 +545,17 @@ def graph_of(name: str) -> tuple[str, str, dict]:
 
     def load(name):
         return [
-            add("LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default"),
+            add(
+                "LoadParallelDiT", config=[config, 0], model_name=name, weight_dtype="default", matmul="auto"
+            ),
             0,
         ]
 
+    def with_lora(dit: list, name: str, strength: float) -> list:
+        return [add("ParallelLoRA", dit=dit, lora_name=name, strength=strength), 0]
+
     dit = load(recipe["model"])
+    dit = with_lora(dit, *recipe["lora"]) if "lora" in recipe else dit
 
     def prompt(text: str, title: str, clip_: list = clip_) -> list:
         encode = recipe.get("encode", "CLIPTextEncode")
@@ -621,6 +680,35 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     return f"{recipe['title']} on several GPUs", note_of(recipe), graph
 
 
+def two_stages(add, settings: dict, wired: dict, low: list) -> list:
+    """The first half of the steps by one model, and the second by ``low``."""
+    half = settings["steps"] // 2
+    common = {key: settings[key] for key in ("steps", "cfg", "sampler_name", "scheduler")}
+    first = add(
+        "ParallelSamplerAdvanced",
+        **wired,
+        add_noise="enable",
+        noise_seed=7,
+        **common,
+        start_at_step=0,
+        end_at_step=half,
+        return_with_leftover_noise="enable",
+        shift=settings["shift"],
+    )
+    second = add(
+        "ParallelSamplerAdvanced",
+        **wired | {"dit": low, "latent_image": [first, 0]},
+        add_noise="disable",
+        noise_seed=0,
+        **common,
+        start_at_step=half,
+        end_at_step=10000,
+        return_with_leftover_noise="disable",
+        shift=settings["shift"],
+    )
+    return [second, 0]
+
+
 def sample(
     add, recipe: dict, load, dit: list, positive: list, negative: list, latent: list, size: dict
 ) -> list:
@@ -630,6 +718,10 @@ def sample(
         recipe["solve"],
         {"dit": dit, "positive": positive, "negative": negative, "latent_image": latent},
     )
+    if "low_noise" in recipe:
+        model, lora = recipe["low_noise"]
+        low = [add("ParallelLoRA", dit=load(model), lora_name=lora, strength=1.0), 0]
+        return two_stages(add, settings, wired, low)
     if "sigmas" not in recipe:
         return [add("ParallelSampler", **wired, seed=7, **settings), 0]
     kind, more = recipe["sigmas"]

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only 
 
 import launch  # noqa: E402 (after the environment is set)
 import tiers  # noqa: E402
+import tiny  # noqa: E402
 
 from backend.client import pool  # noqa: E402
 
@@ -74,7 +75,17 @@ def allowed_folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rank_programs(request, tmp_path_factory):
+def shared_checkpoints(tmp_path_factory):
+    """Where tiny.shared() keeps its files, for this process and those that it starts."""
+    folder = tmp_path_factory.mktemp("shared")
+    os.environ[tiny.SHARED] = str(folder)
+    yield
+    del os.environ[tiny.SHARED]
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_programs(request, tmp_path_factory, shared_checkpoints):
     """(name of a module of tests, ranks) -> what its rank program will have found of the runs that the
     selected tests need. Programs run from the first test on, one after the other: first those of few ranks,
     which leave room for other processes."""

@@ -15,6 +15,8 @@ from ..protocol import BackendError
 from .client import BackendClient
 from .launcher import BackendProcess, ClosedError
 
+#: What a backend holds for a graph: path, weight_dtype, matmul.
+Wanted = tuple[str, str, str]
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
@@ -32,7 +34,7 @@ class Backend:
         self.config = config
         self.client = client
         self.process = process
-        self.models: dict[tuple[str, str], str] = {}
+        self.models: dict[Wanted, str] = {}
         self.closed = False
         self._busy = threading.Lock()
 
@@ -48,12 +50,13 @@ class Backend:
         check=lambda: None,
         loras=(),
         on_progress=lambda progress: None,
+        matmul: str = "auto",
     ) -> protocol.Loaded:
-        """Load a transformer, or find it loaded. ``keep``: the (path, weight_dtype) that somebody still
-        needs; with it, all others make room first. ``loras``: (path, strength) of each, in order. ``check``
-        and ``on_progress`` as in BackendClient.request."""
-        key = (path, weight_dtype)
-        message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras])
+        """Load a transformer, or find it loaded. ``keep``: what somebody still needs; with it, all others
+        make room first. ``loras``: (path, strength) of each, in order. ``check`` and ``on_progress`` as in
+        BackendClient.request."""
+        key = (path, weight_dtype, matmul)
+        message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
             unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
             for other in unused:
@@ -70,12 +73,12 @@ class Backend:
         with self._busy:
             return self._request(message)
 
-    def unload(self, path: str, weight_dtype: str):
+    def unload(self, path: str, weight_dtype: str, matmul: str = "auto"):
         """Free a transformer on every rank, unless it is not loaded or a request runs."""
         if not self._busy.acquire(blocking=False):
             return
         try:
-            model = self.models.pop((path, weight_dtype), None)
+            model = self.models.pop((path, weight_dtype, matmul), None)
             if model is not None:
                 self._request(protocol.Unload(model))
         finally:

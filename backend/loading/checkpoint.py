@@ -14,16 +14,18 @@ from typing import cast
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
 from ..models.family import Family
-from ..models.key_layout import PREFIXES
+from ..models.key_layout import PREFIXES, Shapes
 from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
+from ..quantization.kernels import Choice
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback, inputs
@@ -31,11 +33,23 @@ from .config_limits import build, check_config
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
-from .parameter_sources import Source, from_diffusers, numbered, read_packed, read_shard, read_whole, sources
+from .parameter_sources import (
+    Source,
+    check_shape,
+    from_diffusers,
+    numbered,
+    read_packed,
+    read_shard,
+    read_whole,
+    sources,
+)
 from .quantized import ScaledFiles
 from .regular_files import read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
 from .weight_loading import load
+
+#: End of the key of a table of positions, which takes seconds and gigabytes to compute.
+STORED_TABLE = "pos_embed"
 
 
 @dataclass
@@ -70,12 +84,23 @@ class Checkpoint:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The transformer without weights (buffers are real). Raises UnsupportedError."""
+        """The transformer without weights (buffers are real but for those that the file stores). Raises
+        UnsupportedError."""
+        if any(key.endswith(STORED_TABLE) for key in self.files.shapes):
+            with torch.device("meta"):
+                transformer = self._build(include_buffers=True)
+            shapes = {name: tuple(value.shape) for name, value in transformer.state_dict().items()}
+            stored = self._found(shapes)
+            if all(name in stored for name, _ in transformer.named_buffers()):
+                return transformer
+        return self._build(include_buffers=False)
+
+    def _build(self, include_buffers: bool) -> nn.Module:
         cls = getattr(diffusers, self.family.transformer)
         patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parameters if self.single_file else 1
-        with init_empty_weights(include_buffers=False):
+        with no_init_weights(), init_empty_weights(include_buffers):
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
@@ -135,10 +160,7 @@ class Checkpoint:
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from. Raises UnsupportedError where the file lacks some."""
         shapes = self.shapes
-        found = {name: Source(name) for name in shapes}
-        if self.single_file:
-            found = sources(self.family.layout, shapes)
-        found = {name: source for name, source in found.items() if self._key(source) in self.files.shapes}
+        found = self._found(shapes)
         # tables that are buffers can be computed
         missing = [name for name in self.parameters if name not in found]
         if missing:
@@ -147,28 +169,25 @@ class Checkpoint:
                 f"first {some(missing)}; the file is incomplete or of another variant."
             )
         for name, source in found.items():
-            self._check_shape(name, source, shapes[name])
+            check_shape(
+                self.name, self.family.name, name, source, self.files.shapes[self.key(source)], shapes[name]
+            )
         return found
 
-    def _key(self, source: Source) -> str:
-        return self.keys.get(source.key, source.key)
+    def _found(self, parameters: Shapes) -> dict[str, Source]:
+        """Those of ``parameters`` that the file has, and where."""
+        layout = self.family.layout if self.single_file else None
+        found = sources(layout, parameters) if layout else {name: Source(name) for name in parameters}
+        return {name: source for name, source in found.items() if self.key(source) in self.files.shapes}
 
-    def _check_shape(self, name, source, want):
-        have = self.files.shapes[self._key(source)]
-        if source.shape is not None and math.prod(have) == math.prod(want):
-            return
-        rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
-        if (rows, *have[1:]) != want:
-            raise UnsupportedError(
-                f"{self.name}: {quoted(name)} has shape {(rows, *have[1:])} in the file but "
-                f"{self.family.name} with this configuration needs {want}; the file is of another variant."
-            )
+    def key(self, source: Source) -> str:
+        return self.keys.get(source.key, source.key)
 
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the file's values; bf16 for fp8, which is computed in it."""
         values: Counter[torch.dtype] = Counter()
-        for key in {self._key(source) for source in self.sources.values()}:
+        for key in {self.key(source) for source in self.sources.values()}:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
         common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
@@ -180,6 +199,7 @@ class Checkpoint:
         device: torch.device,
         shards: Mapping[str, Shard] = {},
         held: Mapping[str, bool] = {},
+        choices: Mapping[str, Choice] = {},
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_block: Callable[[str], None] = lambda name: None,
     ) -> int:
@@ -187,17 +207,17 @@ class Checkpoint:
 
         Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
         the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``on_progress`` is given how many bytes of how many are loaded, as the
-        files hold them; ``on_block`` a block's name when it is filled.
+        whichever block they are in. ``choices``: how quantized parameters multiply, else weight only.
+        ``on_progress`` is given bytes loaded and in all; ``on_block`` a block's name when it is filled.
         """
-        return load(self, blocks, dtype, device, shards, held, on_progress, on_block)
+        return load(self, blocks, dtype, device, shards, held, choices, on_progress, on_block)
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
         """Read a parameter, or the piece of it that ``shard`` keeps."""
         source = self.sources[name]
-        key = self._key(source)
+        key = self.key(source)
         if shard is None:
             return read_whole(self.files, key, source, dtype, device)
         return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
@@ -205,7 +225,7 @@ class Checkpoint:
     def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
         """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
         source = self.sources[name]
-        return read_packed(self.files, self._key(source), source, shard, self.shapes[name][0], device)
+        return read_packed(self.files, self.key(source), source, shard, self.shapes[name][0], device)
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
-from ..quantization.formats import gguf_format
+from ..quantization.formats import Format, Settings, gguf_format
 from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
+from .mapped_file import mapped
 from .safetensors_files import ALL, CPU, StoredSize
 
 #: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
@@ -97,6 +98,11 @@ class GGUFFile:
             gguf_format(stored.kind), {"format": stored.kind}, values, (hi - lo) * stored.block, (kept,)
         )
 
+    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+        """As in Weights."""
+        stored = self._stored[key]
+        return (gguf_format(stored.kind), {"format": stored.kind}) if stored.is_matrix else None
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         stored = self._stored[key]
@@ -127,8 +133,9 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     try:
-        # private, so that torch takes it for writable; pages that nobody writes stay shared
-        reader = gguf.GGUFReader(path, "c")
+        reader = gguf.GGUFReader(path, "r")
+        with path.open("rb") as file:
+            data = mapped(file)
         shapes = {
             name.removeprefix(SHAPE): tuple(field.contents())
             for name, field in reader.fields.items()
@@ -157,6 +164,6 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
                 f"{tensor.n_elements} values; the file was converted badly: use another one of this model."
             )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-        data = torch.from_numpy(reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
-        found[tensor.name] = Stored(kind, shape, data, block, size)
+        own = data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
+        found[tensor.name] = Stored(kind, shape, own, block, size)
     return found, strings

@@ -1,7 +1,7 @@
 """What a load cost a rank."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ def blocks_text(blocks: tuple[int, int]) -> str:
 class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
     checkpoint; weight_bytes: what the rank now holds; peak_bytes: most device memory meanwhile (on the CPU,
-    of the process in all; 0 where the system does not say)."""
+    of the process in all; 0 where the system does not say); quantized: its quantized layers
+    (quantization/matmul.summary)."""
 
     rank: int
     stage: int
@@ -26,6 +27,7 @@ class LoadReport:
     weight_bytes: int
     peak_bytes: int
     seconds: float
+    quantized: list[dict] = field(default_factory=list)
 
     def as_dict(self) -> dict:
         """For JSON; ``text`` is the report as one line."""
@@ -36,7 +38,13 @@ class LoadReport:
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read "
             f"{self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
             f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB"
+            + "".join(map(_layers_text, self.quantized))
         )
+
+
+def _layers_text(kind: dict) -> str:
+    layers = f"{kind['layers']} {kind['format']} layers of {kind['bytes'] / 1e6:.1f} MB"
+    return f"; {layers}, {kind['multiplication']}"
 
 
 def forget_peak(device: torch.device):

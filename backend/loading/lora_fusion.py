@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count, groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -73,6 +74,23 @@ class FusedWeights:
         for use, lora in zip(stack, loras):
             check_values(lora.path, use.strength, lora.adapters)
         return loras
+
+    def cost(self, lora: Lora) -> str:
+        """Say what a LoRA costs beside quantized weights, empty where it is little: adapters other than
+        low-rank ones are added to a copy of the layer in the compute dtype."""
+        names = {
+            name
+            for target, adapter in lora.adapters
+            for name in target.pieces
+            if name in self.packed and not adapter.is_low_rank
+        }
+        if not names:
+            return ""
+        size = sum(self.packed[name].shape.numel() * self.packed[name].dtype.itemsize for name in names)
+        return (
+            f"The LoRA {Path(lora.path).name} is no plain LoRA in {len(names)} quantized layers, which are "
+            f"held a second time for it, in {size / 1e9:.2f} GB a rank."
+        )
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them
     def fuse(self, stack: Stack):

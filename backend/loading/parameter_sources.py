@@ -1,6 +1,7 @@
 """Where a file keeps each parameter of the diffusers transformer, by its family's key layout, and reading it
 from there, whole or the piece that a rank keeps."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Layout, Shapes
 from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
@@ -55,6 +57,21 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
             modules = targets.replace("{}", i).split()
             _add(found, layout, parameters, file_name.replace("{}", i), modules)
     return found
+
+
+def check_shape(
+    file: str, family: str, name: str, source: Source, have: tuple[int, ...], want: tuple[int, ...]
+):
+    """Refuse a tensor of shape ``have`` where the parameter ``name`` needs ``want``. Raises
+    UnsupportedError."""
+    if source.shape is not None and math.prod(have) == math.prod(want):
+        return
+    rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
+    if (rows, *have[1:]) != want:
+        raise UnsupportedError(
+            f"{file}: {quoted(name)} has shape {(rows, *have[1:])} in the file but {family} with this "
+            f"configuration needs {want}; the file is of another variant."
+        )
 
 
 def read_whole(files: Weights, key: str, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
 files ("scaled fp8") just have X.scale_weight next to float8 values. Values are multiplied by their scales in
-ComfyUI's order and precision. Activations are not quantized here, so input_scale is not needed.
+ComfyUI's order and precision.
 """
 
 import json
@@ -19,9 +19,13 @@ from ..quantization.formats import FLOAT8, FORMATS, PLAIN_FLOAT8, Format
 from ..quantization.packed import Packed
 from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
-#: Leaves of a layer besides weight and bias: scales of the weight; what activations or formats need.
+#: Leaves of a layer besides weight and bias: scales of the weight; of activations, where they are quantized
+#: too; what describes formats.
 WEIGHT_SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
-IGNORED = ("input_scale", "scale_input", "comfy_quant", "scaled_fp8")
+INPUT_SCALES = ("input_scale", "scale_input")
+DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
+#: Formats under whose input_scale ComfyUI quantizes activations.
+WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
 #: The file's name of a dtype -> bytes of a value.
@@ -34,12 +38,14 @@ MOST_SETTINGS = 4_096
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantized layer: X of X.weight, its format, what the file says of it, and the shape of its weight."""
+    """A quantized layer: X of X.weight, its format, what the file says of it (and "scales", how many a matrix
+    has), the shape of its weight, and the leaf of the scale of its inputs, if any."""
 
     name: str
     format: Format
     settings: Mapping
     shape: tuple[int, ...]
+    input_scale: str = ""
 
     @property
     def block(self) -> int:
@@ -80,6 +86,8 @@ class Piece:
             columns = slice(self.columns.start, self.columns.stop)
             key = f"{self.layer.name}.pre_quant_scale"
             found["smoothing"] = self.files.read(key, columns, device=self.device)
+        if self.layer.input_scale:
+            found["input_scale"] = self._scale(self.layer.input_scale)
         return found
 
     def _values(self) -> Tensor:
@@ -124,7 +132,7 @@ class ScaledFiles:
         shapes = {
             key: shape
             for key, shape in files.shapes.items()
-            if key not in scales and key.rpartition(".")[2] not in IGNORED
+            if key not in scales and key.rpartition(".")[2] not in (*INPUT_SCALES, *DESCRIPTIONS)
         }
         orphan = next((key for key in shapes if key.rpartition(".")[2] in WEIGHT_SCALES), None)
         if orphan:
@@ -152,6 +160,11 @@ class ScaledFiles:
         layer = self._matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
+    def quantization(self, key: str) -> tuple[Format, Mapping] | None:
+        """As in Weights."""
+        layer = self._matrix(key)
+        return None if layer is None else (layer.format, layer.settings)
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         layer = self._matrix(key)
@@ -173,6 +186,8 @@ class ScaledFiles:
             elif leaf == "pre_quant_scale":
                 length = count = width
             found.append(StoredSize(length, count * self._itemsize(scale)))
+        if layer.input_scale:
+            found.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
         return found
 
     def _itemsize(self, key: str) -> int:
@@ -182,7 +197,8 @@ class ScaledFiles:
         """The layer of a quantized matrix; float8 without scales is one too."""
         layer = self.layers.get(key)
         if layer is None and self.files.stored(key) in FLOAT8:
-            layer = Layer(key.removesuffix(".weight"), PLAIN_FLOAT8, {}, self.files.shapes[key])
+            settings = {"format": FLOAT8[self.files.stored(key)]}
+            layer = Layer(key.removesuffix(".weight"), PLAIN_FLOAT8, settings, self.files.shapes[key])
         is_matrix = layer is not None and len(layer.shape) == 2 and key.endswith(".weight")
         return layer if is_matrix else None
 
@@ -197,7 +213,9 @@ class ScaledFiles:
 def _layers(files: TensorFiles) -> list[Layer]:
     """Return the quantized layers of ``files``, checked."""
     found = dict(_described_in_header(files))
-    is_scaled_fp8 = any(key.rpartition(".")[2] == "scaled_fp8" for key in files.shapes)
+    marker = next((key for key in files.shapes if key.rpartition(".")[2] == "scaled_fp8"), None)
+    # ComfyUI's convention: two numbers in the marker ask for products in full precision
+    is_precise = marker is not None and math.prod(files.shapes[marker]) == 2
     for key in files.shapes:
         name, _, leaf = key.rpartition(".")
         weight = f"{name}.weight"
@@ -205,8 +223,9 @@ def _layers(files: TensorFiles) -> list[Layer]:
             found[name] = _settings(files, key, _bytes(files, key))
         elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
             if files.stored(weight) in FLOAT8:
-                found[name] = {"format": FLOAT8[files.stored(weight)]}
-            elif leaf == "scale_weight" and is_scaled_fp8:
+                precise = {"full_precision_matrix_mult": True} if is_precise else {}
+                found[name] = {"format": FLOAT8[files.stored(weight)], **precise}
+            elif leaf == "scale_weight" and marker is not None:
                 found[name] = {"format": "scaled plain"}
         elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):
             if files.stored(weight) == "U8":
@@ -262,12 +281,18 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         raise UnsupportedError(f"{what}; the file is incomplete: download it again.")
     rows, *rest = files.shapes[f"{name}.weight"]
     shape = (rows, *rest[:-1], rest[-1] * form.packed) if rest else (rows,)
-    found = Layer(name, form, settings, shape)
+    leaf = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
+    settings = {**settings, "scales": math.prod(leaves["weight_scale"])}
+    found = Layer(name, form, settings, shape, leaf if kind in WITH_INPUT_SCALE else "")
     _check_scales(files, found, kind, leaves["weight_scale"])
     return found
 
 
 def _check_scales(files: TensorFiles, layer: Layer, kind: str, have: tuple[int, ...]):
+    of_inputs = files.shapes[f"{layer.name}.{layer.input_scale}"] if layer.input_scale else ()
+    if math.prod(of_inputs) != 1:
+        what = f"{files.name}: the {layer.input_scale} of {quoted(layer.name)} has shape {of_inputs}"
+        raise UnsupportedError(f"{what}, and one number is supported; use another file of this model.")
     if kind in ("mxfp8", "nvfp4"):
         rows, columns = layer.shape
         padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS

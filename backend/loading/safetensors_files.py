@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import UnsupportedError, quoted, reason
+from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Shapes
 from ..protocol import tensor_body
+from ..quantization.formats import Format, Settings
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
-from .header_limits import check_headers, check_names, shards, unreadable
+from .header_limits import check_headers, check_names, shards
+from .mapped_file import MappedFile
 from .regular_files import not_regular
 
 DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
@@ -59,6 +60,10 @@ class Weights(Protocol):
         """Read rows and columns of a quantized matrix as they are stored; None for what is none."""
         ...
 
+    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+        """Return the format of a quantized matrix, and what the file says of it; None for what is none."""
+        ...
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """Measure what ``packed`` would read of so many rows, and of the whole blocks of each of these runs
         of columns; None for what is no quantized matrix."""
@@ -74,18 +79,17 @@ class TensorFiles:
         for path in paths:
             _check_kind(path)
         check_headers(paths)
-        self._handles = {path: _open(path) for path in paths}
+        files = [MappedFile(path) for path in paths]
         self.size = sum(path.stat().st_size for path in paths)
-        self._where = {key: handle for handle in self._handles.values() for key in handle.keys()}
+        self._where = {key: file for file in files for key in file.keys()}
         if not self._where:
             raise UnsupportedError(f"{quoted(self.name)} holds no tensors; download it again.")
         check_names(self.name, self._where)
         metadata = {}
-        for handle in self._handles.values():
-            metadata |= handle.metadata() or {}
+        for file in files:
+            metadata |= file.metadata
         self.metadata: Mapping[str, str] = metadata
-        slices = {key: handle.get_slice(key) for key, handle in self._where.items()}
-        self.shapes: Shapes = {key: tuple(tensor.get_shape()) for key, tensor in slices.items()}
+        self.shapes: Shapes = {key: file.shape(key) for key, file in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; packed integers are refused."""
@@ -97,18 +101,16 @@ class TensorFiles:
 
     def stored(self, key: str) -> str:
         """Return the file's own name of a tensor's dtype ("BF16", "U8", ...)."""
-        return self._where[key].get_slice(key).get_dtype()
+        return self._where[key].stored(key)
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
         of a machine share."""
-        handle = self._where[key]
+        tensor = self._where[key].tensor(key)
         if columns != ALL:
-            tensor = handle.get_slice(key)[rows, columns]
+            tensor = tensor[rows, columns].contiguous()
         elif rows != ALL:
-            tensor = handle.get_slice(key)[rows]
-        else:
-            tensor = handle.get_tensor(key)
+            tensor = tensor[rows]
         self.bytes_read += tensor.numel() * tensor.element_size()
         tensor = tensor.to(device)  # few bytes travel, then become many
         return tensor if dtype is None else tensor.to(dtype)
@@ -122,13 +124,6 @@ def _check_kind(path: Path):
     if path.suffix not in (".safetensors", ".sft"):
         what = f"{path.name} is not a .safetensors file, nor .gguf"
         raise UnsupportedError(f"{what}; convert it, since other formats can run code when they are opened.")
-
-
-def _open(path: Path):
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last of torch, which maps the file
-        raise unreadable(path.name, "safetensors", reason(error)) from None
 
 
 def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:

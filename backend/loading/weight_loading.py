@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from ..parallel.tensor_parallel import Shard, ShardedLinear
+from ..quantization.kernels import Choice
+from ..quantization.matmul import Matrix
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+
+#: Layers whose matrices may stay quantized.
+LINEAR = (nn.Linear, ShardedLinear)
 
 
 def load(
@@ -22,6 +27,7 @@ def load(
     device: torch.device,
     shards: Mapping[str, Shard],
     held: Mapping[str, bool],
+    choices: Mapping[str, Choice],
     on_progress: Callable[[int, int], None],
     on_block: Callable[[str], None],
 ) -> int:
@@ -36,12 +42,14 @@ def load(
     value_bytes = checkpoint.files.size / max(1, sum(counts.values()))
     done = 0
     for buffer in checkpoint.empty.buffers():
-        buffer.data = buffer.data.to(device)
+        if not buffer.is_meta:  # else it is read
+            buffer.data = buffer.data.to(device)
     every = set(names)
     for block, group in groupby(wanted, lambda name: block_of(name, every)):
         for name in group:
             own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-            _fill(checkpoint, name, own_dtype, device, shards.get(modules[name]))
+            shard = shards.get(modules[name])
+            _fill(checkpoint, name, own_dtype, device, shard, choices.get(name))
             done += counts[name]
             on_progress(round(done * value_bytes), round(total * value_bytes))
         if block is not None:
@@ -58,10 +66,36 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
 
 def keeps_packed(module: nn.Module, is_cut: bool = False) -> bool:
     """Does a layer keep its weight as stored where that is quantized? ``is_cut``: by tensor parallelism."""
-    return type(module) in (nn.Linear, ShardedLinear) or (is_cut and isinstance(module, nn.Linear))
+    return type(module) in LINEAR or (is_cut and isinstance(module, nn.Linear))
 
 
-def _fill(checkpoint: "Checkpoint", name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None):
+def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
+    """Return the parameters that stay quantized, from headers, as the pieces of ``shards``."""
+    found = {}
+    for name, source in checkpoint.sources.items():
+        where, _, leaf = name.rpartition(".")
+        module = checkpoint.empty.get_submodule(where)
+        if leaf != "weight" or not keeps_packed(module, where in shards) or source.shape:
+            continue
+        quantization = checkpoint.files.quantization(checkpoint.key(source))
+        if quantization is not None:
+            rows, columns = checkpoint.shapes[name]
+            shard = shards.get(where)
+            if shard is not None:
+                rows = sum(map(len, shard.outputs))
+            edges = shard.edges if shard is not None else ()
+            found[name] = Matrix(*quantization, rows, edges or (0, columns))
+    return found
+
+
+def _fill(
+    checkpoint: "Checkpoint",
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None,
+    choice: Choice | None,
+):
     """Read a parameter or a stored table into its module."""
     where, _, leaf = name.rpartition(".")
     module = checkpoint.empty.get_submodule(where)
@@ -74,6 +108,6 @@ def _fill(checkpoint: "Checkpoint", name: str, dtype: torch.dtype, device: torch
         setattr(module, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
     elif isinstance(module, ShardedLinear):
         del module.weight  # a parameter, whose place no module takes
-        module.weight = PackedWeight(packed, dtype)
+        module.weight = PackedWeight(packed, dtype, choice)
     elif isinstance(module, nn.Linear):
-        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype)))
+        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype, choice)))

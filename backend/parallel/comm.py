@@ -95,6 +95,14 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     return x
 
 
+def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """Return the largest of every rank's ``x`` over ``axis``, the same on each."""
+    wide = x.float()  # of which every backend knows the maximum
+    dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
+    count(mechanism, 2 * (axis.size - 1) * wide.numel() * wide.element_size() // axis.size)
+    return wide.to(x.dtype)
+
+
 def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Have every rank sum one chunk and hand it on: gloo's bytes, several times as fast."""
     chunks = list(x.contiguous().view(-1).tensor_split(axis.size))

@@ -5,6 +5,7 @@ Schemes (ParallelConfig.split_scheme):
   are divided, one all-reduce a pair. Styles of a plan: "colwise", "gated colwise" (two halves of outputs that
   are multiplied), "packed colwise" (several runs of outputs, which diffusers' layer names), "rowwise",
   "rowwise after attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
+  Modulation is cut by its outputs, which are gathered once an evaluation.
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather).
 - 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
   without the activations' split).
@@ -39,7 +40,7 @@ class Shard:
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
     whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated, of ``widths[i]`` features.
+    outputs are concatenated, of ``widths[i]`` features. edges: columns where any rank's inputs begin or end.
     """
 
     outputs: tuple[Span, ...]
@@ -48,6 +49,7 @@ class Shard:
     reduce: Axis | None = None
     gather: Axis | None = None
     widths: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
 
     @property
     def reduced_features(self) -> int:
@@ -70,6 +72,7 @@ class ShardedLinear(nn.Module):
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
+        packed_weight.carry_hooks(linear, self)
 
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
@@ -78,7 +81,9 @@ class ShardedLinear(nn.Module):
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
         else:
-            out = comm.all_reduce(packed_weight.linear(x, self.weight, None), shard.reduce, "tensor")
+            largest = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
+            out = packed_weight.linear(x, self.weight, None, largest)
+            out = comm.all_reduce(out, shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out
@@ -127,7 +132,17 @@ def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str,
         )
     _check_heads(layers, mesh.tp.size)
     found = {name: _planned(layers, name, _style(plan, name), mesh.tp) for name in layers}
+    for name, module in layers.items():
+        if found[name] is None and isinstance(module, nn.Linear) and _is_modulation(name, family):
+            found[name] = _whole_activations(module, "column", mesh)
     return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _is_modulation(name: str, family) -> bool:
+    """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
+    lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
+    inner = name.removeprefix(f"{lists}.").partition(".")[2]
+    return any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation)
 
 
 def _check_heads(layers, ranks):
@@ -157,7 +172,8 @@ def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
     mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
     mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
     widths = tuple(len(whole_out.shard(i, outputs.size)) for i in range(outputs.size)) if outputs else ()
-    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths)
+    edges = _edges([linear.in_features], inputs) if inputs else ()
+    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths, edges)
 
 
 def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
@@ -183,13 +199,19 @@ def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
     }
     # else diffusers' packed rowwise style
     widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
-    return Shard((whole_out,), _pieces(widths, tp), reduce=tp)
+    return Shard((whole_out,), _pieces(widths, tp), reduce=tp, edges=_edges(widths, tp))
 
 
 def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
     """This rank's shard of each of several runs of features."""
     starts = accumulate(widths, initial=0)
     return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
+
+
+def _edges(widths: list[int], axis: Axis) -> tuple[int, ...]:
+    """Where any rank's shard of any of these runs of features begins or ends."""
+    every = (span for rank in range(axis.size) for span in _pieces(widths, replace(axis, rank=rank)))
+    return tuple(sorted({edge for span in every for edge in (span.lo, span.hi)}))
 
 
 def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:

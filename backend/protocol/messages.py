@@ -76,18 +76,21 @@ class Arrange:
 @dataclass(frozen=True)
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
-    [[path, strength], ...] in order, are checked now and fused when the model is sampled."""
+    [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
+    quantized layers multiply (auto, weight only, native)."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
+    matmul: str = "auto"
 
 
 @dataclass(frozen=True)
 class Loaded:
     """``model`` names the transformer with its LoRAs in later requests; ``info`` is what the client needs to
     know of it. ``info["warnings"]``: a sentence for each LoRA, empty where all of it is used.
-    ``info["ranks"]``: what the load cost each rank (LoadReport)."""
+    ``info["ranks"]``: what the load cost each rank (LoadReport). ``info["quantized"]``: rank 0's quantized
+    layers and how they multiply."""
 
     model: str
     family: str

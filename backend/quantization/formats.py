@@ -1,8 +1,9 @@
 """How each quantized format stores a matrix, and the weight that it stands for.
 
 A matrix is a few tensors by role: ``values`` (rows, elements); ``scale`` (1) or (rows, 1); ``block_scales``
-(rows, blocks of columns); ``tensor_scale`` (1); ``smoothing`` (columns), of the layer's input. Values are
-multiplied by their scales in ComfyUI's order and precision.
+(rows, blocks of columns); ``tensor_scale`` (1); ``smoothing`` (columns), of the layer's input;
+``input_scale`` (1), under which inputs are quantized (kernels.py). Values are multiplied by their scales in
+ComfyUI's order and precision.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels import Choice, Largest
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -29,13 +30,15 @@ class LowRank:
 class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
-    dtype: of the products. shape: of the weight. adapters: LoRAs that are added to the products, by key.
-    whole: the weight in ``dtype`` where adapters of another kind are in it; the stored one stays beside it.
+    dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
+    the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
+    one stays beside it.
     """
 
-    def __init__(self, packed: Packed, dtype: torch.dtype):
+    def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None):
         super().__init__()
         self.dtype = dtype
+        self.choice = choice or Choice(None, "as chosen")
         self.shape = torch.Size(packed.shape)
         self.adapters: dict[Hashable, LowRank] = {}
         self.whole: Tensor | None = None
@@ -61,6 +64,22 @@ class PackedWeight(nn.Module):
         """The format in reports."""
         return self._empty.format.short
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Give a function that takes ``weight`` itself, as multi-head attention's, what it stands for."""
+        plain = [x.effective() if isinstance(x, PackedWeight) else x for x in args]
+        named = {
+            name: x.effective() if isinstance(x, PackedWeight) else x for name, x in (kwargs or {}).items()
+        }
+        return func(*plain, **named)
+
+    def effective(self) -> Tensor:
+        """Return the weight with the adapters in it, in memory of its own."""
+        weight = self.packed.dequantize(self.dtype) if self.whole is None else self.whole
+        for adapter in self.adapters.values():
+            weight = weight + adapter.strength * (adapter.up @ adapter.down)
+        return weight
+
     def _apply(self, fn, recurse=True):
         """Move what is beside the stored weight with it."""
         for adapter in self.adapters.values():
@@ -68,17 +87,32 @@ class PackedWeight(nn.Module):
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x W^T + bias, (..., rows)."""
-        weight = self.whole if self.whole is not None else self._dequantized()
-        out = F.linear(x, weight, bias)
+    def linear(self, x: Tensor, bias: Tensor | None, largest: Largest | None = None) -> Tensor:
+        """Return x W^T + bias, (..., rows). ``largest``: where columns are cut over ranks."""
+        if self.whole is not None:
+            out = F.linear(x, self.whole, bias)
+        elif self.choice.kernel is None:
+            out = F.linear(x, self.dequantized(), bias)
+        elif not x.numel():  # a rank without tokens: there is no largest value of none
+            out = x.new_empty(*x.shape[:-1], self.shape[0])
+        else:
+            out = self.choice.kernel(self._smoothed(x), self, bias, largest)
         for adapter in self.adapters.values():
             out = out + adapter(x)
         return out
 
-    def _dequantized(self) -> Tensor:
-        """The weight, until another one is dequantized."""
+    def _smoothed(self, x: Tensor) -> Tensor:
+        if "smoothing" not in self._dtypes:
+            return x
+        return x * self.get_parameter("smoothing").to(x.dtype)
+
+    def dequantized(self, smoothed: bool = True) -> Tensor:
+        """Return the weight in memory that it has until another one is dequantized; ``smoothed``: for inputs
+        that are not."""
         packed = self.packed
+        if not smoothed:
+            tensors = {role: tensor for role, tensor in packed.tensors.items() if role != "smoothing"}
+            packed = replace(packed, tensors=tensors)
         place = (packed.device, self.dtype)
         scratch = _SCRATCH.get(place)
         if scratch is None or scratch.numel() < self.shape.numel():
@@ -95,14 +129,24 @@ class QuantLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = weight
         self.bias = linear.bias
+        carry_hooks(linear, self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.linear(x, self.bias)
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
-    """Return x W^T + bias of a plain or a quantized weight."""
-    return weight.linear(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+def carry_hooks(old: nn.Module, new: nn.Module):
+    """Have ``new``, which takes the place of ``old``, call its forward hooks."""
+    new.__dict__ |= {name: hooks for name, hooks in vars(old).items() if name.startswith("_forward_")}
+
+
+def linear(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, largest: Largest | None = None
+) -> Tensor:
+    """Return x W^T + bias of a plain or a quantized weight; ``largest`` as in PackedWeight."""
+    if isinstance(weight, PackedWeight):
+        return weight.linear(x, bias, largest)
+    return F.linear(x, weight, bias)
 
 
 def scratch_bytes(device: torch.device) -> int:

@@ -66,7 +66,7 @@ def held_parameters(
         packed = None
         if leaf == "weight" and keeps_packed(modules[where], cut is not None):
             source = checkpoint.sources[name]
-            key = checkpoint.keys.get(source.key, source.key)
+            key = checkpoint.key(source)
             packed = packed_sizes(checkpoint.files, key, source, cut, parameter.shape[0])
         block = blocks.get(block_of(name, blocks) or "")
         if packed is None:

@@ -15,7 +15,7 @@ import comfy.patcher_extension
 import comfy.utils
 
 from ...backend.client.launcher import ClosedError
-from ...backend.client.pool import Backend, backend_at_hand, backend_for, keeps_weights
+from ...backend.client.pool import Backend, Wanted, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
@@ -37,17 +37,23 @@ class ParallelDiT:
     loaded: Loaded
     patcher: comfy.model_patcher.ModelPatcher
     loras: tuple[tuple[str, float], ...] = ()
+    matmul: str = "auto"
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the backend holds for it."""
+        return self.path, self.weight_dtype, self.matmul
 
 
-def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
+def load(config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto") -> ParallelDiT:
     """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
 
     ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
     ends the launch or the load, and the backend with it.
     """
-    _, loaded = _load(config, path, weight_dtype)
+    _, loaded = _load(config, (path, weight_dtype, matmul))
     patcher = weightless_patcher(loaded)
-    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher)
+    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul)
     unload_with(patcher, handle)
     _handles.add(handle)
     return handle
@@ -56,7 +62,7 @@ def load(config: ParallelConfig, path: str, weight_dtype: str) -> ParallelDiT:
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
-    _, loaded = _load(handle.config, handle.path, handle.weight_dtype, loras)
+    _, loaded = _load(handle.config, handle.wanted, loras)
     found = replace(handle, loaded=loaded, loras=loras)
     _handles.add(found)
     return found
@@ -68,21 +74,21 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
     """
-    return _load(handle.config, handle.path, handle.weight_dtype, handle.loras, make_room)
+    return _load(handle.config, handle.wanted, handle.loras, make_room)
 
 
 def _load(
-    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple = (), make_room: bool = True
+    config: ParallelConfig, wanted: Wanted, loras: tuple = (), make_room: bool = True
 ) -> tuple[Backend, Loaded]:
     try:
         with NodeStatus() as status:
-            return _load_or_fail(config, path, weight_dtype, loras, make_room, status)
+            return _load_or_fail(config, wanted, loras, make_room, status)
     except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
         raise comfy.model_management.InterruptProcessingException() from None
 
 
 def _load_or_fail(
-    config: ParallelConfig, path: str, weight_dtype: str, loras: tuple, make_room: bool, status: NodeStatus
+    config: ParallelConfig, wanted: Wanted, loras: tuple, make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
 
     def check():
@@ -98,14 +104,15 @@ def _load_or_fail(
     backend = backend_for(config, check, status.warn, status.show)
     if starts:
         status.show("opening the model")
-    keep = {(h.path, h.weight_dtype) for h in _handles if h.config.topology() == config.topology()}
+    keep = {h.wanted for h in _handles if h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):
         bar.update_absolute(progress.step, progress.total)
         status.show(f"reading {bytes_of(progress.step, progress.total)}")
 
-    loaded = backend.load(path, weight_dtype, keep, check, loras, show)
+    path, weight_dtype, matmul = wanted
+    loaded = backend.load(path, weight_dtype, keep, check, loras, show, matmul)
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
@@ -117,13 +124,12 @@ def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
     models" was pressed, or its GPU is full."""
     # not the handle, which must not live as long as its patcher's clones
     config = handle.config
-    path = handle.path
-    weight_dtype = handle.weight_dtype
+    wanted = handle.wanted
 
     def unload(patcher, unpatch_all: bool):
         backend = backend_at_hand(config)
         if unpatch_all and not _preparing and backend is not None and backend.alive():
-            backend.unload(path, weight_dtype)
+            backend.unload(*wanted)
 
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, unload)
 

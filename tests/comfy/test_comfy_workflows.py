@@ -8,7 +8,9 @@ import re
 import pipeline_folders
 import pytest
 from comfy_server import PACK
+from loras import write_lora
 from PIL import Image
+from quantized import write_scaled
 from safetensors.torch import save_file
 from tiny import GOLDEN, facts, weights_module
 from versions import skip_without, skip_without_nodes
@@ -115,6 +117,12 @@ WAN_IMAGE = {
 }
 
 
+#: Part of a file's name -> how its matrices are stored; plain float8 has no scales.
+QUANTIZED = {"int8_convrot": "int8_tensorwise", "fp8_scaled": "float8_e4m3fn", "fp8_e4m3fn": "plain float8"}
+#: Matrices of the blocks of any family.
+ANY_MATRIX = re.compile(r"(blocks|layers)\.\d+\..*\.weight$")
+
+
 def read(name: str) -> dict:
     return json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text())
 
@@ -192,7 +200,12 @@ def write_tiny(path, family: str):
     state = weights_module().state_dict(shapes)
     if "low_noise" in path.name:
         state = {key: value.flip(0) for key, value in state.items()}
-    save_file({key: value.contiguous() for key, value in state.items()}, path)
+    state = {key: value.contiguous() for key, value in state.items()}
+    stored = next((kind for ending, kind in QUANTIZED.items() if ending in path.name), None)
+    if stored:
+        write_scaled(path, state, stored, ANY_MATRIX)
+    else:
+        save_file(state, path)
     os.utime(path, (1e9, 1e9))  # the same file as the last time, which loads nothing again
 
 
@@ -208,6 +221,15 @@ def files(comfy):
         for node in nodes_of(graph, "LoadParallelDiT") if family not in FOLDERS.values() else []:
             made.append(comfy.folder / "models/diffusion_models" / node["inputs"]["model_name"])
             write_tiny(made[-1], family)
+        for node in nodes_of(graph, "ParallelLoRA"):
+            made.append(comfy.folder / "models/loras" / node["inputs"]["lora_name"])
+            made[-1].parent.mkdir(exist_ok=True)
+            shapes = facts({"wan": "wan21-t2v"}.get(family, family))["shapes"]
+            write_lora(
+                made[-1],
+                {k[:-7]: v for k, v in shapes.items() if ANY_MATRIX.search(k) and len(v) == 2},
+                "comfyui",
+            )
         for node in nodes_of(graph, "LoadImage"):
             made.append(comfy.folder / "input" / node["inputs"]["image"])
             picture = Image.linear_gradient("L").resize((128, 128)).convert("RGB")

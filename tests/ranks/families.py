@@ -33,6 +33,8 @@ TRANSFORMERS = [
 gc.freeze()  # what is imported stays: no collection looks through it again
 
 STEPS, MASKED = 2, 5
+#: Most frames, rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
+FRAMES, SIDE, TEXT = 2, 24, 40
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
@@ -53,7 +55,7 @@ def request(case: str, config: ParallelConfig):
         if case in variants.VARIANTS
         else golden(f"{family}__euler_simple", case)[0]
     )
-    tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][: STEPS + 1]}
+    tensors = shortened({**sample.tensors, "sigmas": sample.tensors["sigmas"][: STEPS + 1]})
     for branch in ("positive", "negative") if mask else ():
         tensors[f"{branch}.attention_mask"] = torch.ones(
             tensors[f"{branch}.c_crossattn"].shape[:2], dtype=torch.long
@@ -65,6 +67,23 @@ def request(case: str, config: ParallelConfig):
         warmup_steps=config.warmup_steps,
         tensors=tensors,
     )
+
+
+def shortened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a request with fewer tokens. Several latents, and keyframes with the places of their
+    tokens, stay as they are; so does text of a fixed length."""
+    size = tensors["noise"].shape[2:]
+    if len(size) < 2 or "positive.keyframe_idxs" in tensors:
+        return tensors
+    most = (FRAMES, SIDE, SIDE)[-len(size) :]
+    cut = {}
+    for name, value in tensors.items():
+        if len(value.shape[2:]) == len(size) and all(a in (1, b) for a, b in zip(value.shape[2:], size)):
+            value = value[(..., *map(slice, most))].contiguous()  # a latent, or a mask that spreads to it
+        elif name.endswith("c_crossattn") and value.shape[1] > 2 * TEXT:
+            value = value[:, -TEXT:]  # Flux.2's begins with padding
+        cut[name] = value
+    return cut
 
 
 def write(folder: str, case: str):

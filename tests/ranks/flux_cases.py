@@ -6,8 +6,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import torch
-from tiny import FLUX_CASES, batch_request, golden_request
+from ranks.flux_requests import (
+    CFG_PP,
+    EVEN_BATCH,
+    FEW,
+    LORA,
+    MIXED,
+    MIXED_HEUN,
+    SHORT_NEGATIVE,
+    STALE_STEPS,
+    STEPS,
+    UNEVEN_BATCH,
+    Case,
+    request_of,
+)
+from tiny import FLUX_CASES
 
 from backend.config import ParallelConfig
 
@@ -19,9 +32,6 @@ AXES = (
     "data_parallel_degree",
     "tensor_parallel_degree",
 )
-#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that
-#: every step shows as well as another.
-STEPS, STALE_STEPS, FEW = 6, 4, 2
 
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {
@@ -31,25 +41,12 @@ NEW_SOLVERS = {
     "lms_simple",
     "res_multistep_sgm_uniform",
 }
-#: Positive and negative prompts of different lengths, one of them shorter than any group.
-SHORT_NEGATIVE = "negative of 1 row"
-#: A solver that reads the negative prediction by itself, which comes from another rank under CFG.
-CFG_PP = "euler_cfg_pp"
 #: Every solver, and a mask, with stale keys and values.
 STALE_SOLVERS = "stale, every solver"
-#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also
-#: under a solver that calls the model twice a step.
-MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
-#: A batch that no number of replicas here divides.
-UNEVEN_BATCH = "batch of 5"
-#: A batch of which 2 replicas have equal parts, so that describe() can be held to what is counted.
-EVEN_BATCH = "batch of 2"
 #: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
 COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 #: What is no traffic, among the bytes that are counted.
 KEPT = "modulation ahead"
-#: With LoRAs of every kind in the weights.
-LORA = "LoRA"
 #: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share
 #: evenly.
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
@@ -148,14 +145,6 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
     return found + [(STALE_SOLVERS, config)] * (config.world_size == 2)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A golden case, or one of those above, over all of its steps or over fewer and longer ones."""
-
-    name: str
-    steps: int | None = None
-
-
 def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one
     golden case, and few steps of what is special there."""
@@ -189,68 +178,6 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     if not variant.startswith("stale") and (config.sp_degree > 1 or not in_turn):
         found.append(Case(SHORT_NEGATIVE, FEW))
     return found if in_turn else [*found, Case(MIXED, STALE_STEPS)]
-
-
-def request_of(case: Case):
-    """The request of a case, and the golden latent where there is one."""
-    if case.name in MADE:
-        return shortened(MADE[case.name](), case.steps or STEPS), None
-    sample, golden = golden_request(case.name)
-    return (sample, golden) if case.steps is None else (shortened(sample, case.steps), None)
-
-
-def shortened(sample, steps: int):
-    """The request over fewer, longer steps."""
-    sigmas = sample.tensors["sigmas"]
-    return replace(
-        sample,
-        tensors={
-            **sample.tensors,
-            "sigmas": sigmas[torch.linspace(0, len(sigmas) - 1, steps + 1).round().long()],
-        },
-    )
-
-
-def short_negative():
-    sample, _ = golden_request("euler_simple")
-    return replace(
-        sample,
-        tensors={**sample.tensors, "negative.c_crossattn": sample.tensors["negative.c_crossattn"][:, :1]},
-    )
-
-
-def mixed_prompts(solver: str):
-    """Prompts of different lengths, in an order in which a new one comes between known ones: before the third
-    of STALE_STEPS; the negative one ends with that step."""
-    sample = replace(golden_request("heun_simple")[0], sampler=solver)
-    tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
-    for name, rows in (("positive2", 9), ("positive3", 12)):
-        tensors |= {
-            f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows],
-            f"{name}.y": tensors["negative.y"],
-            f"{name}.guidance": tensors["positive.guidance"],
-        }
-    tensors["weight.positive3"] = (torch.arange(16) < 7).float().expand(1, 1, 16, 16)
-    return replace(
-        sample,
-        tensors=tensors,
-        prompts={
-            "positive2": {"from": sigmas[2].item(), "strength": 0.5},
-            "negative": {"until": sigmas[3].item()},
-        },
-    )
-
-
-#: Name of a case that is no golden one -> its request.
-MADE = {
-    UNEVEN_BATCH: lambda: batch_request(5),
-    EVEN_BATCH: lambda: batch_request(2, "size20x12"),
-    LORA: lambda: batch_request(2),
-    SHORT_NEGATIVE: short_negative,
-    MIXED: lambda: mixed_prompts("euler"),
-    MIXED_HEUN: lambda: mixed_prompts("heun"),
-    CFG_PP: lambda: replace(golden_request("euler_simple")[0], sampler=CFG_PP),
-}
 
 
 def has_lora_case(world: int, config: ParallelConfig) -> bool:

@@ -17,21 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from families import golden, model_call
-from ranks.flux_cases import (
-    CALL,
-    CALLS,
-    COUNTED,
-    FEW,
-    FP8,
-    KEPT,
-    LORA,
-    STEPS,
-    UNDESCRIBED,
-    Case,
-    Run,
-    request_of,
-    runs,
-)
+from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
+from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
 from tiny import error_in_std, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 

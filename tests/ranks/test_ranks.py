@@ -89,16 +89,15 @@ def check_bytes_sent(row: dict):
 
 def check_bytes_read(run: Run, row: dict):
     """Ranks that keep their weights read nothing. A stage reads its own blocks, its share of the modulation
-    and the shared layers; a tensor-parallel rank its pieces, and modulation whole."""
+    and the shared layers; a tensor-parallel rank its pieces."""
     assert (row["bytes_read"] == 0) == row["kept"]
     if not row["kept"]:
         assert row["bytes_read"] / WEIGHTS <= part_of_weights(run.config)
 
 
 def part_of_weights(config) -> float:
-    """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), all that
-    is in no block, and under megatron all modulation of its blocks.
-    """
+    """The most that a rank should read: its part of the blocks and 10 % (of two stages 55 % of all), and all
+    that is in no block."""
     shapes = facts("flux-dev")["shapes"]
 
     def part(*words):
@@ -107,9 +106,8 @@ def part_of_weights(config) -> float:
         ) / sum(map(math.prod, shapes.values()))
 
     stages, pieces = config.pipefusion_degree, config.tensor_parallel_degree
-    blocks, modulation = part("blocks."), part("mod.", "modulation.")
-    whole = modulation if config.split_scheme == "megatron" else 0.0
-    return min(1.1 * ((blocks - whole) / pieces + whole) / stages + 1 - blocks, 0.55 if stages == 2 else 1.0)
+    blocks = part("blocks.")
+    return min(1.1 * blocks / pieces / stages + 1 - blocks, 0.55 if stages == 2 else 1.0)
 
 
 @pytest.mark.full

@@ -53,18 +53,16 @@ def test_odd_files_are_refused_at_once(tmp_path, plain, engine, monkeypatch, mak
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path, plain, engine):
+def test_a_sparse_file_of_a_terabyte_is_mapped_and_not_read(tmp_path, plain, engine):
+    """Larger than any machine's memory."""
     entries, at = {}, 0
     for key, value in load_file(plain).items():
         entries[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
         at += value.nbytes
-    entries["other"] = {"dtype": "F32", "shape": [1 << 38], "data_offsets": [at, at + (1 << 40)]}
+    entries["vae.other"] = {"dtype": "F32", "shape": [1 << 38], "data_offsets": [at, at + (1 << 40)]}
     path = header(tmp_path / "sparse.safetensors", entries, at + (1 << 40))
     started, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        assert engine.check_load(str(path), "default").block_count
-    except UnsupportedError as error:  # a system may map no more than its memory
-        assert "unable to mmap" in str(error) and "could not be checked" not in str(error)
+    assert engine.check_load(str(path), "default").block_count
     assert time.perf_counter() - started < SECONDS
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024 < BYTES
 

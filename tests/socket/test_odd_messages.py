@@ -36,6 +36,7 @@ MESSAGES = {
     "a path of a lone surrogate": (Load("/a\ud800.safetensors"), "is no path .*surrogates not allowed"),
     "a path that is empty": (Load(""), ""),
     "a path that is a device": (Load("/dev/zero"), ""),
+    "a matmul that is none": (Load(DEMO, matmul="fast"), "matmul is 'fast'; choose auto"),
     "a weight_dtype of a surrogate": (Load(DEMO, "\ud800"), "weight_dtype is"),
     "a lora path of 5,000 characters": (Load(DEMO, loras=[["/" + "a" * 5000, 1.0]]), "not below a folder"),
     "a lora that is a number": (Load(DEMO, loras=[7]), "not a pair"),

@@ -5,7 +5,7 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
+import queue
 import sys
 import threading
 import time
@@ -17,28 +17,40 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from backend.parallel import mesh
+
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families"]
+PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
 #: Ranks give way to the tests of one process, which run at the same time.
 NICE = 10
+#: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
+AT_ONCE = 2
 
 
 def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
-    """Run ``jobs`` one after the other in a thread that does not outlive the tests; what comes of each, or
-    its error."""
+    """Run ``jobs`` in their order, AT_ONCE of them, in threads that do not outlive the tests; what comes of
+    each, or its error."""
     found = {key: Future() for key in jobs}
+    waiting = queue.SimpleQueue()
+    for item in jobs.items():
+        waiting.put(item)
 
     def work():
-        for key, job in jobs.items():
+        while True:
+            try:
+                key, job = waiting.get_nowait()
+            except queue.Empty:
+                return
             try:
                 found[key].set_result(job())
             except Exception as error:  # of the tests that ask for it
                 found[key].set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    for _ in range(AT_ONCE):
+        threading.Thread(target=work, daemon=True).start()
     return found
 
 
@@ -49,10 +61,9 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: object, second
     folder = folder / f"{program} {ranks}"
     folder.mkdir()
     out = folder / "found.json"
-    store = _loopback_store()  # where the ranks meet
     context = start_processes(
         _rank,
-        (program, ranks, store.port, folder, (*arguments, str(out))),
+        (program, ranks, folder, (*arguments, str(out))),
         ranks,
         join=False,
         daemon=True,
@@ -74,15 +85,6 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: object, second
     return json.loads(out.read_text())
 
 
-def _loopback_store() -> TCPStore:
-    """A store that only processes of this machine reach: by itself it would listen on every interface."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 @cache
 def fork_server():
     """Start the process that ranks are forked from. It has no threads yet, and none of this one's state but
@@ -94,20 +96,15 @@ def fork_server():
         forkserver.ensure_running()
 
 
-def _rank(rank: int, program: str, world: int, port: int, folder: Path, arguments: tuple):
+def _rank(rank: int, program: str, world: int, folder: Path, arguments: tuple):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(NICE)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    store = mesh.file_store(str(folder / "store"))  # where the ranks meet
+    dist.init_process_group("gloo", timeout=mesh.TIMEOUT, store=store, rank=rank, world_size=world)
     assert program in sys.modules, f"the fork server could not import {program}"
     importlib.import_module(program).main(*arguments)
 

@@ -29,6 +29,11 @@ def float8(
     return (weight / scale).to(dtype), scale.float()
 
 
+def plain_float8(state: dict, pattern: re.Pattern = MATRICES) -> dict:
+    """Without scales: every matrix cast."""
+    return {**state, **{key: state[key].to(torch.float8_e4m3fn) for key in matrices(state, pattern)}}
+
+
 def legacy_fp8(state: dict) -> dict:
     """ "Scaled fp8": X.scale_weight, X.scale_input and the marker scaled_fp8."""
     found = {**state, "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
@@ -70,11 +75,13 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
     }, {}
 
 
-def described(state: dict, kind: str, in_header: bool = False) -> tuple[dict, dict]:
+def described(
+    state: dict, kind: str, in_header: bool = False, pattern: re.Pattern = MATRICES
+) -> tuple[dict, dict]:
     """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in
     the header."""
     found, layers = dict(state), {}
-    for seed, key in enumerate(matrices(state)):
+    for seed, key in enumerate(matrices(state, pattern)):
         name = key.removesuffix(".weight")
         leaves, settings = layer(state[key], kind, seed, rowwise=kind in FLOAT8 and seed % 2 == 1)
         found |= {f"{name}.{leaf}": value for leaf, value in leaves.items()}
@@ -95,20 +102,17 @@ def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(weight, PackedWeight):
             continue
         found = {key: value for key, value in found.items() if not key.startswith(f"{name}.")}
-        whole = weight.whole
-        found[name] = weight.packed.dequantize(weight.dtype) if whole is None else whole
-        for adapter in weight.adapters.values():
-            found[name] = found[name] + adapter.strength * adapter.up @ adapter.down
+        found[name] = weight.effective()
     return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in found.items()}
 
 
-def write_scaled(path: Path, state: dict, kind: str) -> Path:
-    """A safetensors file of ``kind``: legacy, header (fp8 described in the header) or one of KINDS."""
-    found, metadata = (
-        (legacy_fp8(state), {})
-        if kind == "legacy"
-        else described(state, FIRST if kind == "header" else kind, kind == "header")
-    )
+def write_scaled(path: Path, state: dict, kind: str, pattern: re.Pattern = MATRICES) -> Path:
+    """A safetensors file of ``kind``: legacy, header (fp8 described in the header), plain float8 or one of
+    KINDS."""
+    if kind in ("legacy", "plain float8"):
+        found, metadata = (legacy_fp8(state) if kind == "legacy" else plain_float8(state, pattern)), {}
+    else:
+        found, metadata = described(state, FIRST if kind == "header" else kind, kind == "header", pattern)
     save_file(found, path, metadata)
     return path
 

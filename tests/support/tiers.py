@@ -38,6 +38,7 @@ LEFT_OUT = {
     "comfy/test_variant_graphs.py": "a real ComfyUI with every family's checkpoint",
     "comfy/test_half_precision.py": "ComfyUI's model of every family",
     "comfy/test_lora.py": "a backend for every family",
+    "comfy/test_native_products.py": "samples 20 seeds of every format; unit/test_matmul.py has the bits",
     "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
     "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
@@ -53,10 +54,6 @@ LEFT_OUT = {
 SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 2,
-    "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole": 10,
-    "unit/test_families.py::test_diffusers_folder_has_the_same_weights": 10,
-    "unit/test_families.py::test_single_file_with_diffusers_names": 10,
-    "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies": 10,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
     "unit/test_released.py::test_a_released_file": 40,
     "unit/test_rank_memory.py::test_weights_are_those_of_the_loaded_rank": 15,

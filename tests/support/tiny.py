@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from backend.protocol import Sample
 from backend.protocol.solver_names import PERCENTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+#: Environment variable of a session's folder of checkpoints (tests/conftest.py).
+SHARED = "PARALLEL_DIT_TEST_CHECKPOINTS"
 #: ComfyUI's latent format of Flux: model = (vae - shift) * scale.
 SCALE, SHIFT = 0.3611, 0.1159
 # : FAMILY__CASE -> distance of one process from the golden latent, in its standard deviations
@@ -42,9 +45,29 @@ def write_checkpoint(
     path: Path, family: str = "flux-dev", prefix: str = "", drop: tuple[str, ...] = ()
 ) -> Path:
     """A single file in ComfyUI's own key layout; ``drop`` leaves keys out. Written whole or not at all."""
-    if not path.exists():
-        state = weights_module().state_dict(facts(family)["shapes"])
-        save_whole({prefix + key: value for key, value in state.items() if key not in drop}, path)
+    if path.exists():
+        return path
+
+    def state() -> dict[str, torch.Tensor]:
+        return weights_module().state_dict(facts(family)["shapes"])
+
+    if not prefix and not drop:
+        return shared(path, family, state)
+    return save_whole({prefix + key: value for key, value in state().items() if key not in drop}, path)
+
+
+def shared(path: Path, name: str, tensors: Callable[[], dict[str, torch.Tensor]]) -> Path:
+    """``path`` as a hard link to the session's only file of that ``name``: random weights of gigabytes are
+    made once for all tests and ranks. Nobody writes into it. Outside a session it is a file of its own."""
+    if SHARED not in os.environ:
+        return save_whole(tensors(), path)
+    file = Path(os.environ[SHARED], f"{name}.safetensors")
+    if not file.exists():
+        save_whole(tensors(), file).chmod(0o444)
+    part = path.with_suffix(f".{os.getpid()}")
+    os.link(file, part)  # which, unlike a rename, fails where another rank was faster
+    part.rename(path)
+    part.unlink(missing_ok=True)  # a rename of one link of a file to another does nothing
     return path
 
 

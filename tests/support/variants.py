@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from families import golden
-from tiny import facts, save_whole, weights_module
+from tiny import facts, shared, weights_module
 
 from backend.protocol import REFERENCE_METHODS, Sample
 
@@ -318,14 +318,15 @@ def described(name: str) -> dict:
 
 def write(path: Path, name: str) -> Path:
     """The checkpoint of a variant as a single file in ComfyUI's key layout."""
+    return shared(path, name, lambda: state(name))
+
+
+def state(name: str) -> dict[str, torch.Tensor]:
+    """The weights of a variant."""
     weights = weights_module().state_dict(described(name)["shapes"])
-    return save_whole(
-        {
-            key: value * VARIANTS[name].louder if key == "head.head.weight" else value
-            for key, value in weights.items()
-        },
-        path,
-    )
+    if "head.head.weight" in weights:
+        weights["head.head.weight"] *= VARIANTS[name].louder
+    return weights
 
 
 def request(name: str, model: str = "tiny") -> Sample:

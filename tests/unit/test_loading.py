@@ -8,6 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from quantized import weights_of
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 
@@ -27,7 +28,7 @@ def weights(folder):
 def loaded(path, weight_dtype="default") -> dict[str, torch.Tensor]:
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("m", str(path), weight_dtype)
-    return {name.replace(".layer.", "."): p for name, p in engine.models["m"].transformer.named_parameters()}
+    return weights_of(engine.models["m"].transformer)
 
 
 def same(a, b) -> bool:
@@ -37,6 +38,14 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model."])
 def test_prefix(folder, weights, prefix):
     assert same(loaded(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix)), weights)
+
+
+def test_tensors_that_nothing_reads_are_refused(folder, tmp_path):
+    """Another model that has all of Flux's tensors: its own would be left out in silence."""
+    state, path = load_file(write_checkpoint(folder / "flux-tiny.safetensors")), tmp_path / "more.safetensors"
+    save_file({**state, "double_blocks.0.img_attn.gate": torch.zeros(4)}, path)
+    with pytest.raises(UnsupportedError, match="1 tensors that flux does not read.*img_attn.gate.*KSampler"):
+        open_checkpoint(str(path))
 
 
 @pytest.fixture(scope="module")

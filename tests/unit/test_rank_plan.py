@@ -19,7 +19,10 @@ A = (TEXT + IMAGE) * WIDTH * 4
 FORMULAS = {
     "ulysses": lambda n: 4 * A * LAYERS * (n - 1) / n**2,
     "ring": lambda n: 2 * A * LAYERS * (n - 1) / n,
-    "tensor": lambda n: 2 * (n - 1) / n * A * (2 * DOUBLE + SINGLE),
+    # attention and MLP, and the modulation of one embedding (two layers of 6 widths, one of 3)
+    "tensor": lambda n: (
+        (n - 1) / n * (2 * A * (2 * DOUBLE + SINGLE) + 4 * WIDTH * (12 * DOUBLE + 3 * SINGLE))
+    ),
     "pipeline": lambda n: A,
 }
 DEGREES = {

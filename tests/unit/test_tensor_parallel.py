@@ -36,10 +36,14 @@ def test_megatron_halves_attention_and_mlp_of_every_family(family, tmp_path):
         for name, layer in checkpoint.empty.named_modules()
         if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.blocks.lists
     }
+    modulation = {name for block in checkpoint.block_names for name in checkpoint.modulation(block)}
     for name, layer in layers.items():
-        if any(
-            word in name
-            for word in (".to_q", ".to_k", ".to_v", ".to_out", "add_", "ff", "mlp", "net", "feed_forward")
+        if (
+            any(
+                word in name
+                for word in (".to_q", ".to_k", ".to_v", ".to_out", "add_", "ff", "mlp", "net", "feed_forward")
+            )
+            or name in modulation
         ):
             kept = [
                 sum(map(len, shard[name].outputs)) * sum(map(len, shard[name].inputs)) for shard in shards

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 #: Blocks of each list that a shallow copy keeps: one hands its output to the other.
@@ -44,7 +45,7 @@ class Trace:
 
 def shallow(cls: type, config: dict) -> nn.Module:
     """Make a transformer of ``cls`` with DEPTH blocks in each list and random float32 weights, on the CPU."""
-    with init_empty_weights(include_buffers=False):
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         transformer = cls(**config)
     for name, modules in transformer.named_children():
         if isinstance(modules, nn.ModuleList) and len({type(module) for module in modules}) == 1:

@@ -1,0 +1,72 @@
+"""A safetensors file mapped read-only, of which tensors are views: ranks of a machine share its pages, and it
+may be larger than the memory."""
+
+import json
+import mmap
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import UnsupportedError, quoted, reason
+from ..protocol import tensor_body
+from .header_limits import unreadable
+
+#: The format's name of a dtype -> torch's.
+DTYPES = tensor_body.DTYPES | {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+
+
+class MappedFile:
+    """The tensors of a file. safetensors checks its header alone: where it reads, it maps the file so that
+    the system refuses one that is larger than the memory. Raises UnsupportedError."""
+
+    def __init__(self, path: Path):
+        try:
+            with safe_open(str(path), framework="np") as checked:
+                self.metadata: Mapping[str, str] = checked.metadata() or {}
+            with path.open("rb") as file:
+                self._begin = 8 + int.from_bytes(file.read(8), "little")
+                self._entries: dict = json.loads(file.read(self._begin - 8))
+                self._bytes = mapped(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise unreadable(path.name, "safetensors", reason(error)) from None
+        self._entries.pop("__metadata__", None)
+
+    def keys(self) -> list[str]:
+        """Name the tensors."""
+        return list(self._entries)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._entries[key]["shape"])
+
+    def stored(self, key: str) -> str:
+        """Return the file's own name of a tensor's dtype."""
+        return self._entries[key]["dtype"]
+
+    def tensor(self, key: str) -> Tensor:
+        """Return a tensor, which cannot be written to."""
+        dtype = DTYPES.get(self.stored(key))
+        if dtype is None:
+            what = f"the tensor {quoted(key)} is stored as {self.stored(key)}, which is not supported"
+            raise UnsupportedError(f"{what}; use a bf16, fp16, fp32, fp8 or GGUF file.")
+        begin, end = (self._begin + offset for offset in self._entries[key]["data_offsets"])
+        data = self._bytes[begin:end]
+        if begin % dtype.itemsize:  # a header that was not padded
+            data = data.clone()
+        return data.view(dtype).view(self.shape(key))
+
+
+def mapped(file) -> Tensor:
+    """Map an open file as bytes that cannot be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)

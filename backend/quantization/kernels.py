@@ -1,0 +1,186 @@
+"""Multiplications of quantized weights by activations that are quantized too, as in ComfyUI.
+
+The kernels are comfy-kitchen's (Comfy-Org, Apache-2.0), which is optional and imported at the first use.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import reason
+from .formats import hadamard, rotation
+
+if TYPE_CHECKING:
+    from .packed_weight import PackedWeight
+
+#: Largest absolute values on this rank -> those over all ranks among which a layer's inputs are cut.
+Largest = Callable[[Tensor], Tensor]
+#: Smoothed x (..., columns), weight, bias, ``largest`` where inputs are cut -> x W^T + bias (..., rows), in
+#: the dtype of x.
+Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, Largest | None], Tensor]
+#: How layers can multiply, the choices of LoadParallelDiT's ``matmul``.
+AUTO, WEIGHT_ONLY, NATIVE = MODES = ("auto", "weight only", "native")
+#: What is called of comfy-kitchen.
+CALLED = (
+    *("int8_linear", "mm_int8", "quantize_per_tensor_fp8", "to_blocked"),
+    *("quantize_mxfp8", "dequantize_mxfp8", "scaled_mm_mxfp8"),
+    *("quantize_nvfp4", "dequantize_nvfp4", "scaled_mm_nvfp4"),
+)
+#: CUDA from which comfy-kitchen's own CUDA kernels are used; before, its eager backend, which calls cuBLAS.
+CUDA = 13
+#: Values of an integer product that are scaled at once, to bound memory.
+CHUNK = 1 << 26
+#: Largest values of the formats.
+MOST_INT8, MOST_E4M3, MOST_E2M1 = 127, 448, 6
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a layer multiplies. kernel: None for the dequantized weight; why: in reports."""
+
+    kernel: Kernel | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"{NATIVE if self.kernel else WEIGHT_ONLY}: {self.why}"
+
+
+@cache
+def kitchen() -> tuple[ModuleType | None, str]:
+    """Return comfy-kitchen with the backends that ComfyUI enables by default, or None and why."""
+    if importlib.util.find_spec("comfy_kitchen") is None:
+        return None, "comfy-kitchen is not installed"
+    try:
+        import comfy_kitchen  # pyright: ignore[reportMissingImports]  # optional
+    except (ImportError, OSError) as error:  # compiled for another torch
+        return None, f"comfy-kitchen cannot be imported ({reason(error)})"
+    missing = [name for name in CALLED if not hasattr(comfy_kitchen, name)]
+    if missing:
+        return None, f"comfy-kitchen is too old (it has no {missing[0]})"
+    comfy_kitchen.disable_backend("triton")
+    if int((torch.version.cuda or "0").partition(".")[0]) < CUDA:
+        comfy_kitchen.disable_backend("cuda")
+    return comfy_kitchen, ""
+
+
+def remedy() -> str:
+    """How to get comfy-kitchen."""
+    return f'run "{sys.executable}" -m pip install --upgrade comfy-kitchen'
+
+
+def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+    """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
+    packed = weight.packed
+    size = rotation(packed.settings)
+    values, scale = packed.tensors["values"], packed.tensors["scale"]
+    if largest is not None:
+        out = _int8_of_cut_inputs(x, values, scale, size, largest)
+        return out if bias is None else out + bias
+    call = _kitchen().int8_linear
+    rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
+    return call(x.contiguous(), values, scale, bias, x.dtype, **rotated)
+
+
+def _int8_of_cut_inputs(
+    x: Tensor, values: Tensor, scale: Tensor, size: int | None, largest: Largest
+) -> Tensor:
+    """Multiply some columns, quantized by the scales of whole rows; comfy-kitchen takes them of what it is
+    given."""
+    if size is not None:
+        x = (x.unflatten(-1, (-1, size)) @ hadamard(size, x.device).to(x.dtype)).flatten(-2)
+    rows = x.reshape(-1, x.shape[-1])
+    row_scales = largest(rows.abs().amax(dim=-1, keepdim=True)).float() / MOST_INT8
+    row_scales = row_scales.clamp(min=1e-30)
+    divisors = row_scales.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
+    quantized = (rows / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
+    out = x.new_empty(len(rows), len(values))
+    scale = scale.float().view(1, -1)
+    step = max(1, CHUNK // len(values))
+    for some in (slice(start, start + step) for start in range(0, len(rows), step)):
+        sums = _kitchen().mm_int8(quantized[some], values.t())
+        out[some] = sums.float() * (row_scales[some] * scale)
+    return out.view(*x.shape[:-1], len(values))
+
+
+def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+    """Multiply E4M3 by activations under the file's scale of them, or 1, beyond which they are clamped."""
+    from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
+
+    tensors = weight.packed.tensors
+    rows = _rows(x)
+    one = torch.ones(1, device=x.device)
+    input_scale = tensors.get("input_scale", one).float()
+    quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
+    is_fused = x.dtype != torch.float32 or x.device.type == "cpu"  # cuBLAS adds no bias in float32
+    scales = {"scale_a": input_scale, "scale_b": tensors.get("scale", one).float()}
+    fused = bias if is_fused else None
+    out = scaled_mm_v2(quantized, tensors["values"].t(), **scales, bias=fused, out_dtype=x.dtype)
+    out = out if is_fused or bias is None else out + bias
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+    """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
+    rows = _rows(x)
+    quantized, scales = _kitchen().quantize_mxfp8(rows, pad_32x=len(rows) % 32 != 0)
+    if x.device.type == "cpu":
+        seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
+        out = F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
+    else:
+        tensors = weight.packed.tensors
+        block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
+        arguments = (quantized, tensors["values"], scales, block_scales)
+        out = _kitchen().scaled_mm_mxfp8(*arguments, bias=bias, out_dtype=x.dtype)
+    return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
+
+
+def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+    """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
+    tensors = weight.packed.tensors
+    rows = _rows(x)
+    scale = tensors.get("input_scale")
+    if scale is None:
+        most = rows.abs().amax()
+        scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
+    scale = scale.float()
+    quantized, scales = _kitchen().quantize_nvfp4(rows, scale, pad_16x=len(rows) % 16 != 0)
+    if x.device.type == "cpu":
+        seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
+        out = F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
+    else:
+        block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
+        arguments = (
+            quantized,
+            tensors["values"],
+            scale,
+            tensors["tensor_scale"].float(),
+            scales,
+            block_scales,
+        )
+        out = _kitchen().scaled_mm_nvfp4(*arguments, bias=bias, out_dtype=x.dtype)
+    return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Inputs as the kernels read them: (tokens, columns), one behind the other."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _tiled(block_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales (rows, blocks) in cuBLAS' tiles. They are stored row by row, which any cut of rows keeps, and a
+    padded copy beside them would double what is held."""
+    return _kitchen().to_blocked(block_scales.view(torch.uint8), flatten=False).view(dtype)
+
+
+def _kitchen() -> ModuleType:
+    module, why = kitchen()
+    assert module is not None, why
+    return module

@@ -1,0 +1,165 @@
+"""Chooses which layers multiply by quantized activations (natively), and which by the dequantized weight."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError, some
+from . import kernels
+from .formats import PLAIN_FLOAT8, Format, Settings
+from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Choice, Kernel
+from .packed_weight import PackedWeight
+
+#: Compute capability of an NVIDIA GPU; None on other devices. Of several ranks it is the least, since those
+#: that add up products must choose alike.
+Capability = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a format is multiplied natively.
+
+    capability: the least of an NVIDIA GPU; multiple: of it, rows and columns must be; torch: the least
+    version; everywhere: ComfyUI does so on other devices too, not only where hardware is made for it.
+    """
+
+    kernel: Kernel
+    capability: tuple[int, int]
+    multiple: int = 1
+    torch: tuple[int, int] = (0, 0)
+    everywhere: bool = False
+
+
+#: Name in files -> rule, as ComfyUI has them (comfy.ops.pick_operations, comfy.model_management).
+RULES = {
+    "int8_tensorwise": Rule(kernels.int8, (7, 5), everywhere=True),
+    "float8_e4m3fn": Rule(kernels.float8, (8, 9), multiple=16),
+    "mxfp8": Rule(kernels.mxfp8, (10, 0), multiple=32, torch=(2, 10)),
+    "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantized matrix as its file describes it, and the piece of it that a rank holds.
+
+    settings: of the file, with "scales", how many a float8 weight has. rows: of the piece. edges: columns
+    where any rank's piece begins or ends, so that all that add up their products choose alike.
+    """
+
+    format: Format
+    settings: Settings
+    rows: int
+    edges: tuple[int, ...]
+
+
+def capability_of(device: torch.device) -> Capability:
+    """Return the compute capability of an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capability = None) -> Choice:
+    """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES."""
+    kind = str(matrix.settings.get("format"))
+    rule = RULES.get(kind)
+    if mode == WEIGHT_ONLY:
+        return Choice(None, "as chosen")
+    if rule is None:
+        return Choice(None, f"{kind} has no native kernel")
+    why = _of_file(matrix, mode) or kernels.kitchen()[1] or _of_device(rule, mode, device, capability)
+    why = why or _of_shape(matrix, rule)
+    return Choice(None, why) if why else Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}")
+
+
+def _of_file(matrix: Matrix, mode: str) -> str:
+    """Why a layer is not multiplied natively by what its file says of it; empty where it is."""
+    if is_full_precision(matrix.settings):
+        return "the file asks for it"
+    if matrix.format.short == "fp8" and matrix.settings.get("scales", 1) != 1:
+        return "its rows have scales of their own"
+    if matrix.format is PLAIN_FLOAT8 and mode == AUTO:
+        return "without scales, as in ComfyUI"
+    return ""
+
+
+def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
+    if device.type == "cpu":
+        return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
+    if device.type != "cuda" or (have is None and not rule.everywhere):
+        return "only NVIDIA GPUs have a kernel for it"
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    if version < rule.torch:
+        return f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch.__version__} is installed"
+    if have is None or have >= rule.capability:
+        return ""
+    least = ".".join(map(str, rule.capability))
+    return f"it needs compute capability {least}, and the ranks' GPUs have {have[0]}.{have[1]}"
+
+
+def _of_shape(matrix: Matrix, rule: Rule) -> str:
+    unit = math.lcm(matrix.format.block(matrix.settings), rule.multiple)
+    inside = next((edge for edge in matrix.edges if edge % unit), None)
+    if inside is not None:
+        return f"its columns begin or end at {inside}, inside {unit} that are multiplied together"
+    return f"{matrix.rows} rows are no multiple of {rule.multiple}" if matrix.rows % rule.multiple else ""
+
+
+def _kind(device: torch.device) -> str:
+    return device.type.upper() if device.type == "cpu" else "GPU"
+
+
+def is_full_precision(settings: Settings) -> bool:
+    """Does the file ask that activations of this layer are not quantized?"""
+    return bool(settings.get("full_precision_matrix_mult"))
+
+
+def choose_all(
+    name: str, matrices: Mapping[str, Matrix], mode: str, device: torch.device, capability: Capability
+) -> dict[str, Choice]:
+    """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is
+    native and a layer cannot multiply so, or is none of MODES."""
+    if mode not in MODES:
+        raise UnsupportedError(f"matmul is {mode!r:.100}; choose {', '.join(MODES)}.")
+    choices = {layer: choose(matrix, mode, device, capability) for layer, matrix in matrices.items()}
+    if mode != NATIVE:
+        return choices
+    unable = {
+        layer: choice.why
+        for layer, choice in choices.items()
+        if choice.kernel is None and not is_full_precision(matrices[layer].settings)
+    }
+    if not matrices:
+        raise UnsupportedError(f"matmul is native, but {name} has no quantized layers; choose auto.")
+    if unable and kernels.kitchen()[1] in unable.values():
+        why = f"matmul is native, but {kernels.kitchen()[1]} where the ranks run"
+        raise UnsupportedError(f"{why}; {kernels.remedy()}, or choose auto or weight only.")
+    if unable:
+        layer, why = next(iter(unable.items()))
+        count = f"{len(unable)} of {len(matrices)} quantized layers of {name}"
+        raise UnsupportedError(
+            f"matmul is native, but {count} cannot multiply so on {device}, first {some([layer])} ({why}); "
+            f"choose auto or weight only."
+        )
+    return choices
+
+
+def summary(transformer: nn.Module, held_bytes: Callable[[nn.Parameter], int]) -> list[dict]:
+    """Count a loaded transformer's quantized layers by format and multiplication. ``held_bytes``: parameter
+    -> bytes on this rank."""
+    layers: Counter[tuple[str, str]] = Counter()
+    stored: Counter[tuple[str, str]] = Counter()
+    for weight in transformer.modules():
+        if isinstance(weight, PackedWeight):
+            kind = (weight.format_name, str(weight.choice))
+            layers[kind] += 1
+            stored[kind] += sum(map(held_bytes, weight.parameters()))
+    return [
+        {"format": kind[0], "layers": count, "bytes": stored[kind], "multiplication": kind[1]}
+        for kind, count in layers.most_common()
+    ]

@@ -1,0 +1,68 @@
+"""Rank program (launch.py): a tiny ConvRot Flux that multiplies natively, on two ranks against the single
+process; rank 0 writes distances of one call of the model as JSON.
+
+main(CHECKPOINT, [labels of CONFIGS], OUT.json)
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from families import golden, model_call
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import comm, mesh
+from backend.parallel.tensor_parallel import ShardedLinear
+from backend.quantization.packed_weight import PackedWeight
+
+#: Id -> how two ranks share the work; and whether ranks agree on the largest values of their inputs.
+CONFIGS = {
+    "megatron": (ParallelConfig(tensor_parallel_degree=2), True),
+    "row": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), True),
+    "row, scales of each rank's own": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), False),
+    "ulysses": (ParallelConfig(ulysses_degree=2), True),
+}
+
+
+def output(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) -> torch.Tensor:
+    """What one call of the model returns."""
+    engine = Engine(config, groups)
+    engine.load("tiny", path, "default", matmul)
+    weights = [m for m in engine.models["tiny"].transformer.modules() if isinstance(m, PackedWeight)]
+    assert weights and all((each.choice.kernel is not None) == (matmul == "native") for each in weights)
+    cut = [m for m in engine.models["tiny"].transformer.modules() if isinstance(m, ShardedLinear)]
+    assert bool(cut) == (config.tensor_parallel_degree > 1)
+    request = model_call(golden("flux-dev__size20x12")[0], "flux", 1)
+    engine.check_forward(request)
+    return engine.forward(request)[0]
+
+
+def rms(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The root mean square of a - b, in standard deviations of b."""
+    return ((a - b).square().mean().sqrt() / b.std()).item()
+
+
+def main(path: str, selected: list[str], out: str):
+    rank = int(os.environ["RANK"])
+    single = {}
+    if rank == 0:
+        for matmul in ("native", "weight only"):
+            single[matmul] = output(path, ParallelConfig(), mesh.single(), matmul)
+    found = {}
+    agreed = comm.all_reduce_max
+    for label in selected:
+        config, is_agreed = CONFIGS[label]
+        comm.all_reduce_max = agreed if is_agreed else lambda x, axis, mechanism: x
+        groups = mesh.build(config, "cpu")
+        result = output(path, config, groups, "native")
+        mesh.close(groups)
+        if rank == 0:
+            quantization = rms(single["native"], single["weight only"])
+            found[label] = {"error": rms(result, single["native"]), "quantization": quantization}
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

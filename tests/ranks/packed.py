@@ -1,0 +1,148 @@
+"""Rank program (launch.py): quantized files under every way to hold and cut weights, each against the single
+process; rank 0 writes what it finds as JSON.
+
+main(FOLDER-OF-FILES, [ids of runs], OUT.json)
+"""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import batch_request, relative
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.lora_keys import lora_stack
+from backend.parallel import fsdp, mesh
+from backend.quantization.packed_weight import PackedWeight
+from backend.sampling.step_loop import Callbacks
+
+#: Format -> the file's name.
+FILES = {
+    "fp8": "fp8.safetensors",
+    "int8": "int8.safetensors",
+    "mxfp8": "mxfp8.safetensors",
+    "nvfp4": "nvfp4.safetensors",
+    "Q8_0": "Q8_0.gguf",
+    "Q4_K": "Q4_K.gguf",
+}
+#: Methods whose ranks hold parts of the weights, or all of them.
+CONFIGS = {
+    2: {
+        "u2": ParallelConfig(ulysses_degree=2),
+        "ring2": ParallelConfig(ring_degree=2),
+        "cfg2": ParallelConfig(cfg_degree=2),
+        "dp2": ParallelConfig(data_parallel_degree=2),
+        "tp2": ParallelConfig(tensor_parallel_degree=2),
+        "row": ParallelConfig(tensor_parallel_degree=2, split_scheme="row"),
+        "column": ParallelConfig(tensor_parallel_degree=2, split_scheme="column"),
+        "pp2": ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1),
+        "pp2 offload": ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1, offload_modulation=True),
+        "u2 fsdp": ParallelConfig(ulysses_degree=2, shard_weights=True),
+        "dp2 fsdp": ParallelConfig(data_parallel_degree=2, shard_weights=True),
+    },
+    4: {
+        "2d": ParallelConfig(tensor_parallel_degree=4, split_scheme="2d"),
+        "tp4": ParallelConfig(tensor_parallel_degree=4),
+        "tp2 pp2": ParallelConfig(tensor_parallel_degree=2, pipefusion_degree=2, num_pipeline_patch=1),
+        "tp2 u2": ParallelConfig(tensor_parallel_degree=2, ulysses_degree=2),
+        "cfg2 u2 fsdp": ParallelConfig(cfg_degree=2, ulysses_degree=2, shard_weights=True),
+    },
+}
+#: What the fast tier runs: every format under the three ways to cut weights, the other methods on one.
+CUTS = ("tp2", "u2 fsdp", "pp2")
+STEPS, STRENGTH = 2, 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A file under a configuration."""
+
+    ranks: int
+    method: str
+    format: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.ranks}-{self.method}-{self.format}"
+
+    @property
+    def config(self) -> ParallelConfig:
+        return CONFIGS[self.ranks][self.method]
+
+    @property
+    def is_fast(self) -> bool:
+        return self.ranks == 2 and (self.method in CUTS or self.format == "int8")
+
+
+def runs() -> list[Run]:
+    """Every format under every configuration."""
+    return [
+        Run(ranks, method, format)
+        for ranks, configs in CONFIGS.items()
+        for format in FILES
+        for method in configs
+    ]
+
+
+def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:
+    """The latents without and with LoRAs, of every kind of adapter."""
+    plain = batch_request(2)
+    stack = lora_stack([[str(folder / "lora.safetensors"), STRENGTH]])
+    found = []
+    for name in ("tiny", engine.name("tiny", stack)):
+        sigmas = plain.tensors["sigmas"][: STEPS + 1]
+        patches = engine.config.num_pipeline_patch
+        sample = replace(
+            plain, model=name, num_pipeline_patch=patches, tensors={**plain.tensors, "sigmas": sigmas}
+        )
+        engine.check_sample(sample)
+        found.append(engine.sample(sample, Callbacks())[0].contiguous())
+    engine.ready("tiny")
+    return found
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Bytes of quantized matrices on this rank, and what the report says that all weights take."""
+    model = engine.models["tiny"]
+    hosted = [module for layers in model.cache.hosted for module in layers]
+    modules = [module for each in (model.transformer, *hosted) for module in each.modules()]
+    packed = [module for module in dict.fromkeys(modules) if isinstance(module, PackedWeight)]
+    fsdp.reshard(model.transformer)
+    return {
+        "packed": sum(fsdp.held_bytes(p) for weight in packed for p in weight.parameters()),
+        "reported": model.report.weight_bytes,
+    }
+
+
+def main(folder: str, selected: list[str], out: str):
+    where = Path(folder)
+    world = int(os.environ["WORLD_SIZE"])
+    chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
+    single = Engine(ParallelConfig(), mesh.single())
+    found, wanted, whole, file, meshes = [], [], {}, None, {}
+    for run in chosen:
+        if run.format != file:
+            single.unload("tiny")
+            single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
+            wanted, whole, file = sampled(single, where), held(single), run.format
+        if run.method not in meshes:  # of which each has threads
+            meshes[run.method] = mesh.build(run.config, "cpu")
+        engine = Engine(run.config, meshes[run.method])
+        engine.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
+        latents, again = sampled(engine, where), sampled(engine, where)
+        row = {
+            "id": run.id,
+            "relative": [relative(a, b) for a, b in zip(latents, wanted)],
+            "same": all(a.equal(b) for a, b in zip(latents, again)),
+        }
+        everyone = [{}] * run.ranks
+        dist.all_gather_object(everyone, held(engine))
+        found.append(row | {"held": everyone, "whole": whole})
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

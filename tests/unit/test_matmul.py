@@ -1,0 +1,199 @@
+"""How quantized layers multiply: native products bit by bit comfy-kitchen's own, and which layers are given
+them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import write_checkpoint
+
+from backend.quantization import kernels, matmul
+from backend.quantization.formats import FORMATS
+from backend.quantization.kernels import Choice
+from backend.quantization.packed import Packed
+from backend.quantization.packed_weight import LowRank, PackedWeight
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+ROWS, COLUMNS = 96, 256
+#: Format -> (comfy-kitchen's layout, its options, what files say of it).
+ROTATED = {"convrot": True, "convrot_groupsize": 64}
+LAYOUTS = {
+    "int8": ("int8_tensorwise", "TensorWiseINT8Layout", {}),
+    "int8 of rows": ("int8_tensorwise", "TensorWiseINT8Layout", {"per_channel": True}),
+    "ConvRot": ("int8_tensorwise", "TensorWiseINT8Layout", {"per_channel": True, **ROTATED}),
+    "fp8": ("float8_e4m3fn", "TensorCoreFP8Layout", {"scale": "recalculate"}),
+    "mxfp8": ("mxfp8", "TensorCoreMXFP8Layout", {}),
+    "nvfp4": ("nvfp4", "TensorCoreNVFP4Layout", {}),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def kitchen():
+    return pytest.importorskip("comfy_kitchen")
+
+
+@pytest.fixture(scope="module")
+def state(folder):
+    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def theirs(kind: str, weight: torch.Tensor):
+    """comfy-kitchen's QuantizedTensor of a matrix."""
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    _, layout, options = LAYOUTS[kind]
+    return QuantizedTensor.from_float(weight, layout, **options)
+
+
+def ours(kind: str, quantized, dtype: torch.dtype, **more) -> PackedWeight:
+    """The same matrix as a PackedWeight that multiplies natively."""
+    import comfy_kitchen
+
+    name, _, options = LAYOUTS[kind]
+    values, params = quantized._qdata, quantized._params
+    tensors = {"values": values, **more}
+    if name in ("mxfp8", "nvfp4"):
+        scales = params.block_scale if name == "nvfp4" else params.scale
+        block = FORMATS[name].block({})
+        tiles = scales.view(torch.uint8)
+        shape = {"num_rows": ROWS, "num_cols": COLUMNS // block}
+        tensors["block_scales"] = comfy_kitchen.from_blocked(tiles, **shape).contiguous()
+        if name == "nvfp4":
+            tensors["tensor_scale"] = params.scale.reshape(1)
+    else:
+        tensors["scale"] = (
+            params.scale.reshape(-1, 1) if params.scale.numel() > 1 else params.scale.reshape(1)
+        )
+    settings = {"format": name, **{key: value for key, value in options.items() if "convrot" in key}}
+    packed = Packed(FORMATS[name], settings, tensors, COLUMNS, (range(COLUMNS),))
+    return PackedWeight(packed, dtype, Choice(matmul.RULES[name].kernel, ""))
+
+
+def product(kind: str, x: torch.Tensor, quantized, bias, scale=None) -> torch.Tensor:
+    """comfy-kitchen's own x W^T + bias, with activations quantized as ComfyUI does."""
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    name, layout, _ = LAYOUTS[kind]
+    if name == "int8_tensorwise":
+        return F.linear(x, quantized, bias)
+    rows = x.reshape(-1, COLUMNS)
+    options = {"scale": torch.ones(()) if scale is None else scale} if name == "float8_e4m3fn" else {}
+    options = {"scale": scale} if name == "nvfp4" and scale is not None else options
+    inputs = QuantizedTensor.from_float(rows, layout, **options)
+    if name == "float8_e4m3fn":
+        out = F.linear(inputs, quantized, bias)
+    else:  # torch's CPU kernel takes no scales in tiles: what these blocks stand for
+        out = F.linear(inputs.dequantize()[: len(rows)], quantized.dequantize(), bias)
+    return out.reshape(*x.shape[:-1], ROWS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_a_native_product_is_comfy_kitchens(kitchen, kind, dtype):
+    x = numbers(2, 21, COLUMNS, seed=1, dtype=dtype)
+    bias = numbers(ROWS, seed=2, dtype=dtype)
+    quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3, dtype=dtype))
+    weight = ours(kind, quantized, dtype)
+    for own in (bias, None):
+        want = product(kind, x, quantized, own)
+        found = weight.linear(x, own)
+        assert found.shape == (2, 21, ROWS) and found.dtype == dtype and torch.equal(found, want)
+    # inputs are quantized: not what the weight alone makes of them
+    assert not torch.allclose(found, F.linear(x, weight.packed.dequantize(dtype)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+@torch.inference_mode()
+def test_inputs_are_quantized_under_the_files_scale(kitchen, kind):
+    x = numbers(21, COLUMNS, seed=1)
+    quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3))
+    scale = torch.tensor([0.013])
+    found = ours(kind, quantized, x.dtype, input_scale=scale).linear(x, None)
+    assert torch.equal(found, product(kind, x, quantized, None, scale[0]))
+    assert not torch.equal(found, ours(kind, quantized, x.dtype).linear(x, None))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_smoothed_inputs(kitchen, kind):
+    """pre_quant_scale multiplies activations before they are quantized."""
+    x = numbers(21, COLUMNS, seed=1)
+    smoothing = torch.linspace(0.5, 2, COLUMNS)
+    quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3))
+    found = ours(kind, quantized, x.dtype, smoothing=smoothing).linear(x, None)
+    assert torch.equal(found, product(kind, x * smoothing, quantized, None))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_a_rank_without_tokens(kitchen, kind):
+    weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS)), torch.float32)
+    assert weight.linear(numbers(2, 0, COLUMNS), numbers(ROWS)).shape == (2, 0, ROWS)
+
+
+@torch.inference_mode()
+def test_a_lora_is_added_beside_the_native_product(kitchen):
+    x = numbers(21, COLUMNS, seed=1)
+    quantized = theirs("ConvRot", numbers(ROWS, COLUMNS, seed=3))
+    weight = ours("ConvRot", quantized, x.dtype)
+    up, down = numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5)
+    weight.adapters["a lora"] = LowRank(up, down, 0.5)
+    want = product("ConvRot", x, quantized, None) + 0.5 * x @ down.T @ up.T
+    assert torch.allclose(weight.linear(x, None), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int8 of rows", "ConvRot", "nvfp4"])
+@torch.inference_mode()
+def test_cut_inputs_are_quantized_as_whole_ones(kitchen, kind, dtype):
+    """Products of two ranks' columns, under scales of whole rows, add up to the product of one process; under
+    scales of their own they do not."""
+    x = numbers(21, COLUMNS, seed=1, dtype=dtype)
+    x[:, :128] *= 7  # so that the ranks' own scales differ
+    quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3, dtype=dtype))
+    whole = ours(kind, quantized, dtype)
+    want = whole.linear(x, None).float()
+
+    def add_up(is_agreed: bool):
+        total = torch.zeros(21, ROWS)
+        for columns in (slice(0, 128), slice(128, 256)):
+            piece = replace(whole.packed, columns=128, kept=(range(128),), tensors=cut(whole.packed, columns))
+            weight = PackedWeight(piece, dtype, whole.choice)
+
+            def largest(own):
+                return torch.maximum(own, largest_of_rows(x, own, whole.packed)) if is_agreed else own
+
+            total += weight.linear(x[:, columns], None, largest).float()
+        return total
+
+    tolerance = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2.0}
+    assert torch.allclose(add_up(True), want, **tolerance)
+    if dtype == torch.float32:
+        assert not torch.allclose(add_up(False), want, **tolerance)
+
+
+def cut(packed: Packed, columns: slice) -> dict:
+    """Its tensors of these columns."""
+    count = packed.columns
+    return {
+        role: value[:, columns.start * value.shape[1] // count : columns.stop * value.shape[1] // count]
+        if role in ("values", "block_scales")
+        else value
+        for role, value in packed.tensors.items()
+    }
+
+
+def largest_of_rows(x: torch.Tensor, own: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """What an all-reduce of absolute maxima would give: of whole rows, rotated as the weight is."""
+    if packed.settings.get("convrot"):
+        x = (x.unflatten(-1, (-1, 64)) @ kernels.hadamard(64, x.device).to(x.dtype)).flatten(-2)
+    return x.abs().amax(dim=-1, keepdim=True) if own.ndim else x.abs().amax()

@@ -1,0 +1,207 @@
+"""Which quantized layers multiply natively, what is refused, and what the load reports."""
+
+import pytest
+import torch
+from quantized import described, legacy_fp8, matrices, write_gguf, write_scaled
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import open_checkpoint
+from backend.parallel import mesh
+from backend.parallel.tensor_parallel import _megatron
+from backend.protocol import Load, Loaded
+from backend.quantization import matmul
+from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
+from backend.quantization.matmul import Matrix, choose
+from backend.quantization.packed_weight import PackedWeight
+from backend.worker import model_key
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+ROWS, COLUMNS = 96, 256
+ROTATED = {"convrot": True, "convrot_groupsize": 64}
+
+
+@pytest.fixture
+def kitchen():
+    return pytest.importorskip("comfy_kitchen")
+
+
+@pytest.fixture(scope="module")
+def state(folder):
+    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+
+
+#: Format, what the file says, device, its capability -> the reason not to multiply natively under auto.
+AUTO = [
+    ("int8_tensorwise", {}, CPU, None, ""),
+    ("int8_tensorwise", {}, GPU, (8, 6), ""),
+    ("int8_tensorwise", {}, GPU, (7, 0), "needs compute capability 7.5, and the ranks' GPUs have 7.0"),
+    ("float8_e4m3fn", {}, CPU, None, "this CPU has no kernel"),
+    ("float8_e4m3fn", {}, GPU, (8, 6), "needs compute capability 8.9"),
+    ("float8_e4m3fn", {}, GPU, (8, 9), ""),
+    ("float8_e4m3fn", {}, GPU, (12, 0), ""),
+    ("float8_e4m3fn", {"scales": 96}, GPU, (9, 0), "its rows have scales of their own"),
+    ("float8_e4m3fn", {"full_precision_matrix_mult": True}, GPU, (9, 0), "the file asks for it"),
+    ("float8_e5m2", {}, GPU, (9, 0), "float8_e5m2 has no native kernel"),
+    ("mxfp8", {}, GPU, (9, 0), "needs compute capability 10.0"),
+    ("mxfp8", {}, GPU, (10, 0), ""),
+    ("nvfp4", {}, GPU, (9, 0), "needs compute capability 10.0"),
+    ("nvfp4", {}, GPU, (12, 0), ""),
+    ("int8_tensorwise", {}, torch.device("mps"), None, "only NVIDIA GPUs"),
+]
+
+
+@pytest.mark.parametrize("name, says, device, capability, why", AUTO)
+def test_auto_is_native_where_comfyui_is(monkeypatch, name, says, device, capability, why):
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))
+    matrix = Matrix(FORMATS[name], {"format": name, **says}, ROWS, (0, COLUMNS))
+    choice = choose(matrix, "auto", device, capability)
+    assert (choice.kernel is None) == bool(why) and why in choice.why
+    assert choose(matrix, "weight only", device).kernel is None
+
+
+def test_other_gpus_multiply_int8_alone(monkeypatch):
+    """AMD's, which have no compute capability."""
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))
+    for name in matmul.RULES:
+        matrix = Matrix(FORMATS[name], {"format": name}, ROWS, (0, COLUMNS))
+        assert (choose(matrix, "native", GPU, None).kernel is None) == (name != "int8_tensorwise")
+
+
+def test_plain_fp8_is_native_where_it_is_asked_for(monkeypatch):
+    """ComfyUI multiplies it so with --fast alone."""
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))
+    matrix = Matrix(PLAIN_FLOAT8, {"format": "float8_e4m3fn"}, ROWS, (0, COLUMNS))
+    assert choose(matrix, "auto", CPU).kernel is None and choose(matrix, "native", CPU).kernel
+
+
+@pytest.mark.parametrize(
+    "name, says, rows, edges, why",
+    [
+        ("int8_tensorwise", ROTATED, 96, (0, 100, 256), "begin or end at 100, inside 64"),
+        ("int8_tensorwise", ROTATED, 96, (0, 128, 256), ""),
+        ("int8_tensorwise", {}, 31, (0, 100, 256), ""),
+        ("float8_e4m3fn", {}, 96, (0, 100, 256), "at 100, inside 16"),
+        ("float8_e4m3fn", {}, 31, (0, 256), "31 rows are no multiple of 16"),
+        ("nvfp4", {}, 96, (0, 16, 256), "at 16, inside 32"),
+    ],
+)
+def test_pieces_that_no_kernel_takes(monkeypatch, name, says, rows, edges, why):
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))
+    choice = choose(Matrix(FORMATS[name], {"format": name, **says}, rows, edges), "native", CPU)
+    assert (choice.kernel is None) == bool(why) and why in choice.why
+
+
+@pytest.mark.parametrize(
+    "style, rows, edges",
+    [("rowwise", 8, (0, 33, 66, 100)), ("rowwise after attention", 60, (0, 20, 40, 60, 73, 86, 100))],
+)
+def test_all_ranks_choose_alike(style, rows, edges):
+    """Where any rank's columns begin and end is known to all that add up their products."""
+    layer = torch.nn.Linear(100, rows)
+    for rank in range(3):
+        assert _megatron(layer, style, mesh.Axis(None, rank, 3, (0, 1, 2))).edges == edges
+
+
+def engine_of(path, mode="auto") -> Engine:
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(path), "default", mode)
+    return engine
+
+
+def test_without_comfy_kitchen(folder, state, monkeypatch):
+    """auto is weight only and says why; native is refused with the command that installs it."""
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
+    path = write_scaled(folder / "absent.safetensors", state, "int8_tensorwise")
+    (found,) = engine_of(path).facts("m")["quantized"]
+    assert found["multiplication"] == "weight only: comfy-kitchen is not installed"
+    with pytest.raises(UnsupportedError, match="comfy-kitchen is not installed.*pip install.*choose auto"):
+        Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default", "native")
+
+
+@pytest.mark.parametrize(
+    "kind, mode, says",
+    [
+        ("float8_e5m2", "native", "float8_e5m2 has no native kernel"),
+        ("float8_e4m3fn", "native", "its rows have scales of their own"),
+        ("gguf", "native", "Q8_0 has no native kernel"),
+        ("plain", "native", "no quantized layers; choose auto"),
+        ("plain", "fast", "matmul is 'fast'; choose auto, weight only, native"),
+    ],
+)
+def test_refusals(kitchen, folder, state, kind, mode, says):
+    path = folder / f"refused-{kind}.safetensors"
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        path = folder / "refused.gguf"
+        write_gguf(path, state, ("Q8_0",))
+    elif kind == "plain":
+        save_file(state, path)
+    else:
+        write_scaled(path, state, kind)
+    with pytest.raises(UnsupportedError, match=says) as refusal:
+        Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default", mode)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_report_counts_layers(kitchen, folder, state):
+    path = write_scaled(folder / "counted.safetensors", state, "int8_tensorwise")
+    engine = engine_of(path)
+    (found,) = engine.facts("m")["quantized"]
+    weights = [m for m in engine.models["m"].transformer.modules() if isinstance(m, PackedWeight)]
+    stored = sum(p.numel() * p.element_size() for weight in weights for p in weight.parameters())
+    want = {"format": "int8", "layers": len(weights), "bytes": stored}
+    assert weights and found == {**want, "multiplication": "native: int8 on this CPU"}
+    assert f"{len(weights)} int8 layers of {stored / 1e6:.1f} MB, native" in str(engine.models["m"].report)
+    (again,) = engine_of(path, "weight only").facts("m")["quantized"]
+    assert again["multiplication"] == "weight only: as chosen"
+
+
+def test_scales_of_inputs_are_read(folder, state):
+    """Under either name; a marker of two numbers asks for full precision, as in ComfyUI."""
+    name = matrices(state)[0].removesuffix(".weight")
+    found = legacy_fp8(state)
+    found[f"{name}.scale_input"] = torch.tensor(0.25)
+    for count, is_precise in ((2, True), (1, False)):
+        found["scaled_fp8"] = torch.zeros(count, dtype=torch.float8_e4m3fn)
+        path = folder / f"inputs{count}.safetensors"
+        save_file(found, path)
+        files = open_checkpoint(str(path)).files
+        packed = files.packed(f"{name}.weight", slice(3, 9))
+        assert packed.tensors["input_scale"].tolist() == [0.25]
+        assert bool(packed.settings.get("full_precision_matrix_mult")) == is_precise
+        _, settings = files.quantization(f"{name}.weight")
+        assert settings == packed.settings and settings["scales"] == 1
+
+
+def test_a_scale_of_inputs_is_one_number(folder, state):
+    found, _ = described(state, "float8_e4m3fn")
+    name = matrices(state)[0].removesuffix(".weight")
+    save_file({**found, f"{name}.input_scale": torch.ones(3)}, folder / "three.safetensors")
+    with pytest.raises(UnsupportedError, match="input_scale .*shape .3,., and one number is supported"):
+        open_checkpoint(str(folder / "three.safetensors"))
+
+
+def test_models_that_multiply_in_another_way_are_others(tmp_path):
+    """To the backend and to its client, which frees what no graph wants any more."""
+    path = str(tmp_path / "model.safetensors")
+    names = [model_key(Load(path, matmul=mode)) for mode in ("auto", "weight only", "native")]
+    assert len(set(names)) == 3 and model_key(Load(path)) == names[0]
+
+    class Client:
+        closed = False
+
+        def request(self, message, *callbacks):
+            return Loaded(model_key(message), "flux") if isinstance(message, Load) else None
+
+    backend = Backend(ParallelConfig(), Client())
+    for mode in ("auto", "native"):
+        backend.load(path, matmul=mode)
+    assert list(backend.models.values()) == [names[0], names[2]]
+    backend.unload(path, "default", "native")
+    assert list(backend.models.values()) == [names[0]]

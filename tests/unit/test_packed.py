@@ -1,0 +1,168 @@
+"""Quantized weights stay as their files store them: the latents of what they stand for, to the bit, in the
+memory of what is stored."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES, golden
+from loras import lora
+from quantized import KINDS, matrices, weights_of, write_gguf, write_scaled
+from safetensors.torch import load_file, save_file
+from tiny import relative, write_checkpoint
+from tolerance import assert_same_bits
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.checkpoint import open_checkpoint
+from backend.loading.lora_keys import lora_stack
+from backend.parallel import mesh
+from backend.quantization import packed, packed_weight
+from backend.quantization.packed_weight import PackedWeight
+from backend.sampling.step_loop import Callbacks
+
+#: One golden case of each family.
+FIRST = {name.split("__")[0]: name for name in reversed(CASES)}
+GGUF_KINDS = ("Q8_0", "Q5_1", "Q4_K", "Q2_K")
+
+
+def loaded(path: Path) -> Engine:
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    return engine
+
+
+def packed_weights(engine: Engine) -> dict[str, PackedWeight]:
+    found = engine.models["tiny"].transformer.named_modules()
+    return {name: module for name, module in found if isinstance(module, PackedWeight)}
+
+
+def inflated(path: Path, out: Path) -> Path:
+    """A plain file of the values that a quantized one stands for."""
+    files = open_checkpoint(str(path)).files
+    save_file({key: files.read(key, dtype=torch.float32).contiguous() for key in files.shapes}, out)
+    return out
+
+
+def steps(engine: Engine, sample) -> torch.Tensor:
+    sigmas = sample.tensors["sigmas"][:3]
+    sample.tensors["sigmas"] = sigmas
+    engine.check_sample(sample)
+    return engine.sample(sample, Callbacks())[0]
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_every_family_multiplies_by_float8(family, tmp_path):
+    """Every matrix of the file is float8, those around the blocks too."""
+    state = load_file(write_checkpoint(tmp_path / "plain.safetensors", family))
+    tensors = {
+        key: value.to(torch.float8_e4m3fn) if value.ndim == 2 else value for key, value in state.items()
+    }
+    save_file(tensors, tmp_path / "float8.safetensors")
+    engine = loaded(tmp_path / "float8.safetensors")
+    assert len(packed_weights(engine)) > 10
+    wanted = loaded(inflated(tmp_path / "float8.safetensors", tmp_path / "inflated.safetensors"))
+    sample, _ = golden(FIRST[family])
+    again, _ = golden(FIRST[family])
+    assert_same_bits(steps(engine, sample), steps(wanted, again))
+
+
+@pytest.fixture(scope="module")
+def state(folder):
+    return load_file(write_checkpoint(folder / "flux-dev.safetensors"))
+
+
+def write(folder: Path, state: dict, kind: str) -> Path:
+    if kind not in GGUF_KINDS:
+        return write_scaled(folder / f"{kind}.safetensors", state, kind)
+    pytest.importorskip("gguf")
+    write_gguf(folder / f"{kind}.gguf", state, (kind,))
+    return folder / f"{kind}.gguf"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "legacy", *GGUF_KINDS])
+def test_every_format(folder, state, kind, monkeypatch):
+    """The latent of the inflated file to the bit, of large layers a few rows at a time; what is held is what
+    is stored, and one layer's weight beside it."""
+    path = write(folder, state, kind)
+    monkeypatch.setattr(packed, "CHUNK", 40_000)
+    packed_weight.free_scratch()
+    engine = loaded(path)
+    weights = packed_weights(engine)
+    # q, k and v are one matrix in the file
+    assert len(weights) > len(matrices(state))
+    files = open_checkpoint(str(path)).files
+    stored = sum(files.stored_bytes(key, *state[key].shape) for key in matrices(state))
+    held = sum(p.numel() * p.element_size() for weight in weights.values() for p in weight.parameters())
+    # each piece of a stacked matrix has its own copy of the one scale of all
+    assert stored <= held <= stored + 8 * len(weights)
+    found = steps(engine, golden("flux-dev__euler_simple")[0])
+    assert_same_bits(
+        found,
+        steps(loaded(inflated(path, folder / "plain.safetensors")), golden("flux-dev__euler_simple")[0]),
+    )
+    largest = max(weight.shape.numel() for weight in weights.values())
+    assert packed_weight.scratch_bytes(torch.device("cpu")) == 4 * largest
+    engine.unload("tiny")
+    assert packed_weight.scratch_bytes(torch.device("cpu")) == 0
+
+
+def lora_on(state: dict, path: Path) -> Path:
+    shapes = {key.removesuffix(".weight"): tuple(state[key].shape) for key in matrices(state)}
+    save_file(lora(shapes, "kohya")[0], path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "Q4_K"])
+def test_loras_are_beside_the_weights(folder, state, kind):
+    """Two at once equal what is merged into the inflated weights; a changed strength reads nothing, and what
+    is taken out is gone to the last bit."""
+    path = write(folder, state, kind)
+    one, two = lora_on(state, folder / "one.safetensors"), lora_on(state, folder / "two.safetensors")
+    engine = loaded(path)
+    plain = loaded(inflated(path, folder / "plain.safetensors"))
+    bare = steps(engine, golden("flux-dev__euler_simple")[0])
+
+    def with_loras(engine, *strengths):
+        stack = lora_stack([[str(one), strengths[0]], [str(two), strengths[1]]])
+        sample = golden("flux-dev__euler_simple", engine.name("tiny", stack))[0]
+        return steps(engine, sample)
+
+    for strengths in ((0.3, -0.2), (0.1, 0.4)):
+        assert relative(with_loras(engine, *strengths), with_loras(plain, *strengths)) <= 1e-5
+    weights = packed_weights(engine)
+    assert all(len(weight.adapters) == 2 and weight.whole is None for weight in weights.values())
+    files = engine.models["tiny"].weights.checkpoint.files
+    before, factors = (
+        files.bytes_read,
+        {name: [a.up for a in w.adapters.values()] for name, w in weights.items()},
+    )
+    with_loras(engine, 0.7, 0.1)
+    assert files.bytes_read == before
+    assert all(
+        again.up is up for name, w in weights.items() for again, up in zip(w.adapters.values(), factors[name])
+    )
+    assert_same_bits(steps(engine, golden("flux-dev__euler_simple")[0]), bare)
+    assert not any(weight.adapters for weight in weights.values())
+
+
+def test_other_adapters_make_a_layer_whole(folder, state):
+    """A full difference is added once to the values that are stored, which come back without it."""
+    path = write(folder, state, "float8_e4m3fn")
+    key = matrices(state)[0]
+    difference = 0.1 * torch.randn(state[key].shape, generator=torch.Generator().manual_seed(1))
+    name = f"diffusion_model.{key.removesuffix('.weight')}.diff"
+    save_file({name: difference}, folder / "difference.safetensors")
+    engine = loaded(path)
+    before = weights_of(engine.models["tiny"].transformer)
+    stack = lora_stack([[str(folder / "difference.safetensors"), 0.5]])
+    (warning,) = engine.check_loras("tiny", stack)
+    assert "in 1 quantized layers, which are held a second time for it" in warning
+    engine.ready(engine.name("tiny", stack))
+    whole = {name: w for name, w in packed_weights(engine).items() if w.whole is not None}
+    assert len(whole) == 1
+    (changed, weight), *_ = whole.items()
+    assert torch.allclose(weight.effective(), before[changed] + 0.5 * difference, rtol=1e-6, atol=1e-6)
+    engine.ready("tiny")
+    after = weights_of(engine.models["tiny"].transformer)
+    assert all(value.equal(before[name]) for name, value in after.items())
