@@ -7,7 +7,7 @@ ComfyUI's order and precision.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES, Shapes
 from ..quantization.formats import FLOAT8, FORMATS, PLAIN_FLOAT8, Format
 from ..quantization.packed import Packed
-from .safetensors_files import ALL, CPU, TensorFiles
+from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
 #: Leaves of a layer besides weight and bias: scales of the weight; of activations, where they are quantized
 #: too; what describes formats.
@@ -165,24 +165,30 @@ class ScaledFiles:
         layer = self._matrix(key)
         return None if layer is None else (layer.format, layer.settings)
 
-    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+    def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         layer = self._matrix(key)
         if layer is None:
             return None
-        total = rows * columns // layer.format.packed * self._itemsize(key)
+        width = sum(len(layer.covering(run)) for run in columns)
+        itemsize = self._itemsize(key)
+        found = [StoredSize(rows, rows * width // layer.format.packed * itemsize)]
         for leaf in WEIGHT_SCALES:
             scale = f"{layer.name}.{leaf}"
             shape = self.files.shapes.get(scale)
             if shape is None:
                 continue
-            count = rows if shape and shape[0] == layer.shape[0] > 1 else 1
+            length = rows if shape and shape[0] == layer.shape[0] > 1 else 1
+            count = length
             if leaf == "weight_scale" and layer.format.is_blocked:
-                count = rows * columns // layer.block
+                length = rows
+                count = rows * width // layer.block
             elif leaf == "pre_quant_scale":
-                count = columns
-            total += count * self._itemsize(scale)
-        return total + (self._itemsize(f"{layer.name}.{layer.input_scale}") if layer.input_scale else 0)
+                length = count = width
+            found.append(StoredSize(length, count * self._itemsize(scale)))
+        if layer.input_scale:
+            found.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
+        return found
 
     def _itemsize(self, key: str) -> int:
         return ITEMSIZES[self.files.stored(key)]
