@@ -27,7 +27,7 @@ from ..parallel.tensor_parallel import Shard
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback, inputs
 from .config_limits import build, check_config
-from .folder_config import pipeline_configs, transformer_class, with_defaults
+from .folder_config import is_pipeline, pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
 from .parameter_sources import Source, from_diffusers, numbered, read_shard, read_whole, sources
@@ -251,8 +251,7 @@ def _unread(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
-    is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
-    inner = folder / "transformer" if is_pipeline else folder
+    inner = folder / "transformer" if is_pipeline(folder) else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
             f"the folder {inner} has no config.json; choose a diffusers pipeline's or transformer's folder."
@@ -261,7 +260,8 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     cls = transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
     config = with_defaults(cls, config)
-    pipeline = pipeline_configs(folder)
+    # a further transformer of a pipeline is chosen by its own folder
+    pipeline = pipeline_configs(folder.parent if is_pipeline(folder.parent) else folder)
     family = family_of_class(cls.__name__)
     companion = family.layout.companion if family else None
     parts = [inner]

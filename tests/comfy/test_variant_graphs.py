@@ -5,8 +5,9 @@ import json
 
 import pytest
 from graphs import SAMPLER, Graph
-from tiny import GOLDEN
+from tiny import GOLDEN, as_folder
 from variants import VARIANTS, described
+from variants import write as variants_write
 from versions import skip_without, skip_without_nodes
 
 
@@ -418,18 +419,16 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
     assert json.loads(run.outputs[result]["text"][0])["error"] < 1e-4
 
 
-def experts(folder, seed: int) -> tuple[dict, str, str]:
+def experts(folder, seed: int, names: dict[str, str]) -> tuple[dict, str, str]:
     """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The
-    same with KSampler (Advanced) beside it."""
+    same with KSampler (Advanced) beside it. ``names``: variant -> model_name."""
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing"
     )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
     ours = theirs = g.latent(1, 16, 3, 16, 16, empty=True)
-    loaded = {
-        name: g.one("LoadParallelDiT", config=config, model_name=f"{name}.safetensors") for name in EXPERTS
-    }
+    loaded = {name: g.one("LoadParallelDiT", config=config, model_name=names[name]) for name in EXPERTS}
     for name, part in EXPERTS.items():
         file = str(folder / f"models/diffusion_models/{name}.safetensors")
         inputs = {
@@ -475,8 +474,9 @@ EXPERTS = {
 
 def test_two_experts_stay_loaded_on_one_backend(family_comfy):
     states = []
+    files = {name: f"{name}.safetensors" for name in EXPERTS}
     for seed in (1, 2, 3):
-        nodes, error, state = experts(family_comfy.folder, seed)
+        nodes, error, state = experts(family_comfy.folder, seed, files)
         run = family_comfy.run(nodes)
         assert run.status == "success", run.message or run.node_errors
         assert json.loads(run.outputs[error]["text"][0])["error"] < 1e-4
@@ -489,3 +489,24 @@ def test_two_experts_stay_loaded_on_one_backend(family_comfy):
             and state["sent"]["Sample"] == 2
             and "Unload" not in state["sent"]
         )
+
+
+def test_both_experts_of_a_pipelines_folder(family_comfy):
+    """The released folder of Wan 2.2 A14B: its name is the expert of high noise, the one of low noise is
+    listed below it."""
+    pipeline = family_comfy.folder / "models/diffusers/wan22-a14b"
+    pipeline.mkdir(parents=True)
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    names = dict(zip(EXPERTS, ("wan22-a14b", "wan22-a14b/transformer_2")))
+    for name in reversed(EXPERTS):
+        file = variants_write(pipeline / "file.safetensors", name)
+        transformer = as_folder(file)
+        file.unlink()
+        if name == "wan22-i2v-low":
+            transformer.rename(pipeline / "transformer_2")
+    nodes, error, _ = experts(family_comfy.folder, 4, names)
+    options = family_comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]["required"]
+    assert set(names.values()) <= set(options["model_name"][1]["options"])
+    run = family_comfy.run(nodes)
+    assert run.status == "success", run.message or run.node_errors
+    assert json.loads(run.outputs[error]["text"][0])["error"] < 1e-4
