@@ -61,6 +61,22 @@ def pictured_video(g, positive, negative):
     return positive, negative, g.latent(1, 16, 3, 15, 18, empty=True)
 
 
+def layers(pictured: bool):
+    """Qwen-Image-Layered's own latent; a picture to be taken apart, or none."""
+
+    def build(g, positive, negative):
+        if pictured:
+            picture = g.latent(1, 16, 1, 14, 18, seed=2)
+            positive, negative = (
+                g.one("ReferenceLatent", conditioning=prompt, latent=picture)
+                for prompt in (positive, negative)
+            )
+        size = {"width": 144, "height": 112, "layers": 2, "batch_size": 2}
+        return positive, negative, g.one("EmptyQwenImageLayeredLatentImage", **size)
+
+    return build
+
+
 def encoded(*pictures, shape=None):
     """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the
     first one's size unless its ``shape`` is told."""
@@ -319,6 +335,8 @@ GRAPHS = {
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
     "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
+    "qwen layered": ("qwen-image-layered", layers(pictured=True)),
+    "qwen layered, text to layers": ("qwen-image-layered", layers(pictured=False)),
     "qwen 2.1": ("qwen-image21-edit", encoded(shape=(2, 64, 8, 10))),
     "qwen 2.1, odd sides": ("qwen-image21-edit", encoded(shape=(1, 64, 15, 9))),
     "qwen 2.1, a picture": ("qwen-image21-edit", encoded((128, 96))),
@@ -345,6 +363,8 @@ GRAPHS = {
     "minimax-h3 first and last frame": ("minimax-h3-guides", minimax_frames),
     "minimax-h3 references": ("minimax-h3-guides", minimax_references),
     "cogvideox i2v": ("cogvideox-i2v", pictured_video),
+    "cogvideox 1.0 i2v": ("cogvideox-1.0-i2v", pictured_video),
+    "cogvideox 1.0 i2v without picture": ("cogvideox-1.0-i2v", plain(1, 16, 3, 15, 18)),
     "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
     "sd3.5 medium": ("sd3.5-medium", plain(2, 16, 15, 18)),
     "sd3.5 medium, a prompt that ComfyUI repeats": ("sd3.5-medium", plain(1, 16, 16, 16), 6),

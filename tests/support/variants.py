@@ -115,12 +115,18 @@ DUAL = {
     )
 }
 
+
+def wider(family: str, by: int, to: int) -> dict:
+    """The shapes of a golden family whose widths are ``to`` / ``by`` of what they are."""
+    return {
+        key: tuple(size * to // by if size % 256 == 0 else size for size in shape)
+        for key, shape in facts(family)["shapes"].items()
+    }
+
+
 #: PixArt-alpha's size embedders need a width that 3 divides.
 ALPHA = {
-    **{
-        key: tuple(size * 9 // 8 if size % 256 == 0 else size for size in shape)
-        for key, shape in facts("pixart-sigma")["shapes"].items()
-    },
+    **wider("pixart-sigma", 8, 9),
     "t_embedder.mlp.0.weight": (288, 256),
     "y_embedder.y_embedding": (120, 64),
     **{
@@ -133,6 +139,12 @@ ALPHA = {
             (2, "bias", (96,)),
         )
     },
+}
+#: So does ComfyUI's table of positions, which CogVideoX 1.0's learned one replaces.
+LEARNED_POSITIONS = {
+    **wider("cogvideox", 2, 3),
+    "patch_embed.proj.weight": (384, 32, 2, 2),
+    "patch_embed.pos_embedding": (1, 226 + 1350, 384),
 }
 
 VARIANTS = {
@@ -164,6 +176,15 @@ VARIANTS = {
         "QwenImage",
         {"default_ref_method": "index_timestep_zero"},
         arguments=VIDEO_REFERENCES,
+    ),
+    "qwen-image-layered": Variant(
+        "qwen-image",
+        {"time_text_embed.addition_t_embedding.weight": (2, 256)},
+        "QwenImage",
+        {"use_additional_t_cond": True, "default_ref_method": "negative_index"},
+        latent=(1, 16, 3, 12, 14),
+        arguments=VIDEO_REFERENCES,
+        negative={"c_crossattn": randn(1, 7, 64)},
     ),
     "qwen-image21-edit": Variant(
         "qwen-image21",
@@ -262,6 +283,19 @@ VARIANTS = {
         {"patch_embed.proj.weight": (256, 32, 2, 2)},
         "CogVideoX_I2V",
         {"in_channels": 32},
+        arguments={"c_concat": randn(1, 16, 3, 16, 16)},
+    ),
+    "cogvideox-1.0-i2v": Variant(
+        "cogvideox",
+        LEARNED_POSITIONS,
+        "CogVideoX_I2V",
+        {
+            "num_attention_heads": 6,
+            "in_channels": 32,
+            "sample_frames": 1,
+            "use_learned_positional_embeddings": True,
+            "use_rotary_positional_embeddings": False,
+        },
         arguments={"c_concat": randn(1, 16, 3, 16, 16)},
     ),
     "cogvideox-1.5-i2v": Variant(
