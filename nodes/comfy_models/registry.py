@@ -94,7 +94,7 @@ FAMILIES = {
     "hunyuan-image-2.1": Family("HunyuanImage21"),
     "wan": Family(
         wan_class,
-        accepts=IMAGE_TO_VIDEO,
+        accepts=IMAGE_TO_VIDEO + REFERENCES,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
     "cogvideox": Family(

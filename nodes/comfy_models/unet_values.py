@@ -27,6 +27,8 @@ def wan_model_type(config: dict) -> str:
 
 
 def wan_class(config: dict) -> str:
+    if config.get("camera_channels"):
+        return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
     if config["out_channels"] == 48:
         return "WAN22_T2V"
     return "WAN21_I2V" if config.get("image_dim") and config["in_channels"] == 36 else "WAN21_T2V"

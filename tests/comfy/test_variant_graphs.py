@@ -140,6 +140,74 @@ def first_and_last_frame(g, positive, negative):
     )
 
 
+WAN_SIZE = {"width": 144, "height": 112, "length": 9, "batch_size": 1}
+
+
+WAN_FUN, WAN_FUN_22 = "WanFunControlToVideo", "Wan22FunControlToVideo"
+
+
+def fun_control(node, features=False, **pictures):
+    """Wan Fun Control's nodes; ``pictures``: input -> how many frames are connected."""
+
+    def build(g, positive, negative):
+        further = {name: g.image(frames=count, seed=count) for name, count in pictures.items()}
+        further |= {"clip_vision_output": g.features()} if features else {}
+        return g.three(node, positive=positive, negative=negative, vae=g.vae(), **WAN_SIZE, **further)
+
+    return build
+
+
+def fun_camera(features=False, pictured=True, moved=True):
+    def build(g, positive, negative):
+        further = {"clip_vision_output": g.features()} if features else {}
+        further |= {"start_image": g.image()} if pictured else {}
+        if moved:
+            size = {name: WAN_SIZE[name] for name in ("width", "height", "length")}
+            further["camera_conditions"] = g.one("WanCameraEmbedding", camera_pose="Pan Left", **size)
+        return g.three(
+            "WanCameraImageToVideo",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(),
+            **WAN_SIZE,
+            **further,
+        )
+
+    return build
+
+
+def phantom(negative_output):
+    """Frames of subjects after the video; the negative prompt has them too, or empty ones."""
+
+    def build(g, positive, negative):
+        node = g.add(
+            "WanPhantomSubjectToVideo",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(),
+            images=g.image(frames=2),
+            **WAN_SIZE,
+        )
+        return [node, 0], [node, negative_output], [node, 3]
+
+    return build
+
+
+def bernini(g, positive, negative):
+    """A video of the latent's size, another one, and a picture."""
+    return g.three(
+        "BerniniConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(),
+        **WAN_SIZE,
+        ref_max_size=128,
+        source_video=g.image(frames=9),
+        reference_video=g.image(96, 64, frames=5, seed=2),
+        **{"reference_images.reference_image_0": g.image(64, 96, seed=3)},
+    )
+
+
 def given_frame(g, positive, negative):
     latent = g.one(
         "Wan22ImageToVideoLatent",
@@ -349,6 +417,18 @@ GRAPHS = {
     "wan 2.2 i2v without picture": ("wan22-i2v", plain(1, 16, 3, 15, 18)),
     "wan 2.2 ti2v": ("wan22-ti2v", given_frame),
     "wan 2.2 ti2v without picture": ("wan22-ti2v", plain(1, 48, 3, 15, 18)),
+    "wan fun control": ("wan21-fun-control", fun_control(WAN_FUN, True, start_image=1, control_video=9)),
+    "wan fun control without anything": ("wan21-fun-control", fun_control(WAN_FUN)),
+    "wan fun control, reference": ("wan21-fun-control", fun_control(WAN_FUN_22, ref_image=1)),
+    "wan 2.2 fun control": ("wan22-fun-control", fun_control(WAN_FUN_22, ref_image=1, control_video=9)),
+    "wan 2.2 fun control without anything": ("wan22-fun-control", fun_control(WAN_FUN_22)),
+    "wan fun camera": ("wan21-fun-camera", fun_camera(features=True)),
+    "wan fun camera that stays": ("wan21-fun-camera", fun_camera(moved=False)),
+    "wan 2.2 fun camera": ("wan22-fun-camera", fun_camera()),
+    "wan 2.2 fun camera without picture": ("wan22-fun-camera", fun_camera(pictured=False)),
+    "wan phantom": ("wan21-phantom", phantom(1)),
+    "wan phantom, empty subjects": ("wan21-phantom", phantom(2)),
+    "wan bernini": ("wan22-bernini", bernini),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
     "hunyuan-video 1.5 i2v": (

@@ -97,6 +97,16 @@ IMAGE_EMBEDDER = {
     },
 }
 WAN_36 = {"patch_embedding.weight": (512, 36, 1, 2, 2)}
+REFERENCE_PICTURE = {"ref_conv.weight": (512, 16, 2, 2), "ref_conv.bias": (512,)}
+CAMERA = {
+    "control_adapter.conv.weight": (512, 24 * 64, 2, 2),
+    "control_adapter.conv.bias": (512,),
+    **{
+        f"control_adapter.residual_blocks.0.conv{i}.{leaf}": shape
+        for i in (1, 2)
+        for leaf, shape in (("weight", (512, 512, 3, 3)), ("bias", (512,)))
+    },
+}
 GUIDANCE = {
     f"guidance_in.{layer}.{leaf}": None for layer in ("in_layer", "out_layer") for leaf in ("weight", "bias")
 }
@@ -236,6 +246,57 @@ VARIANTS = {
         latent=(1, 48, 3, 16, 16),
         arguments={"denoise_mask": frames_given(48, 3, 16, 16)},
         mask=frames_given(48, 3, 16, 16),
+    ),
+    "wan21-fun-control": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 48, 1, 2, 2)} | IMAGE_EMBEDDER | REFERENCE_PICTURE,
+        "WAN21_FunControl2V",
+        {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
+        arguments={
+            "c_concat": randn(1, 32, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "reference_latent": randn(1, 16, 16, 16),
+        },
+        negative={"reference_latent": None},
+    ),
+    "wan22-fun-control": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 52, 1, 2, 2)} | REFERENCE_PICTURE,
+        "WAN21_T2V",
+        {"in_dim": 52, "in_dim_ref_conv": 16},
+        arguments={"c_concat": randn(1, 36, 3, 16, 16), "reference_latent": randn(1, 16, 16, 16)},
+    ),
+    "wan21-fun-camera": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 32, 1, 2, 2)} | IMAGE_EMBEDDER | CAMERA,
+        "WAN21_Camera",
+        {"model_type": "camera", "in_dim": 32},
+        arguments={
+            "c_concat": randn(1, 16, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "camera_conditions": randn(1, 24, 3, 128, 128),
+        },
+        negative={"camera_conditions": None},
+    ),
+    "wan22-fun-camera": Variant(
+        "wan21-t2v",
+        WAN_36 | CAMERA,
+        "WAN22_Camera",
+        {"model_type": "camera_2.2", "in_dim": 36},
+        arguments={"c_concat": randn(1, 20, 3, 16, 16), "camera_conditions": randn(1, 24, 3, 128, 128)},
+    ),
+    "wan21-phantom": Variant(
+        "wan21-t2v",
+        arguments={"time_dim_concat": randn(1, 16, 2, 16, 16)},
+        negative={"time_dim_concat": None},
+    ),
+    "wan22-bernini": Variant(
+        "wan21-t2v",
+        arguments={
+            "context_latents.0": randn(1, 16, 3, 16, 16),
+            "context_latents.1": randn(1, 16, 1, 9, 12),
+        },
+        negative={"context_latents.1": None},
     ),
     "hunyuan-video-i2v": Variant(
         "hunyuan-video",

@@ -61,6 +61,33 @@ from backend.sampling.validation import check_sample
         ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
         ("wan21-i2v", {"clip_fea": torch.zeros(1, 25, 1024)}, "CLIP Vision model of Wan"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
+        ("wan22-i2v", {"reference_latent": torch.zeros(1, 16, 16, 16)}, "'reference_latent'"),
+        (
+            "wan21-fun-control",
+            {"reference_latent": torch.zeros(1, 16, 8, 16)},
+            "takes 16 channels of 16 x 16",
+        ),
+        (
+            "wan21-fun-control",
+            {
+                "noise": torch.zeros(1, 16, 3, 15, 16),
+                "c_concat": torch.zeros(1, 32, 3, 15, 16),
+                "reference_latent": torch.zeros(1, 16, 15, 16),
+            },
+            "needs a latent of even sides, and this one is 15 x 16",
+        ),
+        (
+            "wan21-fun-camera",
+            {"camera_conditions": torch.zeros(1, 24, 2, 128, 128)},
+            "24 channels of 128 x 128",
+        ),
+        ("wan21-phantom", {"time_dim_concat": torch.zeros(1, 16, 2, 16, 8)}, "16 channels of 16 x 16"),
+        (
+            "wan22-bernini",
+            {"context_latents.1": torch.zeros(1, 8, 1, 8, 8)},
+            "takes 16 channels for a latent",
+        ),
+        ("wan22-ti2v", {"time_dim_concat": torch.zeros(1, 48, 1, 16, 16)}, "cannot be used together"),
         (
             "hunyuan-video-i2v",
             {"c_concat": torch.zeros(1, 16, 3, 16, 16)},
