@@ -20,7 +20,7 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
 from ..models.family import Family
-from ..models.key_layout import PREFIXES
+from ..models.key_layout import PREFIXES, renamed
 from ..parallel import block_cost, stage_split
 from ..parallel.stage_split import Stages
 from ..parallel.tensor_parallel import Shard
@@ -268,19 +268,14 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     if companion and (folder / companion.folder / "config.json").is_file():
         parts.append(folder / companion.folder)
         config |= companion.config(read_json(parts[1] / "config.json"))
-    names = companion.names if companion else {}
     files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
     check_format(folder.name, files.shapes)
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
         _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
         family = fallback.family(cls, config, pipeline.get("scheduler"))
-    keys = {
-        ours + key.removeprefix(theirs): key
-        for ours, theirs in names.items()
-        for key in files.shapes
-        if key.startswith(theirs)
-    }
+    names = {**(companion.names if companion else {}), **family.layout.moved(config)}
+    keys = renamed(names, {key: key for key in files.shapes})
     config |= family.build.pipeline(pipeline)
     family = family.of(config)
     return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
@@ -338,7 +333,8 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
             continue
         try:
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
-            checkpoint = Checkpoint(name, family.of(config), config, files, keys)
+            own = keys | renamed(family.layout.moved(config), keys)
+            checkpoint = Checkpoint(name, family.of(config), config, files, own)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             why = why or (family.transformer, reason(error))

@@ -179,8 +179,8 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
+    absent=("vace_patch_embedding.weight",),  # VACE
     variants={
-        "vace_patch_embedding.weight": "Wan VACE",
         "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
         "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
         "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate",

@@ -97,6 +97,11 @@ FAMILIES = {
         accepts=IMAGE_TO_VIDEO + REFERENCES,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
+    "wan-vace": Family(
+        "WAN21_Vace",
+        translate=arguments.wan_vace,
+        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
+    ),
     "cogvideox": Family(
         lambda config: (
             "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V"

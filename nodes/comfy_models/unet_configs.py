@@ -232,4 +232,5 @@ UNET_CONFIGS = {
         extra=values.minimax_h3_curves,
     ),
 }
+UNET_CONFIGS["wan-vace"] = UNET_CONFIGS["wan"]
 UNET_CONFIGS["minimax-h3-curves"] = UNET_CONFIGS["minimax-h3"]

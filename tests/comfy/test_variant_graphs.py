@@ -5,7 +5,7 @@ import json
 
 import pytest
 from graphs import SAMPLER, Graph
-from tiny import GOLDEN, as_folder
+from tiny import GOLDEN, as_folder, facts
 from variants import VARIANTS, described
 from variants import write as variants_write
 from versions import skip_without, skip_without_nodes
@@ -206,6 +206,33 @@ def bernini(g, positive, negative):
         reference_video=g.image(96, 64, frames=5, seed=2),
         **{"reference_images.reference_image_0": g.image(64, 96, seed=3)},
     )
+
+
+def vace(*videos):
+    """WanVaceToVideo, once for each of ``videos``, which names the inputs that are connected."""
+
+    def build(g, positive, negative):
+        latent: list = []
+        for seed, inputs in enumerate(videos, 1):
+            further = {}
+            if "control_video" in inputs:
+                further["control_video"] = g.image(frames=9, seed=seed)
+            if "control_masks" in inputs:
+                further["control_masks"] = g.one("TestMask", width=144, height=112)
+            if "reference_image" in inputs:
+                further["reference_image"] = g.image(seed=seed)
+            positive, negative, latent = g.three(
+                "WanVaceToVideo",
+                positive=positive,
+                negative=negative,
+                vae=g.vae(),
+                strength=0.5 + 0.4 * seed,
+                **WAN_SIZE,
+                **further,
+            )
+        return positive, negative, latent
+
+    return build
 
 
 def given_frame(g, positive, negative):
@@ -429,6 +456,10 @@ GRAPHS = {
     "wan phantom": ("wan21-phantom", phantom(1)),
     "wan phantom, empty subjects": ("wan21-phantom", phantom(2)),
     "wan bernini": ("wan22-bernini", bernini),
+    "wan vace": ("wan21-vace", vace(("control_video", "control_masks", "reference_image"))),
+    "wan vace, text to video": ("wan21-vace", plain(2, 16, 3, 16, 18)),
+    "wan vace without anything": ("wan21-vace", vace(())),
+    "wan vace, two videos": ("wan21-vace-two", vace(("control_video",), ("control_video", "control_masks"))),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
     "hunyuan-video 1.5 i2v": (
@@ -459,11 +490,13 @@ TOLERANCES = {"krea2-edit": 2e-4}
 @pytest.mark.parametrize("name", GRAPHS)
 def test_same_latent_as_ksampler(family_comfy, name):
     variant, build, rows = (*GRAPHS[name], 7)[:3]
+    family = VARIANTS[variant].family if variant in VARIANTS else variant
+    told = described(variant) if variant in VARIANTS else facts(variant)
     file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs",
-        file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"),
+        file=str(GOLDEN / f"{family}__euler_simple.safetensors"),
         change="nothing",
     )
     negative = g.one(
@@ -476,7 +509,7 @@ def test_same_latent_as_ksampler(family_comfy, name):
     inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
     theirs = g.one(
         "KSampler",
-        model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))),
+        model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(told)),
         **inputs,
     )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")

@@ -298,6 +298,14 @@ VARIANTS = {
         },
         negative={"context_latents.1": None},
     ),
+    "wan21-vace-two": Variant(
+        "wan21-vace",
+        arguments={
+            "vace_context": randn(1, 2, 96, 3, 16, 16),
+            "vace_strength": torch.tensor([[0.7, 1.3]]),
+        },
+        negative={"vace_context": randn(1, 1, 96, 3, 16, 16), "vace_strength": torch.tensor([[0.5]])},
+    ),
     "hunyuan-video-i2v": Variant(
         "hunyuan-video",
         {"img_in.proj.weight": (512, 33, 1, 2, 2)},

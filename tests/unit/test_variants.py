@@ -81,6 +81,13 @@ from backend.sampling.validation import check_sample
             {"camera_conditions": torch.zeros(1, 24, 2, 128, 128)},
             "24 channels of 128 x 128",
         ),
+        (
+            "wan21-vace-two",
+            {"vace_context": torch.zeros(1, 2, 96, 3, 8, 16)},
+            "96, 3, 16, 16. for a latent of",
+        ),
+        ("wan21-vace-two", {"vace_strength": torch.ones(1, 3)}, "there are 2 control videos"),
+        ("wan21-vace-two", {"vace_context": None}, "vace_context"),
         ("wan21-phantom", {"time_dim_concat": torch.zeros(1, 16, 2, 16, 8)}, "16 channels of 16 x 16"),
         (
             "wan22-bernini",
@@ -154,7 +161,7 @@ def test_refusals_name_the_remedy(name, change, words, tmp_path):
     "family, key, name",
     [
         ("chroma", "img_in_patch.weight", "Chroma Radiance"),
-        ("wan21-t2v", "vace_patch_embedding.weight", "Wan VACE"),
+        ("wan21-t2v", "face_adapter.fuser_blocks.0.k_norm.weight", "Wan 2.2 Animate"),
         ("z-image-turbo", "siglip_embedder.0.weight", "Z-Image Omni"),
         ("hunyuan-video15", "time_r_in.in_layer.weight", "distilled by MeanFlow"),
     ],
