@@ -86,12 +86,6 @@ def refusal(config, grid, cond):
             f"{', '.join(map(str, wanted))}) for a latent of {' x '.join(map(str, grid.shape[1:]))}; give "
             f"WanVaceToVideo the latent's size, and the latent even sides."
         )
-    strength = cond.get("vace_strength")
-    if strength is not None and (strength.ndim != 2 or strength.shape[1] != context.shape[1]):
-        return (
-            f"vace_strength has shape {list(strength.shape)}, but there are {context.shape[1]} control "
-            f"videos; send a strength for each, (1, {context.shape[1]})."
-        )
     return wan.refusal(config, grid, {"c_crossattn": cond["c_crossattn"]})
 
 

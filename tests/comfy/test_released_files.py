@@ -67,6 +67,7 @@ def theirs(name: str) -> list | None:
     return described(config.get_model({}), type(config).__name__)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TAKEN)
 def test_sampling_and_latents_are_comfyuis(name):
     skip_without_class(COMFY[name][0])

@@ -86,7 +86,7 @@ from backend.sampling.validation import check_sample
             {"vace_context": torch.zeros(1, 2, 96, 3, 8, 16)},
             "96, 3, 16, 16. for a latent of",
         ),
-        ("wan21-vace-two", {"vace_strength": torch.ones(1, 3)}, "there are 2 control videos"),
+        ("wan21-vace-two", {"vace_strength": torch.ones(1, 3)}, "control videos but"),
         ("wan21-vace-two", {"vace_context": None}, "vace_context"),
         ("wan21-phantom", {"time_dim_concat": torch.zeros(1, 16, 2, 16, 8)}, "16 channels of 16 x 16"),
         (
@@ -94,6 +94,7 @@ from backend.sampling.validation import check_sample
             {"context_latents.1": torch.zeros(1, 8, 1, 8, 8)},
             "takes 16 channels for a latent",
         ),
+        ("wan22-bernini", {"context_latents": torch.zeros(1, 16, 1, 8, 8)}, "call those in context"),
         ("wan22-ti2v", {"time_dim_concat": torch.zeros(1, 48, 1, 16, 16)}, "cannot be used together"),
         (
             "hunyuan-video-i2v",

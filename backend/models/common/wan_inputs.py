@@ -40,7 +40,11 @@ def refusal(config, grid: TokenGrid, cond) -> str | None:
     """Why these inputs do not fit the latent, or None."""
     sides = list(grid.shape[2:])
     for name, value in given(cond).items():
-        kind = name.partition(".")[0]
+        kind, _, number = name.partition(".")
+        if (kind == "context_latents") != number.isdecimal():
+            return f"there is an input {name}; call those in context context_latents.0 and so on."
+        if not value.is_floating_point():
+            return f"{name} is {value.dtype}, where a floating-point tensor is needed; encode it again."
         # what is embedded as the latent is has its channels; a camera's path has a number for each pixel
         wanted = [config["in_channels"], None, None if kind == "context_latents" else sides]
         if kind == "reference_latent":
