@@ -33,6 +33,11 @@ def flux_class(config: dict) -> str:
     return "FluxInpaint" if unpacked_in_channels(config) == 96 else "Flux"
 
 
+def vace_layers(config: dict) -> int:
+    """Return the number of control blocks."""
+    return len(config["vace_layers"])
+
+
 def wan_class(config: dict) -> str:
     if config.get("camera_channels"):
         return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
