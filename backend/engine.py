@@ -13,10 +13,11 @@ from torch import Tensor
 from .config import ParallelConfig
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
-from .loading.checkpoint import Checkpoint, open_checkpoint
+from .loading.checkpoint import Checkpoint
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
+from .loading.recognition import open_checkpoint
 from .loading.weight_loading import matrices
 from .models.family import Family
 from .parallel import comm, fsdp, tensor_parallel

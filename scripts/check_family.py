@@ -30,7 +30,8 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.autodetect.inputs import is_video
-from backend.loading.checkpoint import Checkpoint, open_checkpoint
+from backend.loading.checkpoint import Checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks

@@ -120,9 +120,14 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     input_scale = tensors.get("input_scale", one).float()
     quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
     is_fused = x.dtype != torch.float32 or x.device.type == "cpu"  # cuBLAS adds no bias in float32
-    scales = {"scale_a": input_scale, "scale_b": tensors.get("scale", one).float()}
-    fused = bias if is_fused else None
-    out = scaled_mm_v2(quantized, tensors["values"].t(), **scales, bias=fused, out_dtype=x.dtype)
+    out = scaled_mm_v2(
+        quantized,
+        tensors["values"].t(),
+        scale_a=input_scale,
+        scale_b=tensors.get("scale", one).float(),
+        bias=bias if is_fused else None,
+        out_dtype=x.dtype,
+    )
     out = out if is_fused or bias is None else out + bias
     return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -56,6 +56,12 @@ class Matrix:
     rows: int
     edges: tuple[int, ...]
 
+    @property
+    def is_precise(self) -> bool:
+        """Does the file ask that inputs are not quantized, or store the weight in full precision?"""
+        asked = self.settings.get("full_precision_matrix_mult")
+        return bool(asked) or self.settings.get("format") == "scaled plain"
+
 
 def capability_of(device: torch.device) -> Capability:
     """Return the compute capability of an NVIDIA GPU."""
@@ -66,21 +72,23 @@ def capability_of(device: torch.device) -> Capability:
 
 def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capability = None) -> Choice:
     """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES."""
-    kind = str(matrix.settings.get("format"))
-    rule = RULES.get(kind)
     if mode == WEIGHT_ONLY:
         return Choice(None, "as chosen")
-    if rule is None:
-        return Choice(None, f"{kind} has no native kernel")
-    why = _of_file(matrix, mode) or kernels.kitchen()[1] or _of_device(rule, mode, device, capability)
-    why = why or _of_shape(matrix, rule)
+    rule = RULES.get(str(matrix.settings.get("format")))
+    why = _of_file(matrix, mode)
+    if rule is None or why:
+        return Choice(None, why)
+    why = kernels.kitchen()[1] or _of_device(rule, mode, device, capability) or _of_shape(matrix, rule)
     return Choice(None, why) if why else Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}")
 
 
 def _of_file(matrix: Matrix, mode: str) -> str:
     """Why a layer is not multiplied natively by what its file says of it; empty where it is."""
-    if is_full_precision(matrix.settings):
+    kind = matrix.settings.get("format")
+    if matrix.is_precise:
         return "the file asks for it"
+    if kind not in RULES:
+        return f"{kind} has no native kernel"
     if matrix.format.short == "fp8" and matrix.settings.get("scales", 1) != 1:
         return "its rows have scales of their own"
     if matrix.format is PLAIN_FLOAT8 and mode == AUTO:
@@ -114,11 +122,6 @@ def _kind(device: torch.device) -> str:
     return device.type.upper() if device.type == "cpu" else "GPU"
 
 
-def is_full_precision(settings: Settings) -> bool:
-    """Does the file ask that activations of this layer are not quantized?"""
-    return bool(settings.get("full_precision_matrix_mult"))
-
-
 def choose_all(
     name: str, matrices: Mapping[str, Matrix], mode: str, device: torch.device, capability: Capability
 ) -> dict[str, Choice]:
@@ -132,7 +135,7 @@ def choose_all(
     unable = {
         layer: choice.why
         for layer, choice in choices.items()
-        if choice.kernel is None and not is_full_precision(matrices[layer].settings)
+        if choice.kernel is None and not matrices[layer].is_precise
     }
     if not matrices:
         raise UnsupportedError(f"matmul is native, but {name} has no quantized layers; choose auto.")

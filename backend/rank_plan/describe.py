@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..config import ParallelConfig
-from ..loading.checkpoint import Checkpoint, open_checkpoint
+from ..loading.checkpoint import Checkpoint
 from ..loading.load_report import blocks_text
+from ..loading.recognition import open_checkpoint
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.mesh import layout
 from ..parallel.stage_split import Stages

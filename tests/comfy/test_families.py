@@ -11,7 +11,7 @@ from tiny import facts, write_checkpoint
 from versions import skip_without_class
 
 from backend.config import ParallelConfig
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Describe, Loaded
 from backend.sampling.validation import check_workload

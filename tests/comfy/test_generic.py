@@ -8,7 +8,7 @@ import torch
 from comfy_modules import comfy_modules
 from fallback_models import CUT, write
 
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.protocol import Loaded
 
 with comfy_modules():

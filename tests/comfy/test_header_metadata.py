@@ -16,7 +16,7 @@ from tiny import GOLDEN, error_in_std, facts, weights_module
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 

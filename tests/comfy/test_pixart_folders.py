@@ -9,7 +9,7 @@ import variants
 from comfy_modules import comfy_modules
 from tiny import as_folder, write_checkpoint
 
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.protocol import Loaded
 
 with comfy_modules():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import facts, write_checkpoint
 from tolerance import assert_same_bits, assert_ulps
 
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 
 with comfy_modules():
     import comfy.model_detection

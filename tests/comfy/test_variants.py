@@ -9,7 +9,7 @@ import torch
 from comfy_modules import comfy_modules
 from safetensors.torch import save_file
 
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import kandinsky5 as kandinsky5_family
 from backend.models import pixart as pixart_family
 from backend.models.latent_tokens import TokenGrid

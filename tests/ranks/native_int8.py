@@ -24,6 +24,7 @@ CONFIGS = {
     "row": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), True),
     "row, scales of each rank's own": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), False),
     "ulysses": (ParallelConfig(ulysses_degree=2), True),
+    "ulysses, shard_weights": (ParallelConfig(ulysses_degree=2, shard_weights=True), True),
 }
 
 

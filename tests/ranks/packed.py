@@ -52,8 +52,8 @@ CONFIGS = {
         "cfg2 u2 fsdp": ParallelConfig(cfg_degree=2, ulysses_degree=2, shard_weights=True),
     },
 }
-#: What the fast tier runs: every format under the three ways to cut weights, the other methods on one.
-CUTS = ("tp2", "u2 fsdp", "pp2")
+#: What the fast tier runs: int8 under each of these, and each other format under one of the first three.
+CUTS = ("tp2", "u2 fsdp", "pp2", "row", "pp2 offload")
 STEPS, STRENGTH = 2, 0.5
 
 
@@ -75,7 +75,9 @@ class Run:
 
     @property
     def is_fast(self) -> bool:
-        return self.ranks == 2 and (self.method in CUTS or self.format == "int8")
+        if self.ranks > 2 or self.format == "int8":
+            return self.ranks == 2 and self.method in CUTS
+        return self.method == CUTS[list(FILES).index(self.format) % 3]
 
 
 def runs() -> list[Run]:

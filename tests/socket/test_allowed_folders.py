@@ -16,7 +16,7 @@ from backend.config import ParallelConfig as LaunchedConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.allowed_folders import ANYWHERE, Folders
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import Load, RefusedError
 from backend.worker import Leader

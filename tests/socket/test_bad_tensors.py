@@ -13,7 +13,7 @@ from variants import VARIANTS, request, write
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.validation import check_sample

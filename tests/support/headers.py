@@ -15,8 +15,9 @@ from typing import cast
 
 import torch
 
-from backend.loading.checkpoint import Checkpoint, check_complete, recognise
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.quantized import ScaledFiles
+from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import DTYPES, TensorFiles
 
 RELEASED = Path(__file__).parents[1] / "headers" / "released.json.gz"

@@ -12,6 +12,8 @@ from backend.quantization.packed_weight import PackedWeight
 #: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each
 #: row.
 MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
+#: Matrices of the blocks of any family.
+ANY_MATRIX = re.compile(r"(blocks|layers)\.\d+\..*\.weight$")
 KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4")
 FLOAT8 = {"float8_e4m3fn": (torch.float8_e4m3fn, 448.0), "float8_e5m2": (torch.float8_e5m2, 57344.0)}
 

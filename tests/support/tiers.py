@@ -42,6 +42,7 @@ LEFT_OUT = {
     "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
     "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
+    "comfy/test_quantized_graphs.py": "two loads of every file, and ComfyUI's model of it",
     "comfy/test_samplers.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_solvers.py": "ComfyUI's solvers on every schedule; unit/test_solvers.py has orders and bits",
     "comfy/test_variants.py": "ComfyUI's model of every variant",
@@ -76,6 +77,7 @@ OF_SIGNATURES = (
     "unit/test_families.py::test_single_file_with_diffusers_names",
     "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole",
     "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies",
+    "unit/test_packed.py::test_every_family_multiplies_by_float8",
     "unit/test_tensor_parallel.py::test_megatron_halves_attention_and_mlp_of_every_family",
     "comfy/test_families.py::test_unet_config_is_comfyuis",
 )

@@ -18,7 +18,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.autodetect.fallback import family
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models.blocks import APART, JOINED
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh

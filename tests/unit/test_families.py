@@ -19,7 +19,7 @@ from tolerance import assert_same_bits
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import kandinsky5
 from backend.models.discrete_schedule import DiscreteSchedule
 from backend.models.latent_tokens import TokenGrid

@@ -13,7 +13,7 @@ from tiny import error_in_std, facts, weights_module, write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import ltx2
 from backend.models.common.ltx2_connectors import finish
 from backend.parallel import mesh

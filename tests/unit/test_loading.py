@@ -15,7 +15,7 @@ from tiny import write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 
 

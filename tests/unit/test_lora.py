@@ -15,8 +15,8 @@ from tolerance import assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
 from backend.loading.lora_keys import lora_stack
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.sequence import Span
 from backend.parallel.tensor_parallel import Shard

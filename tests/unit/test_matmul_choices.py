@@ -1,5 +1,7 @@
 """Which quantized layers multiply natively, what is refused, and what the load reports."""
 
+import json
+
 import pytest
 import torch
 from quantized import described, legacy_fp8, matrices, write_gguf, write_scaled
@@ -10,7 +12,7 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.tensor_parallel import _megatron
 from backend.protocol import Load, Loaded
@@ -160,6 +162,25 @@ def test_the_report_counts_layers(kitchen, folder, state):
     assert f"{len(weights)} int8 layers of {stored / 1e6:.1f} MB, native" in str(engine.models["m"].report)
     (again,) = engine_of(path, "weight only").facts("m")["quantized"]
     assert again["multiplication"] == "weight only: as chosen"
+
+
+def test_native_leaves_layers_that_ask_for_full_precision(kitchen, folder, state):
+    """Some of a file, which says so of each, and layers of a scaled file that are stored in full."""
+    found, _ = described(state, "float8_e4m3fn")
+    quantized = matrices(state)
+    for i, key in enumerate(quantized):
+        name = key.removesuffix(".weight")
+        scale = state[key].abs().amax() / 448  # one, for all rows
+        found |= {key: (state[key] / scale).to(torch.float8_e4m3fn), f"{name}.weight_scale": scale}
+        precise = {"full_precision_matrix_mult": True} if i == 0 else {}
+        text = json.dumps({"format": "float8_e4m3fn", **precise}).encode()
+        found[f"{name}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    path = folder / "mixed.safetensors"
+    save_file(found, path)
+    kinds = {kind["multiplication"] for kind in engine_of(path, "native").facts("m")["quantized"]}
+    assert kinds == {"native: fp8 on this CPU", "weight only: the file asks for it"}
+    plain = Matrix(FORMATS["scaled plain"], {"format": "scaled plain"}, ROWS, (0, COLUMNS))
+    assert matmul.choose_all("m", {"a": plain}, "native", CPU, None)["a"].kernel is None
 
 
 def test_scales_of_inputs_are_read(folder, state):

@@ -14,7 +14,7 @@ from variants import write as write_variant
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import pixart
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks

@@ -10,8 +10,8 @@ from headers import HeaderFiles, opened, released
 from safetensors.torch import save_file
 
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import recognise
 from backend.loading.known_models import FORMATS, KNOWN, check_known
+from backend.loading.recognition import recognise
 from backend.loading.safetensors_files import weight_paths
 from backend.models.key_layout import PREFIXES
 

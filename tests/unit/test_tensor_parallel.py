@@ -14,7 +14,7 @@ from torch import nn
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models.blocks import APART, Blocks
 from backend.parallel import mesh, tensor_parallel
 from backend.parallel.mesh import Axis

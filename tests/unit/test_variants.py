@@ -18,7 +18,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading import parameter_sources
-from backend.loading.checkpoint import open_checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES, ltx2, qwen_image21
 from backend.models.common import references
 from backend.models.latent_tokens import TokenGrid

@@ -1,0 +1,160 @@
+"""Recognises the transformer of a file or folder by its headers, and opens its checkpoint."""
+
+import re
+from itertools import product
+from pathlib import Path
+
+import diffusers
+
+from ..errors import UnsupportedError, quoted, reason, some
+from ..models import FAMILIES, family_of_class
+from ..models.key_layout import PREFIXES
+from .allowed_folders import ANYWHERE, Folders
+from .autodetect import fallback
+from .checkpoint import Checkpoint
+from .folder_config import pipeline_configs, transformer_class, with_defaults
+from .gguf_files import GGUFFile
+from .known_models import check_format, check_known, check_unread
+from .parameter_sources import from_diffusers, numbered
+from .quantized import ScaledFiles
+from .regular_files import read_json
+from .safetensors_files import TensorFiles, Weights, weight_paths
+
+
+def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
+    """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
+    is ``allowed``. Raises UnsupportedError."""
+    where = Path(path)
+    if not where.exists():
+        raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
+    checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
+    check_complete(checkpoint)
+    return checkpoint
+
+
+def check_complete(checkpoint: Checkpoint):
+    """Refuse an unsupported variant, an incomplete or quantized file, and tensors that nothing would read
+    now, on one rank. Raises UnsupportedError."""
+    for name, (value, what) in checkpoint.family.build.only.items():
+        stated = checkpoint.config.get(name, value)
+        if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):
+            raise UnsupportedError(
+                f"{checkpoint.name} is {what} (its {name} is {quoted(stated)}), a variant of "
+                f"{checkpoint.family.name} that is not supported; use another model of this family."
+            )
+    _ = checkpoint.sources, checkpoint.dtype
+    check_unread(checkpoint.name, checkpoint.family, _unread(checkpoint))
+
+
+def _unread(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return tensors that nothing reads, the layout's name -> the file's, but for those that diffusers' class
+    itself leaves out."""
+    read = {checkpoint.keys.get(source.key, source.key) for source in checkpoint.sources.values()}
+    own = checkpoint.keys or {key: key for key in checkpoint.files.shapes}
+    cls = getattr(diffusers, checkpoint.family.transformer)
+    ignored = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
+    return {
+        ours: key
+        for ours, key in own.items()
+        if key not in read and not any(pattern.search(ours) for pattern in ignored)
+    }
+
+
+def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
+    is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
+    inner = folder / "transformer" if is_pipeline else folder
+    if not (inner / "config.json").is_file():
+        raise UnsupportedError(
+            f"the folder {inner} has no config.json; choose a diffusers pipeline's or transformer's folder."
+        )
+    config = read_json(inner / "config.json")
+    cls = transformer_class(inner, config)
+    latent_format = config.pop("latent_format", None)
+    config = with_defaults(cls, config)
+    pipeline = pipeline_configs(folder)
+    family = family_of_class(cls.__name__)
+    companion = family.layout.companion if family else None
+    parts = [inner]
+    if companion and (folder / companion.folder / "config.json").is_file():
+        parts.append(folder / companion.folder)
+        config |= companion.config(read_json(parts[1] / "config.json"))
+    names = companion.names if companion else {}
+    files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
+    check_format(folder.name, files.shapes)
+    if family is None:
+        # before blocks of the configuration's sizes are run: those of the files, or it is refused
+        _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
+        family = fallback.family(cls, config, pipeline.get("scheduler"))
+    keys = {
+        ours + key.removeprefix(theirs): key
+        for ours, theirs in names.items()
+        for key in files.shapes
+        if key.startswith(theirs)
+    }
+    config |= family.build.pipeline(pipeline)
+    family = family.of(config)
+    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
+
+
+def _open_single_file(path: Path) -> Checkpoint:
+    files = GGUFFile(path) if path.suffix == ".gguf" else ScaledFiles(TensorFiles([path]))
+    return recognise(path.name, files)
+
+
+def recognise(name: str, files: Weights) -> Checkpoint:
+    """Recognise a single file's transformer by its tensors' names and shapes. Raises UnsupportedError."""
+    check_known(name, files.shapes)
+    for family in FAMILIES.values():
+        keys = family.layout.keys(files.shapes)
+        if keys is not None:
+            shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
+            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
+            return Checkpoint(name, family.of(config), config, files, keys, single_file=True)
+    checkpoint = _with_diffusers_names(name, files)
+    if checkpoint is not None:
+        return checkpoint
+    for family in FAMILIES.values():
+        variant = family.layout.unsupported(files.shapes)
+        if variant:
+            what = f"{name} is {variant}, a variant of {family.name} that is not supported"
+            raise UnsupportedError(f"{what}; sample it with KSampler.")
+    raise UnsupportedError(
+        f"{name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
+        f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."
+    )
+
+
+def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
+    """Open a single file whose keys are the diffusers class's own; None where they are no family's.
+
+    The configuration is derived from the shapes. Of several families whose names are there (LTX-Video's are
+    among LTX-2's) it is the one with most of the file's tensors. Raises UnsupportedError where a family's
+    names are there but no configuration of it has these shapes.
+    """
+    found = []
+    why = None
+    bare = {
+        prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
+        for prefix in PREFIXES
+    }
+    stored = {p: {own: files.shapes[key] for own, key in keys.items()} for p, keys in bare.items()}
+    blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
+    for family, prefix in product(FAMILIES.values(), PREFIXES):
+        keys = bare[prefix]
+        shapes = from_diffusers(family.layout, stored[prefix], blocks[prefix])
+        if any(key not in shapes for key in family.layout.signature) or any(
+            key in shapes for key in (*family.layout.absent, *family.layout.variants)
+        ):
+            continue
+        try:
+            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
+            checkpoint = Checkpoint(name, family.of(config), config, files, keys)
+            found.append((len(checkpoint.sources), checkpoint))
+        except (UnsupportedError, KeyError, IndexError, ValueError) as error:
+            why = why or (family.transformer, reason(error))
+    if why and not found:
+        raise UnsupportedError(
+            f"{name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
+            f"({why[1]}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
+        )
+    return max(found, key=lambda candidate: candidate[0])[1] if found else None
