@@ -19,9 +19,10 @@ import torch
 from accelerate import init_empty_weights
 from headers import HeaderFiles, fold, opened, released, unfold
 
-from backend.loading.checkpoint import Checkpoint, check_complete, recognise
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.gguf_files import GGUFFile, Stored
 from backend.loading.quantized import ScaledFiles
+from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import TensorFiles
 from backend.models.key_layout import Shapes
 
