@@ -50,12 +50,17 @@ class HeldWeights:
     gathered: int
 
 
+def block_indices(checkpoint: Checkpoint) -> dict[str, int | None]:
+    """Return parameter -> its block in pipeline order, None outside of them."""
+    blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
+    return {name: blocks.get(block_of(name, blocks) or "") for name in checkpoint.parameters}
+
+
 def held_parameters(
-    checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype
+    checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype, blocks: Mapping[str, int | None]
 ) -> Iterator[HeldParameter]:
     """Yield every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or float32 where
-    the family keeps it."""
-    blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
+    the family keeps it. ``blocks``: block_indices."""
     modules = dict(checkpoint.empty.named_modules())
     for name, parameter in checkpoint.empty.named_parameters():
         where, _, leaf = name.rpartition(".")
@@ -68,7 +73,7 @@ def held_parameters(
             source = checkpoint.sources[name]
             key = checkpoint.key(source)
             packed = packed_sizes(checkpoint.files, key, source, cut, parameter.shape[0])
-        block = blocks.get(block_of(name, blocks) or "")
+        block = blocks[name]
         if packed is None:
             yield HeldParameter(where, block, [StoredSize(shape[0], plain)], own_dtype)
         else:

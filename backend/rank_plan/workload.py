@@ -13,7 +13,14 @@ from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.ulysses_ring import head_shards
-from .weights import HeldParameter, HeldWeights, gathered_bytes, held_parameters, scratch_bytes
+from .weights import (
+    HeldParameter,
+    HeldWeights,
+    block_indices,
+    gathered_bytes,
+    held_parameters,
+    scratch_bytes,
+)
 
 #: A rank's index on every mesh axis.
 Place = dict[str, int]
@@ -134,7 +141,8 @@ class Workload:
         """Every parameter as each rank of a tensor-parallel group holds it."""
         degree = self.config.tensor_parallel_degree
         places = ({"tp": rank} for rank in range(degree))
-        return [[*held_parameters(self.checkpoint, self.cuts(place), self.dtype)] for place in places]
+        blocks = block_indices(self.checkpoint)
+        return [[*held_parameters(self.checkpoint, self.cuts(place), self.dtype, blocks)] for place in places]
 
     def sp_rank(self, place: Place) -> int:
         """Index of the rank at ``place`` among the sequence-parallel ones."""
