@@ -14,6 +14,7 @@ from .config import ParallelConfig
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
+from .loading.compute_dtype import default_dtype
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
@@ -190,11 +191,10 @@ class Engine:
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
-        """Return the named dtype; default is the file's on CUDA and float32 on the CPU, where half precision
-        is slow."""
+        """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
         if weight_dtype != "default":
             return WEIGHT_DTYPES[weight_dtype]
-        return checkpoint.dtype if self.mesh.device.type == "cuda" else torch.float32
+        return default_dtype(checkpoint, self.mesh.device, self.capability)
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:

@@ -44,8 +44,8 @@ class LoadParallelDiT(io.ComfyNode):
                     options=WEIGHT_DTYPES,
                     default="default",
                     optional=True,
-                    tooltip="Precision of the weights and of the computation. default = that of the file "
-                    "on a GPU, fp32 on the CPU.",
+                    tooltip="Precision of the weights and of the computation. default = ComfyUI's "
+                    "choice: on a GPU bf16 or fp16, as the model bears it, on the CPU fp32.",
                 ),
                 io.Combo.Input(
                     "matmul",

@@ -8,7 +8,7 @@ from . import flux
 from .blocks import APART, JOINED, Blocks
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import NORM_SPELLINGS, Layout, blocks_of
 
 #: Rows of ComfyUI's modulation table, in any size: those of the released one.
@@ -114,7 +114,7 @@ FAMILY = Family(
         ignored=("y",),
         refusal=refusal,
     ),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
 )

@@ -9,7 +9,7 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from .blocks import APART, Blocks
 from .common import references
 from .discrete_schedule import DiscreteSchedule
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
 
@@ -194,6 +194,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm2.linear")),
-    build=Build(patch_module=patch_module),
+    build=Build(patch_module=patch_module, dtypes=BF16_OR_FP16),
     layout=LAYOUT,
 )

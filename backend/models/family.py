@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .blocks import Blocks
@@ -16,6 +17,9 @@ from .latent_tokens import NestedGrid, TokenGrid
 Grid = TokenGrid | NestedGrid
 Config = Mapping[str, Any]
 Arguments = dict[str, Tensor]
+#: Half precisions that a family bears, preferred first (Build.dtypes).
+BF16_OR_FP16 = (torch.bfloat16, torch.float16)
+FP16_OR_BF16 = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -181,12 +185,15 @@ class Build:
 
     patch_module: (transformer without weights, config), called as it is built: changes widths that the
     diffusers class fixes, and modules that compute otherwise in ComfyUI.
+    dtypes: half precisions in which it computes well, preferred first, as comfy.supported_models lists them;
+    float16 needs a class that clips where ComfyUI's does. Without fast products in one it is float32.
     float32: parameters (patterns) that stay in float32 whatever the precision of the others.
     only: config entry -> (the value that is supported, what models with another one are).
     pipeline: configurations next to a folder's transformer ("scheduler", "vae") -> entries of the config.
     """
 
     patch_module: Callable[[nn.Module, Config], None] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     float32: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = _no_entries

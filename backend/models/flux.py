@@ -8,7 +8,7 @@ from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 
@@ -125,7 +125,9 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,
+    # Fill, with the latent, its masked image and its mask as channels
+    variant=lambda config: {"build.dtypes": (torch.bfloat16,)} if config["in_channels"] == 384 else {},
 )

@@ -8,7 +8,7 @@ from .common import references
 from .common.double_stream import DOUBLE_STREAM
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
@@ -136,7 +136,7 @@ FAMILY = Family(
         context_tokens=references.token_count,
         refusal=refusal,
     ),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan={
         "*.linear_in": "gated colwise",
         "*.linear_out": "rowwise",

@@ -10,7 +10,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from .blocks import APART, BlockAdapter, Blocks
 from .discrete_schedule import DiscreteSchedule
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
 
 TEXT, TEXT_T5 = 77, 256
@@ -184,6 +184,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
 )

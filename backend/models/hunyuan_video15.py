@@ -10,7 +10,7 @@ from .common import references
 from .common.masked_text import MaskedText
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
 from .key_layout import IN_OUT, Layout, under
 
@@ -28,11 +28,19 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
         return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
 
+def clip_text(block, arguments, outputs):
+    """Keep a block's text within float16, as ComfyUI does; a forward hook."""
+    image, text = outputs
+    return image, torch.nan_to_num(text) if text.dtype == torch.float16 else text
+
+
 def patch_module(transformer, config):
-    """The cheaper mask for every block; sines of the timestep, made in float32, in their layer's dtype."""
+    """The cheaper mask for every block, its text clipped; sines of the timestep, made in float32, in their
+    layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask())
+        block.register_forward_hook(clip_text)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -120,6 +128,8 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
-    build=Build(patch_module=patch_module, only={"use_meanflow": (False, f"{MEANFLOW},")}),
+    build=Build(
+        dtypes=FP16_OR_BF16, patch_module=patch_module, only={"use_meanflow": (False, f"{MEANFLOW},")}
+    ),
     layout=LAYOUT,
 )

@@ -5,7 +5,7 @@ import torch
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .family import Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 
@@ -128,5 +128,6 @@ FAMILY = Family(
         context_tokens=context_tokens,
         refusal=refusal,
     ),
+    build=Build(dtypes=BF16_OR_FP16),
     layout=LAYOUT,
 )

@@ -11,7 +11,7 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
 
 
@@ -175,6 +175,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
-    build=Build(patch_module=patch_module, pipeline=pipeline_entries),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module, pipeline=pipeline_entries),
     layout=LAYOUT,
 )

@@ -14,7 +14,7 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransf
 
 from .blocks import APART, Blocks
 from .common import token_mixing
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 
@@ -149,6 +149,7 @@ FAMILY = Family(
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
     build=Build(
+        dtypes=BF16_OR_FP16,
         patch_module=patch_module,
         only={
             "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")

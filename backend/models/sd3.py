@@ -3,7 +3,7 @@ medium with a second attention over the image alone."""
 
 from .blocks import APART, Blocks
 from .common.tensor_plans import TEXT_LAYERS
-from .family import Cache, Conditioning, Family, Latent, ModelIO
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
 
 
@@ -113,5 +113,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
+    build=Build(dtypes=FP16_OR_BF16),
     layout=LAYOUT,
 )

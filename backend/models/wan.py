@@ -12,7 +12,7 @@ from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references, wan_inputs
 from .common.header_config import transformer_config
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 #: Tokens along a side of the video, at most, where the configuration does not tell.
@@ -249,7 +249,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=variant,
 )

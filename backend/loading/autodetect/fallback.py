@@ -17,7 +17,7 @@ import torch
 from ...errors import UnsupportedError, reason
 from ...models.blocks import Blocks
 from ...models.discrete_schedule import of_scheduler, prediction
-from ...models.family import Conditioning, Family, Latent, ModelIO, Noise
+from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
@@ -86,6 +86,7 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
             required=(*widths, *["guidance"] * inputs.guided),
             widths=lambda config: widths,
         ),
+        build=Build(dtypes=BF16_OR_FP16),
         tensor_plan=None,
         layout=Layout(signature=(), config=lambda shapes: {}),
     )

@@ -1,0 +1,44 @@
+"""Which type a model computes in where the user does not choose one: ComfyUI's rule (unet_dtype and
+unet_manual_cast of comfy.model_management), with the types that its comfy.supported_models lists."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ..quantization.formats import PLAIN_FLOAT8
+from ..quantization.matmul import Capability
+from .checkpoint import Checkpoint
+
+#: Type -> the least compute capability of an NVIDIA GPU with fast products in it.
+LEAST = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
+
+
+def compute_dtype(
+    stored: torch.dtype | None, listed: Sequence[torch.dtype], able: Collection[torch.dtype]
+) -> torch.dtype:
+    """Choose the compute type.
+
+    stored: of most of the file's values, None where they are quantized. listed: half precisions that the
+    family bears, preferred first (Build.dtypes). able: those with fast products on every rank's device.
+    float16 files stay in it where they can; all others get the first that is listed, else float32.
+    """
+    usable = [dtype for dtype in listed if dtype in able]
+    if stored == torch.float16 and stored in usable:
+        return stored
+    return usable[0] if usable else torch.float32
+
+
+def fast_dtypes(device: torch.device, capability: Capability) -> tuple[torch.dtype, ...]:
+    """Return half precisions with fast products; ``capability``: the least of the ranks' NVIDIA GPUs, None
+    where there are none. On CPUs there are none, on AMD's GPUs both."""
+    if device.type != "cuda":
+        return ()
+    return tuple(dtype for dtype, least in LEAST.items() if capability is None or capability >= least)
+
+
+def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability) -> torch.dtype:
+    """Return the type in which ``checkpoint`` is computed on ``device`` by default."""
+    found = (checkpoint.files.quantization(key) for key in checkpoint.files.shapes)
+    is_quantized = any(each is not None and each[0] is not PLAIN_FLOAT8 for each in found)
+    stored = None if is_quantized else checkpoint.dtype
+    return compute_dtype(stored, checkpoint.family.build.dtypes, fast_dtypes(device, capability))
