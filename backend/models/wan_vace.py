@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import wan
 from .blocks import APART, Blocks
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import blocks_of, under
 
 
@@ -155,7 +155,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v")),
-    build=Build(patch_module=patch_module),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=lambda config: {
         "layout": replace(LAYOUT, names={**LAYOUT.names, **control_names(config)}),
