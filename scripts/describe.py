@@ -1,11 +1,13 @@
 """What each rank of a configuration would hold and send: python scripts/describe.py MODEL --pipefusion-degree
 2 --ulysses-degree 2
 
-MODEL is a safetensors file or a diffusers folder; only its headers are read. Options are those of
-ParallelConfig.
+MODEL is a safetensors or GGUF file or a diffusers folder; only its headers are read. Options are those of
+ParallelConfig. --json prints {"ranks": [{"weight_bytes": ..., "kv_bytes": ..., ...}, ...]}: the fields of
+RankPlan (backend/rank_plan/describe.py) for every rank.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +29,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--text-tokens", type=int, default=512, help="text tokens of a request")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
+    parser.add_argument("--json", action="store_true", help="print every number, as JSON")
     for field in fields(ParallelConfig):
         name = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
@@ -45,6 +48,9 @@ def main():
         )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))
+    if chosen.json:
+        print(json.dumps({"ranks": [plan.as_dict() for plan in plans]}))
+        return
     print(config.product)
     for plan in plans:
         print(plan)

@@ -5,7 +5,7 @@ dequantized as they are read. Header and types are the gguf package's, dequantiz
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
 from .mapped_file import mapped
-from .safetensors_files import ALL, CPU
+from .safetensors_files import ALL, CPU, StoredSize
 
 #: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
 SHAPE = "comfy.gguf.orig_shape."
@@ -103,10 +103,13 @@ class GGUFFile:
         stored = self._stored[key]
         return (gguf_format(stored.kind), {"format": stored.kind}) if stored.is_matrix else None
 
-    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+    def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         stored = self._stored[key]
-        return rows * columns // stored.block * stored.size if stored.is_matrix else None
+        if not stored.is_matrix:
+            return None
+        blocks = sum(-(-run.stop // stored.block) - run.start // stored.block for run in columns)
+        return [StoredSize(rows, rows * blocks * stored.size)]
 
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Compute the values of ``blocks`` of a tensor that is plain, or no matrix of whole blocks."""

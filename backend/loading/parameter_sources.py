@@ -16,7 +16,7 @@ from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
 from ..quantization.packed import Packed, join
 from .header_limits import is_number
-from .safetensors_files import Weights
+from .safetensors_files import StoredSize, Weights
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,17 @@ def read_packed(
             return None
         below.append(join(pieces, 1))
     return join(below, 0)
+
+
+def packed_sizes(
+    files: Weights, key: str, source: Source, shard: Shard | None, height: int
+) -> list[StoredSize] | None:
+    """Measure what ``read_packed`` would read; None where it is no quantized matrix."""
+    if source.shape is not None:
+        return None
+    outputs = shard.outputs if shard else (Span(0, height),)
+    inputs = shard.inputs if shard else (Span(0, files.shapes[key][-1]),)
+    return files.stored_sizes(key, sum(map(len, outputs)), [range(span.lo, span.hi) for span in inputs])
 
 
 def _cat(pieces: list[Tensor], dim: int) -> Tensor:

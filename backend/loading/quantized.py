@@ -1,7 +1,7 @@
 """ComfyUI's quantized layers, values of few bits with their scales, read as they are stored or as the weights
 that they stand for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from .quantized_layers import (
     Layer,
     find_layers,
 )
-from .safetensors_files import ALL, CPU, TensorFiles
+from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
 
 @dataclass(frozen=True)
@@ -149,19 +149,22 @@ class ScaledFiles:
         layer = self._matrix(key)
         return None if layer is None else (layer.format, layer.settings)
 
-    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
+    def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
         layer = self._matrix(key)
         if layer is None:
             return None
-        total = rows * columns // layer.format.packed * self._itemsize(key)
+        width = sum(len(layer.covering(run)) for run in columns)
+        found = [StoredSize(rows, rows * width // layer.format.packed * self._itemsize(key))]
         for leaf in layer.format.leaves:
             scale = f"{layer.name}.{leaf}"
-            if scale in self.files.shapes:
-                total += layer.scale_count(leaf, self.files.shapes[scale], rows, columns) * self._itemsize(
-                    scale
-                )
-        return total + (self._itemsize(f"{layer.name}.{layer.input_scale}") if layer.input_scale else 0)
+            shape = self.files.shapes.get(scale)
+            if shape is not None:
+                length, count = layer.scale_size(leaf, shape, rows, width)
+                found.append(StoredSize(length, count * self._itemsize(scale)))
+        if layer.input_scale:
+            found.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
+        return found
 
     def _itemsize(self, key: str) -> int:
         return ITEMSIZES[self.files.stored(key)]

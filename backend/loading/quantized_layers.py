@@ -54,17 +54,18 @@ class Layer:
         """Columns of a matrix; 1 of what is none."""
         return self.shape[1] if len(self.shape) == 2 else 1
 
-    def scale_count(self, leaf: str, shape: tuple[int, ...], rows: int, columns: int) -> int:
-        """Count the values of a leaf of ``shape`` that so much of the weight needs."""
+    def scale_size(self, leaf: str, shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int]:
+        """Return the length and the values of a leaf of ``shape`` that so much of the weight needs."""
         if leaf == "weight_scale" and self.format.tiles:
-            return rows * columns // self.block
+            return rows, rows * columns // self.block
         if leaf == "weight_s_rel":
-            return rows * columns // scale_group(self.settings)
+            return rows, rows * columns // scale_group(self.settings)
         if leaf == "pre_quant_scale":
-            return columns
+            return columns, columns
         if leaf == "weight_codebook":
-            return math.prod(shape)
-        return rows if shape and shape[0] == self.shape[0] > 1 else 1
+            return shape[0], shape[0]
+        length = rows if shape and shape[0] == self.shape[0] > 1 else 1
+        return length, length
 
     def covering(self, columns: range) -> range:
         """Return the whole blocks that hold ``columns``."""

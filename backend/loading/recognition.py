@@ -8,11 +8,11 @@ import diffusers
 
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
-from ..models.key_layout import PREFIXES
+from ..models.key_layout import PREFIXES, renamed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback
 from .checkpoint import Checkpoint
-from .folder_config import pipeline_configs, transformer_class, with_defaults
+from .folder_config import is_pipeline, pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
 from .parameter_sources import from_diffusers, numbered
@@ -61,8 +61,7 @@ def _unread(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
-    is_pipeline = any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
-    inner = folder / "transformer" if is_pipeline else folder
+    inner = folder / "transformer" if is_pipeline(folder) else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
             f"the folder {inner} has no config.json; choose a diffusers pipeline's or transformer's folder."
@@ -71,26 +70,22 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     cls = transformer_class(inner, config)
     latent_format = config.pop("latent_format", None)
     config = with_defaults(cls, config)
-    pipeline = pipeline_configs(folder)
+    # a further transformer of a pipeline is chosen by its own folder
+    pipeline = pipeline_configs(folder.parent if is_pipeline(folder.parent) else folder)
     family = family_of_class(cls.__name__)
     companion = family.layout.companion if family else None
     parts = [inner]
     if companion and (folder / companion.folder / "config.json").is_file():
         parts.append(folder / companion.folder)
         config |= companion.config(read_json(parts[1] / "config.json"))
-    names = companion.names if companion else {}
     files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
     check_format(folder.name, files.shapes)
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
         _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
         family = fallback.family(cls, config, pipeline.get("scheduler"))
-    keys = {
-        ours + key.removeprefix(theirs): key
-        for ours, theirs in names.items()
-        for key in files.shapes
-        if key.startswith(theirs)
-    }
+    names = {**(companion.names if companion else {}), **family.layout.moved(config)}
+    keys = renamed(names, {key: key for key in files.shapes})
     config |= family.build.pipeline(pipeline)
     family = family.of(config)
     return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
@@ -148,7 +143,8 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
             continue
         try:
             config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
-            checkpoint = Checkpoint(name, family.of(config), config, files, keys)
+            own = keys | renamed(family.layout.moved(config), keys)
+            checkpoint = Checkpoint(name, family.of(config), config, files, own)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             why = why or (family.transformer, reason(error))

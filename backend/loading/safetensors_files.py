@@ -2,9 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ WEIGHTS = re.compile(
 )
 #: Precisions of one folder, preferred first; without a name it is the one that was released.
 PRECISIONS = ("", "bf16", "fp16", "fp32")
+
+
+class StoredSize(NamedTuple):
+    """A tensor of a quantized matrix: its first dimension, and its bytes."""
+
+    length: int
+    bytes: int
 
 
 class Weights(Protocol):
@@ -57,8 +64,9 @@ class Weights(Protocol):
         """Return the format of a quantized matrix, and what the file says of it; None for what is none."""
         ...
 
-    def stored_bytes(self, key: str, rows: int, columns: int) -> int | None:
-        """Count the bytes of so much of a quantized matrix, with its scales; None for what is none."""
+    def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
+        """Measure what ``packed`` would read of so many rows, and of the whole blocks of each of these runs
+        of columns; None for what is no quantized matrix."""
         ...
 
 

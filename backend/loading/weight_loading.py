@@ -1,7 +1,7 @@
 """Fills a transformer with the weights of a checkpoint that a rank keeps, block by block."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ def load(
         if not buffer.is_meta:  # else it is read
             buffer.data = buffer.data.to(device)
     every = set(names)
-    for block, group in groupby(wanted, lambda name: _block_of(name, every)):
+    for block, group in groupby(wanted, lambda name: block_of(name, every)):
         for name in group:
             own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
             shard = shards.get(modules[name])
@@ -57,11 +57,16 @@ def load(
     return checkpoint.files.bytes_read - read_before
 
 
-def _block_of(name: str, blocks: set[str]) -> str | None:
+def block_of(name: str, blocks: Container[str]) -> str | None:
     """Return the one of ``blocks`` that a parameter is in."""
     parts = name.split(".")
     ends = (i + 1 for i, part in enumerate(parts) if part.isdigit())
     return next((block for block in (".".join(parts[:end]) for end in ends) if block in blocks), None)
+
+
+def keeps_packed(module: nn.Module, is_cut: bool = False) -> bool:
+    """Does a layer keep its weight as stored where that is quantized? ``is_cut``: by tensor parallelism."""
+    return type(module) in LINEAR or (is_cut and isinstance(module, nn.Linear))
 
 
 def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
@@ -69,7 +74,8 @@ def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str,
     found = {}
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
-        if leaf != "weight" or type(checkpoint.empty.get_submodule(where)) not in LINEAR or source.shape:
+        module = checkpoint.empty.get_submodule(where)
+        if leaf != "weight" or not keeps_packed(module, where in shards) or source.shape:
             continue
         quantization = checkpoint.files.quantization(checkpoint.key(source))
         if quantization is not None:
@@ -94,7 +100,7 @@ def _fill(
     where, _, leaf = name.rpartition(".")
     module = checkpoint.empty.get_submodule(where)
     packed = None
-    if leaf == "weight" and type(module) in LINEAR:
+    if leaf == "weight" and keeps_packed(module):
         packed = checkpoint.read_packed(name, device, shard)
     if packed is None:
         value = checkpoint.read(name, dtype, device, shard)

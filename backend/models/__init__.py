@@ -25,6 +25,7 @@ from . import (
     sana,
     sd3,
     wan,
+    wan_vace,
     z_image,
 )
 from .family import Family
@@ -39,6 +40,7 @@ MODULES = (
     hunyuan_video,
     hunyuan_image21,
     wan,
+    wan_vace,
     cogvideox,
     ltxv,
     qwen_image,

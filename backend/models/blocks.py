@@ -136,3 +136,8 @@ class Blocks:
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""
         return any(fnmatchcase(name, pattern) for pattern in self.text_layers)
+
+    def flop_share(self, name: str, config: Mapping) -> float:
+        """Return the share of the FLOPs of the layer ``name`` of a block that a token costs."""
+        shares = self.flop_shares.items()
+        return next((share(config) for pattern, share in shares if fnmatchcase(name, pattern)), 1)

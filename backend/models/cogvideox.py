@@ -31,10 +31,33 @@ def rotary(config, grid, device):
     )
 
 
+def patch_module(transformer, config):
+    """Learned positions: of a single file for image to video as in ComfyUI, for the latent's tokens in order
+    and not for text; of a folder as in diffusers, but for shorter videos the table's first frames, where
+    diffusers has sines."""
+    embed = transformer.patch_embed
+
+    def first_frames(height, width, frames, device=None):
+        count = (frames - 1) // embed.temporal_compression_ratio + 1
+        tokens = (height // embed.patch_size) * (width // embed.patch_size) * count
+        return embed.pos_embedding[:, : embed.max_text_seq_length + tokens]
+
+    def add_positions(module, args, joint):
+        text = args[0].shape[1]
+        table = module.pos_embedding[:, TEXT : TEXT + joint.shape[1] - text]
+        return torch.cat([joint[:, :text], joint[:, text:] + table.to(joint.dtype)], dim=1)
+
+    if config.get("learned_alone"):
+        embed.use_positional_embeddings = embed.use_learned_positional_embeddings = False
+        embed.register_forward_hook(add_positions)
+    elif config["use_learned_positional_embeddings"]:
+        embed._get_positional_embeddings = first_frames
+
+
 def forward_args(config, grid, latent, timestep, cond):
     """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
     batch = latent.shape[0]
-    has_rotary = config["use_rotary_positional_embeddings"]
+    has_rotary = config["use_rotary_positional_embeddings"] and not config.get("learned_alone")
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2),
         encoder_hidden_states=cond["c_crossattn"],
@@ -45,38 +68,65 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """A learned position table fits one size, and one of sines one length of the prompt."""
+    """A learned position table ends, and in diffusers fits one size; there tables fit one length of the
+    prompt."""
+    if config.get("learned_alone"):
+        return _too_many_tokens(config, grid) or references.wrong_channels(config["in_channels"], grid, cond)
     length = cond["c_crossattn"].shape[1]
-    most = config.get("max_text_seq_length", 226)
-    if not config["use_rotary_positional_embeddings"] and length != most:
+    most = config.get("max_text_seq_length", TEXT)
+    learned = config["use_learned_positional_embeddings"]
+    if (learned or not config["use_rotary_positional_embeddings"]) and length != most:
         return (
             f"the prompt has {length} tokens, but this model's position table is for {most}; pad the "
             f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
         )
     size = config["sample_height"], config["sample_width"]
-    if not config["use_learned_positional_embeddings"] or grid.padded.shape[-2:] == size:
+    if not learned or (grid.padded.shape[-2:] == size and not _too_many_tokens(config, grid)):
         return references.wrong_channels(config["in_channels"], grid, cond)
     return (
-        f"the latent is {grid.shape[-2]} x {grid.shape[-1]}, but this model makes videos of {size[0]} "
-        f"x {size[1]} latent pixels only."
+        f"the latent is {' x '.join(map(str, grid.shape[1:]))}, but this model makes videos of {size[0]} "
+        f"x {size[1]} latent pixels only, of at most {config['sample_frames']} frames."
     )
 
 
+def _too_many_tokens(config, grid):
+    """Why a table of positions is too short for this latent, or None."""
+    frames = (config["sample_frames"] - 1) // TEMPORAL + 1
+    most = frames * (config["sample_height"] // 2) * (config["sample_width"] // 2)
+    if grid.tokens <= most:
+        return None
+    counts = " x ".join(map(str, grid.counts))
+    return f"the latent is {counts} tokens, but this model has {most} positions; make it smaller or shorter."
+
+
 HEAD = 64
+#: Frames of a video to one of its latent's, but for the first.
+TEMPORAL = 4
+#: Tokens of a prompt, and latent pixels along the sides of a video, in the released position tables.
+TEXT, HEIGHT, WIDTH = 226, 60, 90
+#: The learned positions of 1.0's image to video.
+TABLE = "patch_embed.pos_embedding"
+
+
+def _table_frames(shapes):
+    """Frames of the videos that a file's position table is for; of the released ones without a table."""
+    frame = HEIGHT * WIDTH // 4
+    rows = shapes.get(TABLE, (1, TEXT + 13 * frame))[1]
+    return ((rows - TEXT) // frame - 1) * TEMPORAL + 1
 
 
 def config_from_shapes(shapes):
     """Arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two frames."""
     embedding = shapes["patch_embed.proj.weight"]
     time = 1 if len(embedding) == 4 else 2
-    learned = "patch_embed.pos_embedding" in shapes
     return dict(
         num_attention_heads=embedding[0] // HEAD,
         attention_head_dim=HEAD,
         in_channels=embedding[1] if time == 1 else embedding[1] // 8,
         out_channels=shapes["proj_out.weight"][0] // (4 * time),
-        sample_height=60,
-        sample_width=90,
+        sample_height=HEIGHT,
+        sample_width=WIDTH,
+        sample_frames=_table_frames(shapes),
         time_embed_dim=shapes["time_embedding_linear_1.weight"][0],
         ofs_embed_dim=shapes.get("ofs_embedding_linear_1.weight", (None, None))[1],
         text_embed_dim=shapes["patch_embed.text_proj.weight"][1],
@@ -84,8 +134,9 @@ def config_from_shapes(shapes):
         patch_size=2,
         patch_size_t=None if time == 1 else 2,
         patch_bias="patch_embed.proj.bias" in shapes,
-        use_rotary_positional_embeddings=not learned,
-        use_learned_positional_embeddings=learned,
+        use_rotary_positional_embeddings=True,
+        use_learned_positional_embeddings=TABLE in shapes,
+        learned_alone=TABLE in shapes,
     )
 
 
@@ -112,7 +163,6 @@ LAYOUT = Layout(
         "blocks.0.attn_out.weight",
         "proj_out.weight",
     ),
-    variants={"patch_embed.pos_embedding": "CogVideoX 1.0 image to video (learned positions)"},
     config=config_from_shapes,
     names={
         "time_embedding_linear_1": "time_embedding.linear_1",
@@ -144,6 +194,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm2.linear")),
-    build=Build(dtypes=BF16_OR_FP16),
+    build=Build(patch_module=patch_module, dtypes=BF16_OR_FP16),
     layout=LAYOUT,
 )

@@ -4,6 +4,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _nothing_moved(config: Mapping) -> dict[str, str]:
+    return {}
+
+
 #: Prefixes under which full checkpoints keep their transformer.
 PREFIXES = (
     "model.diffusion_model.",
@@ -55,6 +61,8 @@ class Layout:
     block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape.
     spellings: (theirs, ours) replacements, in order, in keys of other spellings.
     companion: what a diffusers pipeline keeps apart from its transformer.
+    moved: transformer config -> prefix of parameters here -> in files with diffusers' names, where a family's
+    transformer has modules at other places.
     """
 
     signature: tuple[str, ...]
@@ -68,6 +76,7 @@ class Layout:
     variants: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None
+    moved: Callable[[Mapping], Mapping[str, str]] = _nothing_moved
 
     def keys(self, keys: Collection[str]) -> dict[str, str] | None:
         """Map this layout's keys, without prefix, in one spelling, to the file's; None for another layout."""
@@ -105,6 +114,19 @@ class Layout:
 #: What files call the two layers of an embedder -> diffusers.
 IN_OUT = {"in_layer": "linear_1", "out_layer": "linear_2"}
 MLP = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
+
+
+def renamed(prefixes: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, str]:
+    """Map parameters to a file's keys, where they begin otherwise here than diffusers' own names.
+
+    ``prefixes``: here -> in diffusers. ``keys``: diffusers' names -> the file's.
+    """
+    return {
+        ours + name.removeprefix(theirs): key
+        for ours, theirs in prefixes.items()
+        for name, key in keys.items()
+        if name.startswith(theirs)
+    }
 
 
 def under(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Qwen-Image of Alibaba, and its Edit models (2509, 2511, several references): 60 joint blocks in the
-released size; text first, rotary tables for image and text."""
+"""Qwen-Image of Alibaba, its Edit models (2509, 2511, several references) and Layered: 60 joint blocks in the
+released size; text first, rotary tables for image and text. Layered's latent has a layer where videos have a
+frame, and its blocks know by a second embedding whether an image has transparency."""
 
 import torch
 
@@ -59,6 +60,10 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_mask=cond.get("attention_mask"),
         timestep=sigma.expand(batch),
+        # layers with transparency, as in ComfyUI, which knows no others
+        additional_t_cond=torch.zeros(batch, dtype=torch.long, device=latent.device)
+        if config.get("use_additional_t_cond")
+        else None,
         img_shapes=Places(
             [shapes] * batch,
             references.all_positions(grid, cond, how, latent.device, centred=True),
@@ -69,6 +74,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def default_method(config):
     """How references are placed where the request does not say."""
+    if config.get("use_additional_t_cond"):
+        return "negative_index"
     return "index_timestep_zero" if config.get("zero_cond_t") else "index"
 
 
@@ -80,6 +87,8 @@ def refusal(config, grid, cond):
 
 #: Of a file whose model knows reference images by timestep zero (Edit 2511).
 ZERO_TIMESTEP = "__index_timestep_zero__"
+#: Of Layered: embeds whether an image is without transparency.
+TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
 
 
 def config_from_shapes(shapes):
@@ -97,6 +106,7 @@ def config_from_shapes(shapes):
         joint_attention_dim=shapes["txt_in.weight"][1],
         axes_dims_rope=(head - 2 * axis, axis, axis),
         zero_cond_t=ZERO_TIMESTEP in shapes,
+        use_additional_t_cond=TRANSPARENCY in shapes,
     )
 
 
@@ -109,7 +119,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "proj_out.weight",
     ),
-    variants={"time_text_embed.addition_t_embedding.weight": "Qwen-Image-Layered"},
     unread={ZERO_TIMESTEP: "a mark that the configuration is told by"},
     config=config_from_shapes,
 )
@@ -137,11 +146,7 @@ FAMILY = Family(
     cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
     build=Build(
         patch_module=patch_module,
-        only={
-            "use_additional_t_cond": (False, "Qwen-Image-Layered"),
-            "use_layer3d_rope": (False, "Qwen-Image-Layered"),
-            "guidance_embeds": (False, "a guidance-distilled Qwen-Image"),
-        },
+        only={"guidance_embeds": (False, "a guidance-distilled Qwen-Image")},
     ),
     tensor_plan=None,
     layout=LAYOUT,

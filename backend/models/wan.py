@@ -1,5 +1,6 @@
-"""Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B: 30 to
-40 blocks; the prompt and the image's CLIP features are read through cross-attention."""
+"""Wan 2.1 and 2.2 of Alibaba, text, image or first and last frame to video, both experts of A14B, 5B, Fun
+Control and Camera, Phantom, Bernini: 30 to 40 blocks; the prompt and the image's CLIP features are read
+through cross-attention."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
-from .common import references
+from .common import references, wan_inputs
 from .common.header_config import transformer_config
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
@@ -59,7 +60,8 @@ def embed_image(embedder, processor, features):
 
 
 def patch_module(transformer, config):
-    """Image features, or none, and text of any length."""
+    """Image features, or none, text of any length, and the inputs of variants."""
+    wan_inputs.patch_module(transformer, config)
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
 
@@ -85,6 +87,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
         timestep=timestep,
+        further=wan_inputs.padded(grid, cond),
     )
 
 
@@ -99,7 +102,8 @@ def refusal(config, grid, cond):
             f"clip_fea has width {cond['clip_fea'].shape[-1]}, but this model reads "
             f"{config['image_dim']}; use the CLIP Vision model of Wan (CLIP-ViT-H)."
         )
-    return references.wrong_channels(config["in_channels"], grid, cond)
+    wrong = references.wrong_channels(config["in_channels"], grid, cond)
+    return wrong or wan_inputs.refusal(config, grid, cond)
 
 
 def config_from_shapes(shapes):
@@ -126,6 +130,8 @@ def config_from_shapes(shapes):
         image_dim=shapes["img_emb.proj.1.weight"][1] if image else None,
         added_kv_proj_dim=embedding[0] if image else None,
         pos_embed_seq_len=shapes["img_emb.emb_pos"][1] if "img_emb.emb_pos" in shapes else None,
+        reference_channels=shapes.get("ref_conv.weight", (None, None))[1],
+        camera_channels=shapes.get("control_adapter.conv.weight", (0, 0))[1] // wan_inputs.SCALE**2,
     )
 
 
@@ -173,10 +179,8 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
+    absent=("vace_patch_embedding.weight",),  # VACE
     variants={
-        "vace_patch_embedding.weight": "Wan VACE",
-        "control_adapter.conv.weight": "Wan Fun Camera",
-        "ref_conv.weight": "Wan Fun Control",
         "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
         "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
         "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate",
@@ -208,12 +212,28 @@ LAYOUT = Layout(
         **under("blocks.{}.cross_attn", "blocks.{}.attn2", ATTENTION),
     },
 )
+#: What every Wan takes.
+ACCEPTED = ("c_crossattn", "clip_fea", "time_dim_concat", "context_latents")
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
-    "conditioning.accepted": ("c_crossattn", "denoise_mask", "clip_fea"),
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
 }
+
+
+def variant(config):
+    """Which inputs a Wan has besides ACCEPTED, and 5B's timesteps."""
+    by_frame = config["out_channels"] == 48
+    further = {
+        "denoise_mask": by_frame,
+        "c_concat": not by_frame or config["in_channels"] > 48,
+        "reference_latent": config.get("reference_channels"),
+        "camera_conditions": config.get("camera_channels"),
+    }
+    accepted = (*ACCEPTED, *(name for name, has in further.items() if has))
+    return {"conditioning.accepted": accepted} | (FRAME_TIMESTEPS if by_frame else {})
+
+
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
@@ -223,12 +243,13 @@ FAMILY = Family(
         lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
     ),
     conditioning=Conditioning(
-        accepted=("c_crossattn", "c_concat", "clip_fea"),
+        accepted=(*ACCEPTED, "c_concat"),
+        context_tokens=wan_inputs.token_count,
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
     cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
-    variant=lambda config: FRAME_TIMESTEPS if config["out_channels"] == 48 else {},
+    variant=variant,
 )

@@ -17,7 +17,7 @@ from .tensor_parallel import QUERIES
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 #: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
-FUSED_QUERIES = "to_qkv_mlp_proj"
+QUERY_LAYERS = (*QUERIES, "to_qkv_mlp_proj")
 
 
 def block_costs(
@@ -60,29 +60,30 @@ def _linear(block, blocks, family, config, image, text) -> int:
         if getattr(module, "weight", None) is not None and module.weight.ndim > 1
     }
 
-    def flop_share(name):
-        shares = family.blocks.flop_shares.items()
-        return next((share(config) for pattern, share in shares if fnmatchcase(name, pattern)), 1)
-
     return sum(
-        round(weight.numel() * flop_share(name)) * tokens_through(name, block, blocks, family, image, text)
+        round(weight.numel() * family.blocks.flop_share(name, config))
+        * tokens_through(name, block, blocks, family, image, text)
         for name, weight in layers.items()
     )
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
     """Multiplications of a block's attention: one kind for each of its attention modules, in order."""
-    names = (*QUERIES, FUSED_QUERIES)
-    modules = [module for module in block.modules() if any(hasattr(module, name) for name in names)]
+    modules = [module for module in block.modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     return sum(
-        _width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
+        query_width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
         for module, kind in zip(modules, kinds)
     )
 
 
-def _width(module, family, config) -> int:
-    """Features of the queries of all heads."""
+def is_attention(module: nn.Module) -> bool:
+    """Does a module make queries?"""
+    return any(hasattr(module, name) for name in QUERY_LAYERS)
+
+
+def query_width(module: nn.Module, family, config: Mapping) -> int:
+    """Return the features of the queries of all heads of an attention module."""
     layer = next((getattr(module, name) for name in QUERIES if hasattr(module, name)), None)
     if layer is not None:
         return layer.out_features

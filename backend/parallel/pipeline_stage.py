@@ -44,7 +44,8 @@ class Stage:
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
         self.known: set[tuple[str, int]] = set()  # branch and sample whose text has run (Cache.static_text)
-        self.like: Tensor | None = None
+        # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
+        self.like: dict[str, Tensor] = {}
         self.transformer = transformer
         self.structure = BlockStructure.of(transformer, family)
         index = 0
@@ -75,7 +76,7 @@ class Stage:
         self.attention.begin_request(kernel, buffers)
         self.sequences.clear()
         self.known.clear()
-        self.like = None
+        self.like.clear()
 
     def drain(self):
         """Wait for every send and receive under way."""
@@ -84,9 +85,9 @@ class Stage:
 
     def expect(self, context: StepContext) -> bool:
         """Post the receive of a forward; return False, also for all after it, if its size is unknown."""
-        if self.like is None or context.branch not in self.sequences:
+        if context.branch not in self.like or context.branch not in self.sequences:
             return False
-        self._post(context, self.like)
+        self._post(context, self.like[context.branch])
         return True
 
     def _post(self, context: StepContext, like: Tensor):
@@ -189,7 +190,7 @@ class Stage:
         crossing = self.structure.crossing(self.blocks.start)
         both, *skips = pipe.take().chunk(1 + len(crossing), dim=2)
         forward.skips = dict(zip(crossing, skips))
-        self.like = both
+        self.like[forward.context.branch] = both
         if text is None:
             return {"image": both, "text": None}
         text_tokens, image_tokens = self._received(forward.tokens)

@@ -1,6 +1,6 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -11,6 +11,7 @@ from ..loading.recognition import open_checkpoint
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.mesh import layout
 from ..parallel.stage_split import Stages
+from .activations import activation_bytes
 from .traffic import sent
 from .workload import Place, Workload
 
@@ -22,9 +23,12 @@ CALLS = 28
 class RankPlan:
     """What one rank holds and sends. Bytes are per rank.
 
-    patches: (text tokens, tokens of the image stream) of this rank in each patch. host_bytes: weights that
-    wait in host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once,
-    for one prompt that all samples share. bytes_per_step: in the steady state, by mechanism.
+    patches: (text tokens, tokens of the image stream) of this rank in each patch. weight_bytes: as the file
+    stores them where layers keep them quantized. scratch_bytes: where one of those is dequantized at a time.
+    gathered_bytes: whole weights under shard_weights while a block runs. host_bytes: weights that wait in
+    host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once, for one
+    prompt that all samples share. activation_bytes: an estimate (activations.py). bytes_per_step: in the
+    steady state, by mechanism.
     """
 
     rank: int
@@ -34,20 +38,40 @@ class RankPlan:
     heads: int
     patches: list[tuple[int, int]]
     weight_bytes: int
+    scratch_bytes: int
+    gathered_bytes: int
     host_bytes: int
     kv_bytes: int
     modulation_bytes: int
+    activation_bytes: int
     bytes_per_step: dict[str, int]
 
     def __str__(self) -> str:
         sent = ", ".join(f"{name} {_mb(size)}" for name, size in self.bytes_per_step.items())
         host = f" (and {_mb(self.host_bytes)} in host memory)" if self.host_bytes else ""
-        ahead = f", modulation {_mb(self.modulation_bytes)}" if self.modulation_bytes else ""
+        rest = {
+            "dequantized": self.scratch_bytes,
+            "gathered": self.gathered_bytes,
+            "keys and values": self.kv_bytes,
+            "modulation": self.modulation_bytes,
+            "activations about": self.activation_bytes,
+        }
+        held = ", ".join(f"{name} {_mb(size)}" for name, size in rest.items() if size)
         return (
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
-            f"{len(self.patches)} patches, weights {_mb(self.weight_bytes)}{host}, keys and values "
-            f"{_mb(self.kv_bytes)}{ahead}, sends per step: {sent or 'nothing'}"
+            f"{len(self.patches)} patches, weights {_mb(self.weight_bytes)}{host}, {held}, in all about "
+            f"{_mb(self.device_bytes)}, sends per step: {sent or 'nothing'}"
         )
+
+    @property
+    def device_bytes(self) -> int:
+        """All of it that is on the device at once, without what the allocator and CUDA need."""
+        transient = self.scratch_bytes + self.gathered_bytes + self.activation_bytes
+        return self.weight_bytes + self.kv_bytes + self.modulation_bytes + transient
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {**asdict(self), "device_bytes": self.device_bytes}
 
 
 def _mb(size: int) -> str:
@@ -89,7 +113,7 @@ def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
     blocks = stages.blocks[place["pp"]]
     patches = work.patches(place)
     traffic = sent(work, place, stages, patches)
-    weights, host = work.weight_bytes(place, stages)
+    weights = work.weights(place, stages)
     return RankPlan(
         rank,
         place,
@@ -97,9 +121,12 @@ def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
         (blocks.start, blocks.stop),
         work.heads(place),
         [(len(patch.local.text), patch.local.stream) for patch in patches],
-        weights,
-        host,
+        weights.device,
+        weights.scratch,
+        weights.gathered,
+        weights.host,
         work.kv_bytes(place, len(blocks), patches),
         work.modulation_bytes(place, stages),
+        activation_bytes(work, place, stages),
         {name: size for name, size in traffic.items() if size},
     )

@@ -13,6 +13,14 @@ from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.ulysses_ring import head_shards
+from .weights import (
+    HeldParameter,
+    HeldWeights,
+    block_indices,
+    gathered_bytes,
+    held_parameters,
+    scratch_bytes,
+)
 
 #: A rank's index on every mesh axis.
 Place = dict[str, int]
@@ -40,10 +48,9 @@ class Workload:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
         position = self.family.blocks.text_position
         sequence = Sequence(self.text_tokens if position else 0, self.image_tokens, position)
-        sp_rank = place["ring"] * self.config.ulysses_degree + place["ulysses"]
         if not self.buffered:
-            return [whole_sequence(sequence, sp_rank, self.config.sp_degree)]
-        return patches(sequence, self.config.patches, sp_rank, self.config.sp_degree)
+            return [whole_sequence(sequence, self.sp_rank(place), self.config.sp_degree)]
+        return patches(sequence, self.config.patches, self.sp_rank(place), self.config.sp_degree)
 
     @property
     def buffered(self) -> bool:
@@ -107,28 +114,39 @@ class Workload:
             found.append(tensor_parallel.shards(self.checkpoint.empty, self.family, scheme, mesh))
         return found
 
-    def weight_bytes(self, place: Place, stages: Stages) -> tuple[int, int]:
-        """Count the bytes of weights on the device, and in host memory."""
+    def weights(self, place: Place, stages: Stages) -> HeldWeights:
+        """Count the bytes of the weights of the rank at ``place``."""
         own = place["pp"]
-        names = self.checkpoint.block_names
-        absent = tuple(name + "." for i, name in enumerate(names) if i not in stages.blocks[own])
         waiting = set()
         if self.config.offload_modulation:
+            names = self.checkpoint.block_names
             waiting = {layer for block in names for layer in self.checkpoint.modulation(block)}
-        cuts = self.cuts(place)
-        on_device = on_host = 0
-        for name, parameter in self.checkpoint.empty.named_parameters():
-            module = name.rpartition(".")[0]
-            elsewhere = bool(absent) and name.startswith(absent)
-            if stages.holders[module] != own if module in stages.holders else elsewhere:
-                continue
-            values = _values(parameter, cuts.get(module))
-            if module in waiting:
-                on_host += values
-            else:
-                on_device += values
-        ranks = self.config.sp_degree * self.config.data_parallel_degree if self.config.shard_weights else 1
-        return -(-on_device * self.dtype.itemsize // ranks), on_host * self.dtype.itemsize
+        here = [
+            each
+            for each in self._held[place["tp"]]
+            if stages.holders.get(each.module, own) == own
+            and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
+        ]
+        host = sum(each.bytes for each in here if each.module in waiting)
+        if not self.config.shard_weights:
+            device = sum(each.bytes for each in here) - host
+            return HeldWeights(device, host, scratch_bytes(here), 0)
+        ranks = self.config.sp_degree * self.config.data_parallel_degree
+        rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
+        device = sum(each.shard(rank, ranks) for each in here)
+        return HeldWeights(device, host, scratch_bytes(here), gathered_bytes(here))
+
+    @cached_property
+    def _held(self) -> list[list[HeldParameter]]:
+        """Every parameter as each rank of a tensor-parallel group holds it."""
+        degree = self.config.tensor_parallel_degree
+        places = ({"tp": rank} for rank in range(degree))
+        blocks = block_indices(self.checkpoint)
+        return [[*held_parameters(self.checkpoint, self.cuts(place), self.dtype, blocks)] for place in places]
+
+    def sp_rank(self, place: Place) -> int:
+        """Index of the rank at ``place`` among the sequence-parallel ones."""
+        return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
     def kv_bytes(self, place: Place, blocks: int, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
@@ -168,11 +186,3 @@ class Workload:
         if cut is None:
             return layer_features(self.checkpoint.empty.get_submodule(layer))
         return sum(cut.widths) or sum(map(len, cut.outputs))
-
-
-def _values(parameter: torch.nn.Parameter, cut: tensor_parallel.Shard | None) -> int:
-    """Count the numbers of a parameter that one rank holds."""
-    if cut is None:
-        return parameter.numel()
-    rows = sum(map(len, cut.outputs))
-    return rows * sum(map(len, cut.inputs)) if parameter.ndim > 1 else rows

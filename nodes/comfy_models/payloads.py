@@ -107,3 +107,8 @@ def qwen_image21(arguments: dict) -> dict:
     if slots:
         found["image_slots"] = torch.tensor([slots], dtype=torch.long)
     return found
+
+
+def wan_vace(arguments: dict) -> dict:
+    """Return the strength of each control video as a tensor, the same for every sample."""
+    return arguments | {"vace_strength": torch.tensor([arguments["vace_strength"]], dtype=torch.float32)}

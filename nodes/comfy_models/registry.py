@@ -23,7 +23,7 @@ from .latent_formats import LATENT_FORMATS
 from .qwen_image21 import QwenImage21
 from .sana import Sana
 from .unet_configs import UNET_CONFIGS
-from .unet_values import hidden, hunyuan_video_class, pixart_class, wan_class
+from .unet_values import flux_class, hidden, hunyuan_video_class, pixart_class, wan_class
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _input_weight(config: dict) -> torch.Tensor:
 
 FAMILIES = {
     "flux": Family(
-        comfy_class=lambda config: "Flux" if config["guidance_embeds"] else "FluxSchnell",
+        comfy_class=flux_class,
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
         accepts=IMAGE_TO_VIDEO + REFERENCES,
@@ -94,7 +94,12 @@ FAMILIES = {
     "hunyuan-image-2.1": Family("HunyuanImage21"),
     "wan": Family(
         wan_class,
-        accepts=IMAGE_TO_VIDEO,
+        accepts=IMAGE_TO_VIDEO + REFERENCES,
+        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
+    ),
+    "wan-vace": Family(
+        "WAN21_Vace",
+        translate=arguments.wan_vace,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
     "cogvideox": Family(

@@ -1,7 +1,7 @@
 """The diffusers config of a transformer as ComfyUI's own unet_config: a table with one entry a family."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import unet_values as values
@@ -232,4 +232,10 @@ UNET_CONFIGS = {
         extra=values.minimax_h3_curves,
     ),
 }
+UNET_CONFIGS["wan-vace"] = replace(
+    UNET_CONFIGS["wan"],
+    fixed=UNET_CONFIGS["wan"].fixed | {"model_type": "vace"},
+    names=UNET_CONFIGS["wan"].names + " text_dim vace_in_dim=vace_in_channels",
+    computed={"dim": values.hidden, "vace_layers": values.vace_layers},
+)
 UNET_CONFIGS["minimax-h3-curves"] = UNET_CONFIGS["minimax-h3"]

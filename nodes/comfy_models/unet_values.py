@@ -26,10 +26,26 @@ def wan_model_type(config: dict) -> str:
     return "i2v" if config.get("image_dim") else "t2v"
 
 
+def flux_class(config: dict) -> str:
+    """Return the name of ComfyUI's class: Fill, which is given an image and a mask, has one of its own."""
+    if not config["guidance_embeds"]:
+        return "FluxSchnell"
+    return "FluxInpaint" if unpacked_in_channels(config) == 96 else "Flux"
+
+
+def vace_layers(config: dict) -> int:
+    """Return the number of control blocks."""
+    return len(config["vace_layers"])
+
+
 def wan_class(config: dict) -> str:
+    if config.get("camera_channels"):
+        return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
     if config["out_channels"] == 48:
         return "WAN22_T2V"
-    return "WAN21_I2V" if config.get("image_dim") and config["in_channels"] == 36 else "WAN21_T2V"
+    if not config.get("image_dim"):
+        return "WAN21_T2V"
+    return {36: "WAN21_I2V", 48: "WAN21_FunControl2V"}.get(config["in_channels"], "WAN21_T2V")
 
 
 def hunyuan_video_class(config: dict) -> str:

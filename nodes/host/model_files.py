@@ -8,11 +8,13 @@ from ..diffusers_folder.pipelines import INDEXES
 
 #: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
 GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
+#: Parts of a pipeline's folder that are transformers of their own, besides the one that its name stands for.
+FURTHER_TRANSFORMERS = ("transformer_2",)
 
 
 def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and folders of diffusers
-    that hold a transformer."""
+    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, folders of diffusers that
+    hold a transformer, and further transformers of a pipeline (Wan 2.2's low-noise expert)."""
     paths = {
         name: folder_paths.get_full_path("diffusion_models", name)
         for name in folder_paths.get_filename_list("diffusion_models")
@@ -22,7 +24,14 @@ def model_paths() -> dict[str, str]:
             names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
             for name in folder_paths.filter_files_extensions(names, [".gguf"]):
                 paths.setdefault(name, os.path.join(root, name))
-    return paths | {name: folder for name, folder in diffusers_folders().items() if name not in paths}
+    folders = diffusers_folders()
+    folders |= {
+        os.path.join(name, further): os.path.join(folder, further)
+        for name, folder in folders.items()
+        for further in FURTHER_TRANSFORMERS
+        if os.path.isfile(os.path.join(folder, further, "config.json"))
+    }
+    return paths | {name: folder for name, folder in folders.items() if name not in paths}
 
 
 def model_folders() -> list[str]:

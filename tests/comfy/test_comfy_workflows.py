@@ -10,7 +10,7 @@ import pytest
 from comfy_server import PACK
 from loras import write_lora
 from PIL import Image
-from quantized import write_scaled
+from quantized import ANY_MATRIX, write_scaled
 from safetensors.torch import save_file
 from tiny import GOLDEN, facts, weights_module
 from versions import skip_without, skip_without_nodes
@@ -119,8 +119,6 @@ WAN_IMAGE = {
 
 #: Part of a file's name -> how its matrices are stored; plain float8 has no scales.
 QUANTIZED = {"int8_convrot": "int8_tensorwise", "fp8_scaled": "float8_e4m3fn", "fp8_e4m3fn": "plain float8"}
-#: Matrices of the blocks of any family.
-ANY_MATRIX = re.compile(r"(blocks|layers)\.\d+\..*\.weight$")
 
 
 def read(name: str) -> dict:

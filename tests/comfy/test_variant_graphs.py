@@ -5,8 +5,9 @@ import json
 
 import pytest
 from graphs import SAMPLER, Graph
-from tiny import GOLDEN
+from tiny import GOLDEN, as_folder, facts
 from variants import VARIANTS, described
+from variants import write as variants_write
 from versions import skip_without, skip_without_nodes
 
 
@@ -58,6 +59,22 @@ def pictured_video(g, positive, negative):
         "InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image()
     )
     return positive, negative, g.latent(1, 16, 3, 15, 18, empty=True)
+
+
+def layers(pictured: bool):
+    """Qwen-Image-Layered's own latent; a picture to be taken apart, or none."""
+
+    def build(g, positive, negative):
+        if pictured:
+            picture = g.latent(1, 16, 1, 14, 18, seed=2)
+            positive, negative = (
+                g.one("ReferenceLatent", conditioning=prompt, latent=picture)
+                for prompt in (positive, negative)
+            )
+        size = {"width": 144, "height": 112, "layers": 2, "batch_size": 2}
+        return positive, negative, g.one("EmptyQwenImageLayeredLatentImage", **size)
+
+    return build
 
 
 def encoded(*pictures, shape=None):
@@ -121,6 +138,101 @@ def first_and_last_frame(g, positive, negative):
         start_image=g.image(seed=1),
         end_image=g.image(seed=2),
     )
+
+
+WAN_SIZE = {"width": 144, "height": 112, "length": 9, "batch_size": 1}
+
+
+WAN_FUN, WAN_FUN_22 = "WanFunControlToVideo", "Wan22FunControlToVideo"
+
+
+def fun_control(node, features=False, **pictures):
+    """Wan Fun Control's nodes; ``pictures``: input -> how many frames are connected."""
+
+    def build(g, positive, negative):
+        further = {name: g.image(frames=count, seed=count) for name, count in pictures.items()}
+        further |= {"clip_vision_output": g.features()} if features else {}
+        return g.three(node, positive=positive, negative=negative, vae=g.vae(), **WAN_SIZE, **further)
+
+    return build
+
+
+def fun_camera(features=False, pictured=True, moved=True):
+    def build(g, positive, negative):
+        further = {"clip_vision_output": g.features()} if features else {}
+        further |= {"start_image": g.image()} if pictured else {}
+        if moved:
+            size = {name: WAN_SIZE[name] for name in ("width", "height", "length")}
+            further["camera_conditions"] = g.one("WanCameraEmbedding", camera_pose="Pan Left", **size)
+        return g.three(
+            "WanCameraImageToVideo",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(),
+            **WAN_SIZE,
+            **further,
+        )
+
+    return build
+
+
+def phantom(negative_output):
+    """Frames of subjects after the video; the negative prompt has them too, or empty ones."""
+
+    def build(g, positive, negative):
+        node = g.add(
+            "WanPhantomSubjectToVideo",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(),
+            images=g.image(frames=2),
+            **WAN_SIZE,
+        )
+        return [node, 0], [node, negative_output], [node, 3]
+
+    return build
+
+
+def bernini(g, positive, negative):
+    """A video of the latent's size, another one, and a picture."""
+    return g.three(
+        "BerniniConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(),
+        **WAN_SIZE,
+        ref_max_size=128,
+        source_video=g.image(frames=9),
+        reference_video=g.image(96, 64, frames=5, seed=2),
+        **{"reference_images.reference_image_0": g.image(64, 96, seed=3)},
+    )
+
+
+def vace(*videos):
+    """WanVaceToVideo, once for each of ``videos``, which names the inputs that are connected."""
+
+    def build(g, positive, negative):
+        latent: list = []
+        for seed, inputs in enumerate(videos, 1):
+            further = {}
+            if "control_video" in inputs:
+                further["control_video"] = g.image(frames=9, seed=seed)
+            if "control_masks" in inputs:
+                further["control_masks"] = g.one("TestMask", width=144, height=112)
+            if "reference_image" in inputs:
+                further["reference_image"] = g.image(seed=seed)
+            positive, negative, latent = g.three(
+                "WanVaceToVideo",
+                positive=positive,
+                negative=negative,
+                vae=g.vae(),
+                strength=0.5 + 0.4 * seed,
+                **WAN_SIZE,
+                **further,
+            )
+        return positive, negative, latent
+
+    return build
 
 
 def given_frame(g, positive, negative):
@@ -318,6 +430,8 @@ GRAPHS = {
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
     "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
+    "qwen layered": ("qwen-image-layered", layers(pictured=True)),
+    "qwen layered, text to layers": ("qwen-image-layered", layers(pictured=False)),
     "qwen 2.1": ("qwen-image21-edit", encoded(shape=(2, 64, 8, 10))),
     "qwen 2.1, odd sides": ("qwen-image21-edit", encoded(shape=(1, 64, 15, 9))),
     "qwen 2.1, a picture": ("qwen-image21-edit", encoded((128, 96))),
@@ -330,6 +444,22 @@ GRAPHS = {
     "wan 2.2 i2v without picture": ("wan22-i2v", plain(1, 16, 3, 15, 18)),
     "wan 2.2 ti2v": ("wan22-ti2v", given_frame),
     "wan 2.2 ti2v without picture": ("wan22-ti2v", plain(1, 48, 3, 15, 18)),
+    "wan fun control": ("wan21-fun-control", fun_control(WAN_FUN, True, start_image=1, control_video=9)),
+    "wan fun control without anything": ("wan21-fun-control", fun_control(WAN_FUN)),
+    "wan fun control, reference": ("wan21-fun-control", fun_control(WAN_FUN_22, ref_image=1)),
+    "wan 2.2 fun control": ("wan22-fun-control", fun_control(WAN_FUN_22, ref_image=1, control_video=9)),
+    "wan 2.2 fun control without anything": ("wan22-fun-control", fun_control(WAN_FUN_22)),
+    "wan fun camera": ("wan21-fun-camera", fun_camera(features=True)),
+    "wan fun camera that stays": ("wan21-fun-camera", fun_camera(moved=False)),
+    "wan 2.2 fun camera": ("wan22-fun-camera", fun_camera()),
+    "wan 2.2 fun camera without picture": ("wan22-fun-camera", fun_camera(pictured=False)),
+    "wan phantom": ("wan21-phantom", phantom(1)),
+    "wan phantom, empty subjects": ("wan21-phantom", phantom(2)),
+    "wan bernini": ("wan22-bernini", bernini),
+    "wan vace": ("wan21-vace", vace(("control_video", "control_masks", "reference_image"))),
+    "wan vace, text to video": ("wan21-vace", plain(2, 16, 3, 16, 18)),
+    "wan vace without anything": ("wan21-vace", vace(())),
+    "wan vace, two videos": ("wan21-vace-two", vace(("control_video",), ("control_video", "control_masks"))),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
     "hunyuan-video 1.5 i2v": (
@@ -344,6 +474,8 @@ GRAPHS = {
     "minimax-h3 first and last frame": ("minimax-h3-guides", minimax_frames),
     "minimax-h3 references": ("minimax-h3-guides", minimax_references),
     "cogvideox i2v": ("cogvideox-i2v", pictured_video),
+    "cogvideox 1.0 i2v": ("cogvideox-1.0-i2v", pictured_video),
+    "cogvideox 1.0 i2v without picture": ("cogvideox-1.0-i2v", plain(1, 16, 3, 15, 18)),
     "cogvideox 1.5 i2v": ("cogvideox-1.5-i2v", plain(1, 16, 3, 14, 18)),
     "sd3.5 medium": ("sd3.5-medium", plain(2, 16, 15, 18)),
     "sd3.5 medium, a prompt that ComfyUI repeats": ("sd3.5-medium", plain(1, 16, 16, 16), 6),
@@ -358,11 +490,13 @@ TOLERANCES = {"krea2-edit": 2e-4}
 @pytest.mark.parametrize("name", GRAPHS)
 def test_same_latent_as_ksampler(family_comfy, name):
     variant, build, rows = (*GRAPHS[name], 7)[:3]
+    family = VARIANTS[variant].family if variant in VARIANTS else variant
+    told = described(variant) if variant in VARIANTS else facts(variant)
     file = family_comfy.folder / f"models/diffusion_models/{variant}.safetensors"
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs",
-        file=str(GOLDEN / f"{VARIANTS[variant].family}__euler_simple.safetensors"),
+        file=str(GOLDEN / f"{family}__euler_simple.safetensors"),
         change="nothing",
     )
     negative = g.one(
@@ -375,7 +509,7 @@ def test_same_latent_as_ksampler(family_comfy, name):
     inputs = {"positive": positive, "negative": negative, "latent_image": latent, **SAMPLER}
     theirs = g.one(
         "KSampler",
-        model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(described(variant))),
+        model=g.one("TestReferenceModel", file=str(file), facts=json.dumps(told)),
         **inputs,
     )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
@@ -418,18 +552,16 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
     assert json.loads(run.outputs[result]["text"][0])["error"] < 1e-4
 
 
-def experts(folder, seed: int) -> tuple[dict, str, str]:
+def experts(folder, seed: int, names: dict[str, str]) -> tuple[dict, str, str]:
     """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The
-    same with KSampler (Advanced) beside it."""
+    same with KSampler (Advanced) beside it. ``names``: variant -> model_name."""
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing"
     )
     config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
     ours = theirs = g.latent(1, 16, 3, 16, 16, empty=True)
-    loaded = {
-        name: g.one("LoadParallelDiT", config=config, model_name=f"{name}.safetensors") for name in EXPERTS
-    }
+    loaded = {name: g.one("LoadParallelDiT", config=config, model_name=names[name]) for name in EXPERTS}
     for name, part in EXPERTS.items():
         file = str(folder / f"models/diffusion_models/{name}.safetensors")
         inputs = {
@@ -475,8 +607,9 @@ EXPERTS = {
 
 def test_two_experts_stay_loaded_on_one_backend(family_comfy):
     states = []
+    files = {name: f"{name}.safetensors" for name in EXPERTS}
     for seed in (1, 2, 3):
-        nodes, error, state = experts(family_comfy.folder, seed)
+        nodes, error, state = experts(family_comfy.folder, seed, files)
         run = family_comfy.run(nodes)
         assert run.status == "success", run.message or run.node_errors
         assert json.loads(run.outputs[error]["text"][0])["error"] < 1e-4
@@ -489,3 +622,24 @@ def test_two_experts_stay_loaded_on_one_backend(family_comfy):
             and state["sent"]["Sample"] == 2
             and "Unload" not in state["sent"]
         )
+
+
+def test_both_experts_of_a_pipelines_folder(family_comfy):
+    """The released folder of Wan 2.2 A14B: its name is the expert of high noise, the one of low noise is
+    listed below it."""
+    pipeline = family_comfy.folder / "models/diffusers/wan22-a14b"
+    pipeline.mkdir(parents=True)
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    names = dict(zip(EXPERTS, ("wan22-a14b", "wan22-a14b/transformer_2")))
+    for name in reversed(EXPERTS):
+        file = variants_write(pipeline / "file.safetensors", name)
+        transformer = as_folder(file)
+        file.unlink()
+        if name == "wan22-i2v-low":
+            transformer.rename(pipeline / "transformer_2")
+    nodes, error, _ = experts(family_comfy.folder, 4, names)
+    options = family_comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]["required"]
+    assert set(names.values()) <= set(options["model_name"][1]["options"])
+    run = family_comfy.run(nodes)
+    assert run.status == "success", run.message or run.node_errors
+    assert json.loads(run.outputs[error]["text"][0])["error"] < 1e-4

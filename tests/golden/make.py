@@ -210,6 +210,30 @@ class DiffusersQwenImage21(torch.nn.Module):
 
 
 CASES = {
+    "wan21-vace": Case(
+        "WAN21_Vace",
+        {
+            "image_model": "wan2.1",
+            "model_type": "vace",
+            "dim": 512,
+            "ffn_dim": 1024,
+            "num_heads": 4,
+            "num_layers": 4,
+            "patch_size": [1, 2, 2],
+            "freq_dim": 256,
+            "window_size": [-1, -1],
+            "qk_norm": True,
+            "cross_attn_norm": True,
+            "eps": 1e-6,
+            "in_dim": 16,
+            "out_dim": 16,
+            "text_dim": 64,
+            "vace_layers": 2,
+            "vace_in_dim": 96,
+        },
+        (1, 16, 3, 16, 16),
+        {"cross_attn": (1, 12, 64)},
+    ),
     "qwen-image21": Case(
         "QwenImage21",
         {

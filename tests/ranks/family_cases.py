@@ -34,6 +34,8 @@ CASES = {
         "krea2-edit",
         "wan21-i2v",
         "wan22-ti2v",
+        "wan21-fun-control",
+        "wan22-bernini",
         "ltxv-i2v",
         "ltx25-i2v",
         "minimax-h3-guides",

@@ -68,6 +68,7 @@ LATENT_FORMATS = {
     "flux-dev": FLUX,
     "sd3": (0.0609, 1.5305),
     "wan21-t2v": WAN,
+    "wan21-vace": WAN,
     "hunyuan-video": (0.0, 0.476986),
     "qwen-image": WAN,
     "ltxv": (0.0, 1.0),
@@ -114,6 +115,13 @@ def left_padded(prompt: torch.Tensor, rows: int = 512) -> torch.Tensor:
     return torch.nn.functional.pad(prompt, (0, 0, rows - prompt.shape[1], 0))
 
 
+def no_control() -> dict[str, torch.Tensor]:
+    """ComfyUI's control video of Wan VACE where none is given: grey ones that are to be painted anew."""
+    frames = ((torch.zeros(1, 16, 3, 16, 16) - WAN_MEAN) / WAN_STD).repeat(1, 2, 1, 1, 1)
+    context = torch.cat([frames, torch.ones(1, 64, 3, 16, 16)], dim=1)[:, None]
+    return {"vace_context": context, "vace_strength": torch.ones(1, 1)}
+
+
 #: Golden family -> what else ComfyUI's model makes of a CONDITIONING (arguments -> further arguments).
 FURTHER = {
     "hunyuan-dit": lambda a: {
@@ -122,6 +130,7 @@ FURTHER = {
     },
     "z-image-turbo": lambda a: {"num_tokens": a.pop("attention_mask").sum()},
     "pixart-sigma": lambda a: {"c_size": torch.tensor([[320.0, 320.0]]), "c_ar": torch.ones(1, 1)},
+    "wan21-vace": lambda a: no_control(),
     "chroma": lambda a: {"guidance": torch.zeros(1)},
     "kandinsky5": lambda a: {"c_concat": torch.zeros(1, 17, 3, 12, 16)},
     "flux2-dev": lambda a: {"c_crossattn": left_padded(a["c_crossattn"])},

@@ -12,6 +12,8 @@ from backend.quantization.packed_weight import PackedWeight
 #: Layers that are quantized: the matrices of the blocks, as in published files. ROWWISE get a scale for each
 #: row.
 MATRICES = re.compile(r"(double|single)_blocks\.\d+\..*\.weight$")
+#: Matrices of the blocks of any family.
+ANY_MATRIX = re.compile(r"(blocks|layers)\.\d+\..*\.weight$")
 KINDS = (
     *("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "mxfp8", "nvfp4"),
     *("convrot_w4a4", "asym_w4a8_int8"),

@@ -78,6 +78,16 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return part.rename(path)
 
 
+def diffusers_state(checkpoint) -> dict[str, torch.Tensor]:
+    """The loaded parameters of a checkpoint under the names of the diffusers class."""
+    found = {}
+    moved = checkpoint.family.layout.moved(checkpoint.config)
+    for name, value in checkpoint.empty.state_dict().items():
+        here = next((prefix for prefix in moved if name.startswith(prefix)), "")
+        found[moved.get(here, "") + name.removeprefix(here)] = value.contiguous()
+    return found
+
+
 def as_folder(file: Path, **entries) -> Path:
     """The weights of a single file as a diffusers folder beside it, whose configuration has other
     ``entries``.
@@ -85,10 +95,7 @@ def as_folder(file: Path, **entries) -> Path:
     checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     folder.mkdir()
-    save_file(
-        {name: value.contiguous() for name, value in checkpoint.empty.state_dict().items()},
-        folder / "diffusion_pytorch_model.safetensors",
-    )
+    save_file(diffusers_state(checkpoint), folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(
         json.dumps({"_class_name": checkpoint.family.transformer, **checkpoint.config, **entries})
     )

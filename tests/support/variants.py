@@ -97,6 +97,16 @@ IMAGE_EMBEDDER = {
     },
 }
 WAN_36 = {"patch_embedding.weight": (512, 36, 1, 2, 2)}
+REFERENCE_PICTURE = {"ref_conv.weight": (512, 16, 2, 2), "ref_conv.bias": (512,)}
+CAMERA = {
+    "control_adapter.conv.weight": (512, 24 * 64, 2, 2),
+    "control_adapter.conv.bias": (512,),
+    **{
+        f"control_adapter.residual_blocks.0.conv{i}.{leaf}": shape
+        for i in (1, 2)
+        for leaf, shape in (("weight", (512, 512, 3, 3)), ("bias", (512,)))
+    },
+}
 GUIDANCE = {
     f"guidance_in.{layer}.{leaf}": None for layer in ("in_layer", "out_layer") for leaf in ("weight", "bias")
 }
@@ -115,12 +125,18 @@ DUAL = {
     )
 }
 
+
+def wider(family: str, by: int, to: int) -> dict:
+    """The shapes of a golden family whose widths are ``to`` / ``by`` of what they are."""
+    return {
+        key: tuple(size * to // by if size % 256 == 0 else size for size in shape)
+        for key, shape in facts(family)["shapes"].items()
+    }
+
+
 #: PixArt-alpha's size embedders need a width that 3 divides.
 ALPHA = {
-    **{
-        key: tuple(size * 9 // 8 if size % 256 == 0 else size for size in shape)
-        for key, shape in facts("pixart-sigma")["shapes"].items()
-    },
+    **wider("pixart-sigma", 8, 9),
     "t_embedder.mlp.0.weight": (288, 256),
     "y_embedder.y_embedding": (120, 64),
     **{
@@ -133,6 +149,12 @@ ALPHA = {
             (2, "bias", (96,)),
         )
     },
+}
+#: So does ComfyUI's table of positions, which CogVideoX 1.0's learned one replaces.
+LEARNED_POSITIONS = {
+    **wider("cogvideox", 2, 3),
+    "patch_embed.proj.weight": (384, 32, 2, 2),
+    "patch_embed.pos_embedding": (1, 226 + 1350, 384),
 }
 
 VARIANTS = {
@@ -164,6 +186,15 @@ VARIANTS = {
         "QwenImage",
         {"default_ref_method": "index_timestep_zero"},
         arguments=VIDEO_REFERENCES,
+    ),
+    "qwen-image-layered": Variant(
+        "qwen-image",
+        {"time_text_embed.addition_t_embedding.weight": (2, 256)},
+        "QwenImage",
+        {"use_additional_t_cond": True, "default_ref_method": "negative_index"},
+        latent=(1, 16, 3, 12, 14),
+        arguments=VIDEO_REFERENCES,
+        negative={"c_crossattn": randn(1, 7, 64)},
     ),
     "qwen-image21-edit": Variant(
         "qwen-image21",
@@ -216,6 +247,65 @@ VARIANTS = {
         arguments={"denoise_mask": frames_given(48, 3, 16, 16)},
         mask=frames_given(48, 3, 16, 16),
     ),
+    "wan21-fun-control": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 48, 1, 2, 2)} | IMAGE_EMBEDDER | REFERENCE_PICTURE,
+        "WAN21_FunControl2V",
+        {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
+        arguments={
+            "c_concat": randn(1, 32, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "reference_latent": randn(1, 16, 16, 16),
+        },
+        negative={"reference_latent": None},
+    ),
+    "wan22-fun-control": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 52, 1, 2, 2)} | REFERENCE_PICTURE,
+        "WAN21_T2V",
+        {"in_dim": 52, "in_dim_ref_conv": 16},
+        arguments={"c_concat": randn(1, 36, 3, 16, 16), "reference_latent": randn(1, 16, 16, 16)},
+    ),
+    "wan21-fun-camera": Variant(
+        "wan21-t2v",
+        {"patch_embedding.weight": (512, 32, 1, 2, 2)} | IMAGE_EMBEDDER | CAMERA,
+        "WAN21_Camera",
+        {"model_type": "camera", "in_dim": 32},
+        arguments={
+            "c_concat": randn(1, 16, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "camera_conditions": randn(1, 24, 3, 128, 128),
+        },
+        negative={"camera_conditions": None},
+    ),
+    "wan22-fun-camera": Variant(
+        "wan21-t2v",
+        WAN_36 | CAMERA,
+        "WAN22_Camera",
+        {"model_type": "camera_2.2", "in_dim": 36},
+        arguments={"c_concat": randn(1, 20, 3, 16, 16), "camera_conditions": randn(1, 24, 3, 128, 128)},
+    ),
+    "wan21-phantom": Variant(
+        "wan21-t2v",
+        arguments={"time_dim_concat": randn(1, 16, 2, 16, 16)},
+        negative={"time_dim_concat": None},
+    ),
+    "wan22-bernini": Variant(
+        "wan21-t2v",
+        arguments={
+            "context_latents.0": randn(1, 16, 3, 16, 16),
+            "context_latents.1": randn(1, 16, 1, 9, 12),
+        },
+        negative={"context_latents.1": None},
+    ),
+    "wan21-vace-two": Variant(
+        "wan21-vace",
+        arguments={
+            "vace_context": randn(1, 2, 96, 3, 16, 16),
+            "vace_strength": torch.tensor([[0.7, 1.3]]),
+        },
+        negative={"vace_context": randn(1, 1, 96, 3, 16, 16), "vace_strength": torch.tensor([[0.5]])},
+    ),
     "hunyuan-video-i2v": Variant(
         "hunyuan-video",
         {"img_in.proj.weight": (512, 33, 1, 2, 2)},
@@ -262,6 +352,19 @@ VARIANTS = {
         {"patch_embed.proj.weight": (256, 32, 2, 2)},
         "CogVideoX_I2V",
         {"in_channels": 32},
+        arguments={"c_concat": randn(1, 16, 3, 16, 16)},
+    ),
+    "cogvideox-1.0-i2v": Variant(
+        "cogvideox",
+        LEARNED_POSITIONS,
+        "CogVideoX_I2V",
+        {
+            "num_attention_heads": 6,
+            "in_channels": 32,
+            "sample_frames": 1,
+            "use_learned_positional_embeddings": True,
+            "use_rotary_positional_embeddings": False,
+        },
         arguments={"c_concat": randn(1, 16, 3, 16, 16)},
     ),
     "cogvideox-1.5-i2v": Variant(

@@ -13,7 +13,16 @@ from diffusers.models.embeddings import PatchEmbed
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from flops import counted
 from safetensors.torch import save_file
-from tiny import as_folder, error_in_std, facts, is_known_distance, relative, weights_module, write_checkpoint
+from tiny import (
+    as_folder,
+    diffusers_state,
+    error_in_std,
+    facts,
+    is_known_distance,
+    relative,
+    weights_module,
+    write_checkpoint,
+)
 from tolerance import assert_same_bits
 
 from backend.config import ConfigError, ParallelConfig
@@ -77,7 +86,7 @@ def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
     single = open_checkpoint(str(write_checkpoint(tmp_path / "ltx23.safetensors", "ltx23")))
     single.load(range(single.block_count), torch.float32, torch.device("cpu"))
     weights, names = (
-        {name: value.contiguous() for name, value in single.empty.state_dict().items()},
+        diffusers_state(single),
         single.family.layout.companion.names,
     )
     apart = {
@@ -180,14 +189,12 @@ def test_single_file_with_diffusers_names(family, tmp_path):
     """Recognised by its keys, the configuration from the shapes; with a prefix too."""
     single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
     single.load(range(single.block_count), torch.float32, torch.device("cpu"))
-    weights = {f"transformer.{name}": value.contiguous() for name, value in single.empty.state_dict().items()}
+    weights = {f"transformer.{name}": value for name, value in diffusers_state(single).items()}
     save_file(weights, tmp_path / "diffusers.safetensors")
     again = open_checkpoint(str(tmp_path / "diffusers.safetensors"))
     assert again.family == single.family and again.config == single.config
     again.load(range(again.block_count), torch.float32, torch.device("cpu"))
-    assert all(
-        value.equal(weights[f"transformer.{name}"]) for name, value in again.empty.state_dict().items()
-    )
+    assert all(value.equal(weights[f"transformer.{name}"]) for name, value in diffusers_state(again).items())
 
 
 @pytest.mark.parametrize(

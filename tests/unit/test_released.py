@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_a_released_file(name):
 
 def test_every_header_is_in_the_table():
     assert TABLE.keys() == released().keys()
+
+
+def test_the_page_lists_the_table():
+    """scripts/released_files.py --write brings the page up to date."""
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "scripts/released_files.py"))
+    page = (root / "docs/models.md").read_text()
+    assert page.partition(script["BEGIN"])[2].partition(script["END"])[0] == script["listed"]()
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.name} {known.keys[-1]}")

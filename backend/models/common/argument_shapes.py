@@ -30,6 +30,8 @@ DIMENSIONS = {
     "c_size": ("batch", 2),
     "image_slots": ("batch", "places"),
     "c_ar": ("batch", 1),
+    "vace_context": ("batch", "control videos", "control channels", "frames", "height", "width"),
+    "vace_strength": ("batch", "control videos"),
 }
 #: Those of them that are floating-point.
 FLOATING = (
@@ -43,6 +45,8 @@ FLOATING = (
     "time_dim_replace",
     "given_video",
     "given_audio",
+    "vace_context",
+    "vace_strength",
 )
 #: Arguments that are one number, or one for each sample.
 NUMBERS = (

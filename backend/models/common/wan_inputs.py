@@ -1,0 +1,184 @@
+"""What Wan's variants are given besides latent, image and prompt. Reference tokens follow the latent's: a
+picture (Fun Control), frames after the video's (Phantom), pictures and videos in context (Bernini). A
+camera's path (Fun Camera) is added to the latent's tokens."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from ..latent_tokens import TokenGrid
+
+#: Names of what is given so, as ComfyUI's model calls them.
+NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_conditions")
+#: Pixels along a side of the image to one of the latent's.
+SCALE = 8
+
+
+def given(cond) -> dict[str, Tensor]:
+    """Return those of the arguments ``cond``."""
+    return {name: value for name, value in cond.items() if name.partition(".")[0] in NAMES}
+
+
+def _in_context(cond) -> list[Tensor]:
+    names = [name for name in cond if name.startswith("context_latents.")]
+    return [cond[name] for name in sorted(names, key=lambda name: int(name.partition(".")[2]))]
+
+
+def _grid(grid: TokenGrid, latent: Tensor) -> TokenGrid:
+    return TokenGrid(tuple(latent.shape[1:]), grid.patch)
+
+
+def token_count(config, grid: TokenGrid, cond) -> int:
+    """Count the reference tokens: Conditioning.context_tokens."""
+    videos = [cond["time_dim_concat"]] if "time_dim_concat" in cond else []
+    count = grid.counts[1] * grid.counts[2] if "reference_latent" in cond else 0
+    return count + sum(_grid(grid, latent).tokens for latent in [*videos, *_in_context(cond)])
+
+
+def refusal(config, grid: TokenGrid, cond) -> str | None:
+    """Why these inputs do not fit the latent, or None."""
+    sides = list(grid.shape[2:])
+    for name, value in given(cond).items():
+        kind, _, number = name.partition(".")
+        if (kind == "context_latents") != number.isdecimal():
+            return f"there is an input {name}; call those in context context_latents.0 and so on."
+        if not value.is_floating_point():
+            return f"{name} is {value.dtype}, where a floating-point tensor is needed; encode it again."
+        # what is embedded as the latent is has its channels; a camera's path has a number for each pixel
+        wanted = [config["in_channels"], None, None if kind == "context_latents" else sides]
+        if kind == "reference_latent":
+            wanted = [config["reference_channels"], 0, sides]
+        elif kind == "camera_conditions":
+            wanted = [config["camera_channels"], grid.shape[1], [SCALE * side for side in sides]]
+        if not _fits(value, *wanted):
+            channels, _, size = wanted
+            return (
+                f"{name} has shape {list(value.shape)}, but this model takes {channels} channels"
+                f"{'' if size is None else f' of {size[0]} x {size[1]}'} for a latent of {grid.shape[1]} x "
+                f"{sides[0]} x {sides[1]}; use the conditioning node of this model, with the same size."
+            )
+        if kind in ("reference_latent", "camera_conditions") and sides != list(grid.padded.shape[2:]):
+            return f"{name} needs a latent of even sides, and this one is {sides[0]} x {sides[1]}."
+        if "denoise_mask" in cond:
+            return f"{name} and given frames (a noise mask) cannot be used together; remove one of them."
+    return None
+
+
+def _fits(value: Tensor, channels: int, frames: int | None, sides: list[int] | None) -> bool:
+    """Is it (batch, channels, frames, height, width)? ``frames`` 0: without that axis; None: any number."""
+    if not value.numel() or value.ndim != (4 if frames == 0 else 5) or value.shape[1] != channels:
+        return False
+    return (not frames or value.shape[2] == frames) and (sides is None or list(value.shape[-2:]) == sides)
+
+
+def padded(grid: TokenGrid, cond) -> dict[str, Tensor]:
+    """Return the inputs as the transformer's forward takes them, under ``further``."""
+    found = given(cond)
+    for name, value in found.items():
+        if value.ndim == 5 and name != "camera_conditions":
+            found[name] = _grid(grid, value).pad(value)
+    return found
+
+
+class CameraResidual(nn.Module):
+    """Two convolutions beside an identity; names are those of the files."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(torch.relu(self.conv1(x)))
+
+
+class CameraAdapter(nn.Module):
+    """Plücker coordinates of every pixel (B, C, T, 8 H, 8 W) -> (B, D, T, H', W') of the tokens, as in
+    VideoX-Fun."""
+
+    def __init__(self, channels: int, width: int, patch: tuple[int, int]):
+        super().__init__()
+        self.conv = nn.Conv2d(channels * SCALE**2, width, patch, patch)
+        self.residual_blocks = nn.Sequential(CameraResidual(width))
+
+    def forward(self, camera: Tensor) -> Tensor:
+        frames = camera.transpose(1, 2).flatten(0, 1)
+        embedded = self.residual_blocks(self.conv(nn.functional.pixel_unshuffle(frames, SCALE)))
+        return embedded.unflatten(0, camera.shape[::2][:2]).transpose(1, 2)
+
+
+def patch_module(transformer, config):
+    """Let the transformer's forward take ``further``, what ``padded`` returns."""
+    _, rows, columns = config["patch_size"]
+    patch = (rows, columns)
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    if config.get("reference_channels"):
+        transformer.ref_conv = nn.Conv2d(config["reference_channels"], width, patch, patch)
+    if config.get("camera_channels"):
+        transformer.control_adapter = CameraAdapter(config["camera_channels"], width, patch)
+    call = SimpleNamespace(further={}, tokens=None)
+    plain_rope = transformer.rope.forward
+
+    def take(module, args, kwargs):
+        call.further = kwargs.pop("further", {})
+        return args, kwargs
+
+    def embed(convolution, args, x):
+        if "camera_conditions" in call.further:
+            x = x + transformer.control_adapter(call.further["camera_conditions"])
+        tokens = [x.flatten(2)]
+        call.tokens = tokens[0].shape[2]
+        if "reference_latent" in call.further:
+            tokens.append(transformer.ref_conv(call.further["reference_latent"]).flatten(2))
+        videos = [call.further[name] for name in ("time_dim_concat",) if name in call.further]
+        # its forward alone: a call would come back here
+        tokens += [convolution.forward(latent).flatten(2) for latent in [*videos, *_in_context(call.further)]]
+        return torch.cat(tokens, dim=2)
+
+    def rotate(latent):
+        return rotary(plain_rope, config["patch_size"], latent, call.further)
+
+    transformer.register_forward_pre_hook(take, with_kwargs=True)
+    transformer.patch_embedding.register_forward_hook(embed)
+    transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0][:, : call.tokens],))
+    transformer.rope.forward = rotate
+
+
+def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each (1, tokens, 1, head size), of the latent's tokens and of the reference tokens.
+
+    ``plain``: video (B, C, T, H, W) -> the same of its tokens. The picture of Fun Control is at time 0 and
+    the video follows; Phantom's frames follow the video; what is in context begins anew, turned by its
+    number on all axes.
+    """
+    if not further:
+        return plain(latent)
+    frames = latent.shape[2] // patch[0]
+    start = 1 if "reference_latent" in further else 0
+    later = further["time_dim_concat"].shape[2] // patch[0] if "time_dim_concat" in further else 0
+    shape = latent.new_empty(1, device="meta").expand(
+        1, 1, (start + frames + later) * patch[0], *latent.shape[3:]
+    )
+    tables = []
+    for table in plain(shape):
+        count = table.shape[1] // (start + frames + later) * start
+        video = table[:, count:]
+        own = video.shape[1] // (frames + later) * frames
+        tables.append([video[:, :own], table[:, :count], video[:, own:]])
+    for number, reference in enumerate(_in_context(further), 1):
+        cos, sin = plain(reference)
+        for pieces, piece in zip(tables, _turned(cos, sin, number)):
+            pieces.append(piece)
+    cos, sin = (torch.cat(pieces, dim=1) for pieces in tables)
+    return cos, sin
+
+
+def _turned(cos: Tensor, sin: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Turn tables (1, tokens, 1, head size) by the position ``number`` along all features."""
+    size = cos.shape[-1]
+    steps = torch.arange(0, size, 2, dtype=torch.float64, device=cos.device) / size
+    angles = (number / 10000.0**steps).repeat_interleave(2)
+    more_cos = angles.cos().to(cos.dtype)
+    more_sin = angles.sin().to(cos.dtype)
+    return cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin

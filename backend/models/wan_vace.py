@@ -1,0 +1,163 @@
+"""Wan VACE of Alibaba (2.1, 2.2 Fun), video to video with masks and pictures: Wan whose every second to fifth
+block has a control block at its side; both states of a token travel together."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from torch import Tensor, nn
+
+from . import wan
+from .blocks import APART, Blocks
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
+from .key_layout import blocks_of, under
+
+
+class Block(WanTransformerBlock):
+    """A block of Wan, and its control block where it has one (``control``, else None).
+
+    hidden_states: (B, tokens, width times 1 + videos), the token's state and that of each control video.
+    call: what patch_module's hooks keep of the call under way.
+    """
+
+    control: nn.Module | None
+    call: SimpleNamespace
+
+    def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
+        width = self.scale_shift_table.shape[-1]
+        state, *videos = hidden_states.split(width, dim=-1)
+        arguments = (encoder_hidden_states, temb, rotary_emb)
+        out = super().forward(state, *arguments)
+        if self.control is not None:
+            for number, video in enumerate(videos):
+                hint, videos[number] = self.control(state, encoder_hidden_states, video, temb, rotary_emb)
+                out = out + hint * self.call.strength[:, number, None, None].to(hint.dtype)
+        return torch.cat([out, *videos], dim=-1)
+
+
+def patch_module(transformer, config):
+    """Give control blocks to the blocks at whose side they are, and run Wan's own forward: diffusers' runs
+    all control blocks before the others."""
+    control = list(transformer.vace_blocks)
+    del transformer.vace_blocks
+    call = SimpleNamespace(context=None, strength=None)
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    beside = dict(zip(config["vace_layers"], control))
+    for index, block in enumerate(transformer.blocks):
+        block.__class__ = Block
+        block.call = call
+        block.control = beside.get(index)
+
+    def take(module, args, kwargs):
+        call.context = kwargs.pop("vace_context")
+        call.strength = kwargs.pop("vace_strength")
+        return args, kwargs
+
+    def embed(convolution, args, x):
+        videos = [transformer.vace_patch_embedding(video) for video in call.context.unbind(1)]
+        return torch.cat([x, *videos], dim=1)
+
+    transformer.forward = WanTransformer3DModel.forward.__get__(transformer)
+    transformer.register_forward_pre_hook(take, with_kwargs=True)
+    transformer.patch_embedding.register_forward_hook(embed)
+    transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0][..., :width],))
+
+
+def forward_args(config, grid, latent, sigma, cond):
+    """vace_context: control videos and their masks (B, videos, C, T, H, W); vace_strength: of each."""
+    context = cond["vace_context"]
+    return dict(
+        hidden_states=grid.pad(latent),
+        encoder_hidden_states=cond["c_crossattn"],
+        timestep=sigma.expand(latent.shape[0]) * 1000,
+        vace_context=context,
+        vace_strength=cond.get("vace_strength", context.new_ones(1, context.shape[1])),
+    )
+
+
+def refusal(config, grid, cond):
+    """Control videos have the latent's size, which their convolution must divide."""
+    context: Tensor = cond["vace_context"]
+    wanted = (config["vace_in_channels"], *grid.padded.shape[1:])
+    if context.ndim != 6 or not context.numel() or tuple(context.shape[2:]) != wanted:
+        return (
+            f"vace_context has shape {list(context.shape)}, but this model takes (batch, videos, "
+            f"{', '.join(map(str, wanted))}) for a latent of {' x '.join(map(str, grid.shape[1:]))}; give "
+            f"WanVaceToVideo the latent's size, and the latent even sides."
+        )
+    return wan.refusal(config, grid, {"c_crossattn": cond["c_crossattn"]})
+
+
+def config_from_shapes(shapes):
+    """Arguments of WanVACETransformer3DModel; control blocks are at equal distances, as in ComfyUI."""
+    layers = blocks_of(shapes, "blocks")
+    control = blocks_of(shapes, "vace_blocks")
+    return wan.config_from_shapes(shapes) | dict(
+        vace_layers=list(range(0, layers, max(1, layers // control))),
+        vace_in_channels=shapes[CONTROL_INPUT][1],
+    )
+
+
+#: The key of files with control blocks.
+CONTROL_INPUT = "vace_patch_embedding.weight"
+CONTROL = {
+    "modulation": "scale_shift_table",
+    "norm3": "norm2",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "before_proj": "proj_in",
+    "after_proj": "proj_out",
+    **under("self_attn", "attn1", wan.ATTENTION),
+    **under("cross_attn", "attn2", wan.ATTENTION),
+}
+
+
+def control_names(config):
+    """Layout.names of the control blocks: the number of one in the file is not that of its block."""
+    found = {}
+    for number, block in enumerate(config["vace_layers"]):
+        found |= under(f"vace_blocks.{number}", f"blocks.{block}.control", CONTROL)
+    return found
+
+
+def moved(config):
+    """Layout.moved: where diffusers' files keep the control blocks."""
+    return {
+        f"blocks.{block}.control.": f"vace_blocks.{number}."
+        for number, block in enumerate(config["vace_layers"])
+    }
+
+
+LAYOUT = replace(
+    wan.LAYOUT,
+    signature=(*wan.LAYOUT.signature, CONTROL_INPUT),
+    absent=(),
+    config=config_from_shapes,
+    moved=moved,
+)
+FAMILY = Family(
+    name="wan-vace",
+    transformer="WanVACETransformer3DModel",
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    io=ModelIO(arguments=forward_args),
+    blocks=Blocks(
+        lists={"blocks": APART},
+        per_token={"rotary_emb": ("image", 1)},
+        attention=("image", "cross", "image", "cross"),
+        width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
+    ),
+    conditioning=Conditioning(
+        accepted=("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
+        required=("c_crossattn", "vace_context"),
+        ignored=("clip_fea",),
+        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        refusal=refusal,
+    ),
+    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v")),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
+    layout=LAYOUT,
+    variant=lambda config: {
+        "layout": replace(LAYOUT, names={**LAYOUT.names, **control_names(config)}),
+    },
+)

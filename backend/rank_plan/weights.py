@@ -1,0 +1,113 @@
+"""The weights that each rank holds: as their files store them where layers keep them so, else in a dtype."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..loading.checkpoint import Checkpoint
+from ..loading.parameter_sources import packed_sizes
+from ..loading.safetensors_files import StoredSize
+from ..loading.weight_loading import block_of, keeps_packed
+from ..parallel.fsdp import PREFETCH
+from ..parallel.sequence import Span
+from ..parallel.tensor_parallel import Shard
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter as a rank holds it, if it is on this rank's stage.
+
+    block: where it is in the order of blocks; None outside of them. sizes: of its tensors, several where it
+    is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``; else 0.
+    """
+
+    module: str
+    block: int | None
+    sizes: list[StoredSize]
+    dtype: torch.dtype
+    unpacked: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its tensors, not sharded."""
+        return sum(size.bytes for size in self.sizes)
+
+    def shard(self, rank: int, ranks: int) -> int:
+        """Count the bytes of the ``rank``-th of FSDP's shards, along the first dimension."""
+        return sum(_chunk(size.length, rank, ranks) * (size.bytes // size.length) for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Bytes of a rank's weights: on the ``device``, waiting on the ``host``; ``scratch``: where quantized
+    ones are dequantized, one at a time; ``gathered``: whole weights while a block runs under FSDP."""
+
+    device: int
+    host: int
+    scratch: int
+    gathered: int
+
+
+def block_indices(checkpoint: Checkpoint) -> dict[str, int | None]:
+    """Return parameter -> its block in pipeline order, None outside of them."""
+    blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
+    return {name: blocks.get(block_of(name, blocks) or "") for name in checkpoint.parameters}
+
+
+def held_parameters(
+    checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype, blocks: Mapping[str, int | None]
+) -> Iterator[HeldParameter]:
+    """Yield every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or float32 where
+    the family keeps it. ``blocks``: block_indices."""
+    modules = dict(checkpoint.empty.named_modules())
+    for name, parameter in checkpoint.empty.named_parameters():
+        where, _, leaf = name.rpartition(".")
+        cut = cuts.get(where)
+        own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+        shape = _shape(tuple(parameter.shape), cut)
+        plain = shape.numel() * own_dtype.itemsize
+        packed = None
+        if leaf == "weight" and keeps_packed(modules[where], cut is not None):
+            source = checkpoint.sources[name]
+            key = checkpoint.key(source)
+            packed = packed_sizes(checkpoint.files, key, source, cut, parameter.shape[0])
+        block = blocks[name]
+        if packed is None:
+            yield HeldParameter(where, block, [StoredSize(shape[0], plain)], own_dtype)
+        else:
+            yield HeldParameter(where, block, packed, own_dtype, plain)
+
+
+def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
+    """The shape of what a rank holds of a parameter."""
+    if cut is None:
+        return torch.Size(whole)
+    rows = sum(map(len, cut.outputs))
+    return torch.Size([rows, sum(map(len, cut.inputs))] if len(whole) > 1 else [rows])
+
+
+def _chunk(length: int, rank: int, ranks: int) -> int:
+    """Count the rows of a chunk as torch.chunk cuts them, which FSDP shards by."""
+    size = -(-length // ranks)
+    return len(Span(min(rank * size, length), min((rank + 1) * size, length)))
+
+
+def scratch_bytes(held: list[HeldParameter]) -> int:
+    """Count the memory in which quantized weights are dequantized: the largest of each dtype."""
+    largest: Counter[torch.dtype] = Counter()
+    for parameter in held:
+        largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
+    return sum(largest.values())
+
+
+def gathered_bytes(held: list[HeldParameter]) -> int:
+    """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
+    beside the block that runs and those gathered ahead of their turn."""
+    whole: Counter[int | None] = Counter()
+    for parameter in held:
+        whole[parameter.block] += parameter.bytes
+    blocks = range(max((block for block in whole if block is not None), default=-1) + 1)
+    together = (sum(whole[i] for i in range(first, first + 1 + PREFETCH)) for first in blocks)
+    return whole[None] + max(together, default=0)

@@ -1,0 +1,156 @@
+"""ComfyUI's conditioning nodes input by input: with all that is optional, without each, and without any, the
+latent is KSampler's own of the same CONDITIONING. The inputs are read from the nodes' own schemas."""
+
+import importlib
+
+import pytest
+import torch
+import variants
+from comfy_modules import comfy_modules
+from safetensors.torch import load_file
+from tiny import GOLDEN, facts, write_checkpoint
+from versions import skip_without_class
+
+with comfy_modules():
+    import golden_pack.pictures as pictures
+    import native
+    from native import ParallelDiT, Rank, client_protocol, remote_solver, weightless_patcher
+    from pairs import _conditioning
+    from parallel_dit.backend.config import ParallelConfig
+
+    import nodes
+
+#: Cases that are golden families, and no variants.
+FAMILIES = ("wan21-vace", "kandinsky5")
+#: Types of inputs for which ``value`` has something.
+LINKS = ("IMAGE", "MASK", "VAE", "CLIP_VISION_OUTPUT", "WAN_CAMERA_EMBEDDING", "LATENT")
+#: Sides and frames of every video, where the node asks for them.
+SIZE = {"width": 144, "height": 112, "length": 9, "batch_size": 1, "strength": 0.8}
+#: Node, and what tells it apart -> (its file of comfy_extras, its other inputs, the variants or golden
+#: families that it is for).
+NODES = {
+    "WanImageToVideo": ("nodes_wan", {}, ("wan21-i2v", "wan22-i2v")),
+    "WanFirstLastFrameToVideo": ("nodes_wan", {}, ("wan21-flf2v", "wan22-i2v")),
+    "WanFunInpaintToVideo": ("nodes_wan", {}, ("wan21-i2v",)),
+    "WanFunControlToVideo": ("nodes_wan", {}, ("wan21-fun-control",)),
+    "Wan22FunControlToVideo": ("nodes_wan", {}, ("wan21-fun-control", "wan22-fun-control")),
+    "WanCameraImageToVideo": ("nodes_wan", {}, ("wan21-fun-camera", "wan22-fun-camera")),
+    "WanVaceToVideo": ("nodes_wan", {}, ("wan21-vace",)),
+    "BerniniConditioning": ("nodes_bernini", {"ref_max_size": 128}, ("wan22-bernini",)),
+    "Wan22ImageToVideoLatent": ("nodes_wan", {}, ("wan22-ti2v",)),
+    "HunyuanImageToVideo": ("nodes_hunyuan", {"guidance_type": "v1 (concat)"}, ("hunyuan-video-i2v",)),
+    "HunyuanImageToVideo v2": (
+        "nodes_hunyuan",
+        {"guidance_type": "v2 (replace)"},
+        ("hunyuan-video-i2v-v2",),
+    ),
+    "HunyuanVideo15ImageToVideo": ("nodes_hunyuan", {}, ("hunyuan-video15-i2v",)),
+    "Kandinsky5ImageToVideo": ("nodes_kandinsky5", {}, ("kandinsky5",)),
+    "ReferenceLatent": ("nodes_edit_model", {}, ("flux-kontext", "qwen-image-layered")),
+}
+#: Variant or family -> its VAE (channels, pixels to a latent's side), where it is not Wan's.
+VAES = {"wan22-ti2v": (48, 16), "hunyuan-video15-i2v": (32, 16)}
+
+
+def value(kind: str, name: str, case: str):
+    """What is connected to an optional input of a type of ComfyUI's."""
+    channels, spatial = VAES.get(case, (16, 8))
+    frames = 9 if "video" in name else 1
+    if kind == "IMAGE":
+        return pictures.TestImage().run(136, 104, frames, len(name))[0]
+    if kind == "MASK":
+        return pictures.TestMask().run(144, 112)[0]
+    if kind == "VAE":
+        return pictures.Encoder(channels, spatial, 4)
+    if kind == "CLIP_VISION_OUTPUT":
+        return pictures.TestClipVision().run(25, 1152 if case.startswith("hunyuan") else 1280, len(name))[0]
+    if kind == "WAN_CAMERA_EMBEDDING":
+        cameras = importlib.import_module("comfy_extras.nodes_camera_trajectory")
+        return cameras.WanCameraEmbedding.execute("Pan Left", 144, 112, 9).args[0]
+    if kind == "LATENT":
+        shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
+        return {"samples": pictures.randn(shape, 3)}
+    raise AssertionError(f"nothing is known of {kind}")
+
+
+def walks() -> list[tuple[str, str, str]]:
+    """(node, variant, optional input that is left out: "" for none, "*" for all)."""
+    return [
+        (node, case, absent)
+        for node, (_, _, cases) in NODES.items()
+        for case in cases
+        for absent in ["", "*", *(name for name, _ in links(node))]
+    ]
+
+
+def node_class(node: str):
+    return getattr(importlib.import_module(f"comfy_extras.{NODES[node][0]}"), node.partition(" ")[0])
+
+
+def links(node: str) -> list[tuple[str, str]]:
+    """(name, type) of a node's optional inputs that another node gives."""
+    schema = node_class(node).define_schema()
+    return [(each.id, each.io_type) for each in schema.inputs if each.optional and each.io_type in LINKS]
+
+
+def conditioned(node: str, case: str, absent: str, prompts: dict) -> tuple[list, list, dict]:
+    """Positive, negative and latent of a node without what is ``absent``."""
+    schema = node_class(node).define_schema()
+    given = SIZE | prompts | NODES[node][1] | {"conditioning": prompts["positive"]}
+    values = {
+        each.id: given[each.id] if each.id in given else value(each.io_type, each.id, case)
+        for each in schema.inputs
+        if not each.optional
+    }
+    values |= {name: value(kind, name, case) for name, kind in links(node) if absent not in ("*", name)}
+    results = list(zip(schema.outputs, node_class(node).execute(**values).args))
+    made = [result for output, result in results if output.io_type == "CONDITIONING"]
+    latents = [result for output, result in results if output.io_type == "LATENT"]
+    empty = {"samples": torch.zeros((1, 16, 14, 18) if case.startswith("flux") else (1, 16, 3, 14, 18))}
+    positive, negative = [*made, *list(prompts.values())[len(made) :]]
+    return positive, negative, (latents or [empty])[0]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(case) -> (ComfyUI's MODEL, a PARALLEL_DIT whose rank is this process, prompts); the last."""
+    kept = {}
+
+    def made(case):
+        if case not in kept:
+            kept.clear()
+            told = facts(case) if case in FAMILIES else variants.described(case)
+            skip_without_class(told["comfy_class"])
+            path = tmp_path_factory.mktemp("model") / "model.safetensors"
+            write_checkpoint(path, case) if case in FAMILIES else variants.write(path, case)
+            model = pictures.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
+            rank = Rank(str(path))
+            loaded = client_protocol.Loaded(
+                "tiny", rank.engine.models["tiny"].family.name, rank.engine.facts("tiny")
+            )
+            dit = ParallelDiT(ParallelConfig(), "", "default", loaded, weightless_patcher(loaded))
+            family = case if case in FAMILIES else variants.VARIANTS[case].family
+            stored = load_file(GOLDEN / f"{family}__euler_simple.safetensors")
+            prompts = {name: _conditioning(stored, name) for name in ("positive", "negative")}
+            kept[case] = model, dit, rank, prompts
+        return kept[case]
+
+    return made
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node, case, absent", walks())
+def test_optional_inputs(node, case, absent, models, monkeypatch):
+    model, dit, rank, prompts = models(case)
+    monkeypatch.setattr(remote_solver, "ensure_loaded", lambda handle: (rank, dit.loaded))
+
+    def inputs() -> dict:  # anew: some of ComfyUI's models change what they are given
+        names = ("positive", "negative", "latent_image")
+        made = dict(zip(names, conditioned(node, case, absent, prompts)))
+        return {**made, "seed": 5, "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+
+    with torch.inference_mode():
+        (theirs,) = nodes.KSampler().sample(model=model, denoise=1.0, **inputs())
+        (ours,) = remote_solver.sample_on_ranks("KSampler", dit, 0.0, {"denoise": 1.0, **inputs()}).args
+    want = theirs["samples"]
+    assert ((ours["samples"] - want).abs().max() / want.std()).item() < 1e-4

@@ -1,0 +1,179 @@
+"""describe() against the weights that loaded ranks hold, and against what a request allocates."""
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import golden
+from live_memory import LiveMemory
+from quantized import KINDS, write_gguf, write_scaled
+from safetensors.torch import load_file
+from tiny import golden_request, write_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.parallel.mesh import Axis
+from backend.quantization.packed_weight import PackedWeight
+from backend.rank_plan import describe
+from backend.sampling.step_loop import Callbacks
+
+GGUF = ("Q8_0", "Q4_K", "Q5_1", "IQ4_XS")
+FILES = ("plain", *KINDS, "legacy", "header", "gguf")
+TP = [
+    {"tensor_parallel_degree": ranks, "split_scheme": scheme}
+    for ranks, scheme in ((2, "megatron"), (4, "megatron"), (3, "row"), (3, "column"), (4, "2d"))
+]
+PP = [
+    {"pipefusion_degree": 3},
+    {"pipefusion_degree": 2, "offload_modulation": True},
+    {"pipefusion_degree": 2, "tensor_parallel_degree": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A tiny Flux in every format: name -> path."""
+    folder = tmp_path_factory.mktemp("formats")
+    plain = write_checkpoint(folder / "plain.safetensors")
+    state = load_file(plain)
+    found = {"plain": plain, "gguf": folder / "all.gguf"}
+    for kind in FILES[1:-1]:
+        found[kind] = write_scaled(folder / f"{kind}.safetensors", state, kind)
+    write_gguf(found["gguf"], state, GGUF)
+    return found
+
+
+def stand_in(config: ParallelConfig, place: dict[str, int]) -> mesh.Mesh:
+    """The mesh of one rank without its groups: loading needs none of them."""
+    axes = {axis: Axis(None, place[axis], size, ()) for axis, size in config.degrees.items()}
+    tp, rank = config.tensor_parallel_degree, place["tp"]
+    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    grid = {
+        "tp_inputs": Axis(None, rank // (tp // rows), rows, ()),
+        "tp_outputs": Axis(None, rank % (tp // rows), tp // rows, ()),
+    }
+    return replace(mesh.single(), **axes, **grid)
+
+
+def loaded(config: ParallelConfig, groups: mesh.Mesh, path, dtype: str = "bf16"):
+    engine = Engine(config, groups)
+    engine.load("tiny", str(path), dtype)
+    return engine.models["tiny"]
+
+
+@pytest.mark.parametrize("degrees", [{}, *TP, *PP], ids=str)
+@pytest.mark.parametrize("kind", FILES)
+def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
+    config = ParallelConfig(**degrees)
+    for plan in describe(config, str(files[kind]), 60, 12, dtype=torch.bfloat16):
+        model = loaded(config, stand_in(config, plan.place), files[kind])
+        assert plan.weight_bytes + plan.host_bytes == model.report.weight_bytes
+        held = [model.transformer, *chain.from_iterable(model.cache.hosted)]
+        packed = [
+            module
+            for module in chain.from_iterable(root.modules() for root in held)
+            if isinstance(module, PackedWeight) and not module.device.type == "meta"
+        ]
+        largest = [2 * weight.shape.numel() for weight in packed]
+        assert plan.scratch_bytes == max(largest, default=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("kind", FILES)
+def test_sharded_weights_are_those_of_the_loaded_rank(files, kind, ranks):
+    """Equal to the values that FSDP holds; its padding, at most a row of each tensor, is not counted."""
+    config = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
+    whole = describe(ParallelConfig(), str(files[kind]), 60, 12, dtype=torch.bfloat16)[0]
+    plans = describe(config, str(files[kind]), 60, 12, dtype=torch.bfloat16)
+    assert sum(plan.weight_bytes for plan in plans) == whole.weight_bytes
+    for plan in plans:
+        dist.init_process_group("fake", store=FakeStore(), rank=plan.rank, world_size=ranks)
+        try:
+            weights = init_device_mesh("cpu", (ranks,))
+            model = loaded(config, replace(mesh.single(), weights=weights), files[kind])
+        finally:
+            dist.destroy_process_group()
+        assert plan.weight_bytes == model.report.weight_bytes
+
+
+def test_two_blocks_are_gathered_beside_the_rest(files):
+    path = str(files["float8_e4m3fn"])
+    config = ParallelConfig(ulysses_degree=2, shard_weights=True)
+    sizes = {"transformer_blocks": 0, "single_transformer_blocks": 0, "": 0}
+    transformer = loaded(ParallelConfig(), mesh.single(), path).transformer
+    for name, parameter in transformer.named_parameters():
+        block = next((each for each in sizes if each and name.startswith(f"{each}.")), "")
+        if not block or name.startswith(f"{block}.0."):
+            sizes[block] += parameter.numel() * parameter.element_size()
+    assert describe(config, path, dtype=torch.bfloat16)[0].gathered_bytes == (
+        2 * max(sizes["transformer_blocks"], sizes["single_transformer_blocks"]) + sizes[""]
+    )
+
+
+def test_weights_that_stay_in_float32_are_counted_so(tmp_path):
+    path = write_checkpoint(tmp_path / "h3.safetensors", "minimax-h3")
+    model = loaded(ParallelConfig(), mesh.single(), path)
+    kept = [p for p in model.transformer.parameters() if p.dtype == torch.float32]
+    plan = describe(ParallelConfig(), str(path), dtype=torch.bfloat16)[0]
+    assert kept and plan.weight_bytes == model.report.weight_bytes
+
+
+def larger(family: str):
+    """A golden request of two steps with four times the latent's height and width; its tokens."""
+    case = {"wan21-t2v": "wan21-t2v__euler_simple"}.get(family, f"{family}__euler_simple")
+    sample = golden_request("euler_simple")[0] if family == "flux-dev" else golden(case)[0]
+    tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
+    for name in ("noise", "latent"):
+        *shape, height, width = tensors[name].shape
+        tensors[name] = torch.randn(*shape, 4 * height, 4 * width)
+    return replace(sample, tensors=tensors)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["flux-dev", "wan21-t2v", "qwen-image", "lumina2", "krea2"])
+def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype):
+    """As activations.py says; latents of LiveMemory are whole tensors, as on any device."""
+    path = write_checkpoint(tmp_path / f"{family}.safetensors", family)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), dtype)
+    model, sample = engine.models["tiny"], larger(family)
+    memory = LiveMemory()
+    with memory:
+        engine.sample(sample, Callbacks())
+    *_, frames, height, width = (1, *sample.tensors["noise"].shape[2:])
+    pt, ph, pw = model.family.latent.patch(model.config)
+    image = frames * height * width // (pt * ph * pw)
+    text = sample.tensors["positive.c_crossattn"].shape[1]
+    plan = describe(ParallelConfig(), str(path), image, text, dtype=model.dtype)[0]
+    measured = memory.peak - model.cache.most_bytes
+    assert 0.75 <= plan.activation_bytes / measured <= 1.45
+
+
+def test_activations_divide_over_tokens_and_heads(files):
+    def told(**fields):
+        return describe(ParallelConfig(**fields), str(files["plain"]), 4096, 512)[0].activation_bytes
+
+    assert told(ulysses_degree=4) < 0.6 * told()
+    assert told(tensor_parallel_degree=4) < 0.7 * told()
+    assert told(pipefusion_degree=2) <= told()
+
+
+def test_the_script_prints_json(files, monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "scripts" / "describe.py"
+    path = str(files["nvfp4"])
+    monkeypatch.setattr(sys, "argv", ["describe.py", path, "--tensor-parallel-degree", "2", "--json"])
+    runpy.run_path(str(script), run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
+    plans = describe(ParallelConfig(tensor_parallel_degree=2), path)
+    assert found == {"ranks": [json.loads(json.dumps(plan.as_dict())) for plan in plans]}
+    wanted = {"weight_bytes", "scratch_bytes", "kv_bytes", "modulation_bytes", "activation_bytes"}
+    assert wanted <= found["ranks"][0].keys()
