@@ -12,9 +12,13 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.compute_dtype import default_dtype
+from backend.loading.recognition import open_checkpoint
 from backend.rank_plan import describe
 
 
@@ -43,8 +47,16 @@ def main():
     chosen = options()
     config = ParallelConfig(**{field.name: getattr(chosen, field.name) for field in fields(ParallelConfig)})
     try:
+        checkpoint = open_checkpoint(chosen.model)
+        dtype = default_dtype(checkpoint, torch.device("cuda"), None)  # of a GPU with fast bfloat16
         plans = describe(
-            config, chosen.model, chosen.image_tokens, chosen.text_tokens, chosen.batch, chosen.branches
+            config,
+            checkpoint,
+            chosen.image_tokens,
+            chosen.text_tokens,
+            chosen.batch,
+            chosen.branches,
+            dtype,
         )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))

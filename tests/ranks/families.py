@@ -35,6 +35,8 @@ gc.freeze()  # what is imported stays: no collection looks through it again
 STEPS, MASKED = 2, 5
 #: Most frames, rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
 FRAMES, SIDE, TEXT = 2, 24, 40
+#: Conditioning that tells of the latent's size in a form of its own.
+OF_THE_SIZE = ("keyframe_idxs", "vace_context", "camera_conditions", "reference_latent", "time_dim_concat")
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
@@ -70,10 +72,10 @@ def request(case: str, config: ParallelConfig):
 
 
 def shortened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a request with fewer tokens. Several latents, and keyframes with the places of their
-    tokens, stay as they are; so does text of a fixed length."""
+    """The tensors of a request with fewer tokens. Several latents, and what has the latent's size in another
+    form, stay as they are; so does text of a fixed length."""
     size = tensors["noise"].shape[2:]
-    if len(size) < 2 or "positive.keyframe_idxs" in tensors:
+    if len(size) < 2 or any(f"positive.{name}" in tensors for name in OF_THE_SIZE):
         return tensors
     most = (FRAMES, SIDE, SIDE)[-len(size) :]
     cut = {}
