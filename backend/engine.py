@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -178,7 +179,9 @@ class Engine:
 
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
-        tensor_parallel.regroup(model.transformer, old, self.mesh)
+        hosted = chain(*model.cache.hosted)  # of blocks that this rank does not have
+        for module in (model.transformer, *hosted):
+            tensor_parallel.regroup(module, old, self.mesh)
         model.cache.mesh = self.mesh
         staged = self._is_staged(model.family)
         if model.stage and staged:

@@ -138,7 +138,7 @@ def test_backend_is_reused_until_its_topology_changes(checkpoint):
 def test_weights_that_nobody_keeps_make_room(checkpoint):
     backend = pool.backend_for(ParallelConfig(device="cpu"))
     default = backend.load(checkpoint)
-    half = backend.load(checkpoint, "bf16", keep={(checkpoint, "default")})
+    half = backend.load(checkpoint, "bf16", keep={(checkpoint, "default", "auto")})
     assert set(backend.models.values()) == {default.model, half.model}
     backend.load(checkpoint, "bf16", keep=set())
     assert list(backend.models.values()) == [half.model]

@@ -6,6 +6,8 @@ from backend.models import FAMILIES
 from backend.models.blocks import BlockAdapter
 from backend.models.family import Conditioning, Family
 
+#: Golden families that begin with another family's name.
+NAMED = {"wan21-vace": "wan-vace"}
 #: The signature of a case: a family's, or what a variant adds to the request.
 Signature = tuple
 
@@ -15,6 +17,8 @@ def family_of(case: str) -> Family:
     name = case.partition("+")[0]
     if name in variants.VARIANTS:
         name = variants.VARIANTS[name].family
+    if name in NAMED:
+        return FAMILIES[NAMED[name]]
     fitting = [family for family in FAMILIES if _plain(name).startswith(_plain(family))]
     return FAMILIES[max(fitting, key=len)]
 

@@ -32,9 +32,9 @@ class Item:
 
 def test_a_family_of_a_known_signature_is_left_out():
     where = ("unit/test_families.py", "test_single_file_with_diffusers_names")
-    wan, ltxv = Item(*where, "wan21-t2v"), Item(*where, "ltxv")
-    tiers.choose([wan, ltxv])
-    assert not wan.marks and ltxv.marks
+    sd3, hunyuan = Item(*where, "sd3"), Item(*where, "hunyuan-image21")
+    tiers.choose([sd3, hunyuan])
+    assert not sd3.marks and hunyuan.marks
 
 
 def test_files_and_parameters_are_left_out():
