@@ -206,19 +206,11 @@ FORMATS = {
     "SCB": ("quantized as int8 by bitsandbytes, which is not supported", OTHER_QUANTIZATION),
     "wscales": ("quantized for Nunchaku (SVDQuant), which is not supported", OTHER_QUANTIZATION),
     "qzeros": ("quantized as GPTQ or AWQ, which is not supported", OTHER_QUANTIZATION),
-    "lora_down.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
-    "lora_A.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
-    "lora_A.default.weight": ("a LoRA, and no transformer", "connect it with Parallel LoRA"),
 }
 
 
 def check_known(name: str, shapes: Shapes):
     """Refuse a file of a known model or format that is not supported. Raises UnsupportedError."""
-    if is_lora(shapes):
-        raise UnsupportedError(
-            f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
-            f"add it with Parallel LoRA, to the model that it was made for."
-        )
     check_format(name, shapes)
     for known in KNOWN:
         if any(known.matches(prefix, shapes) for prefix in PREFIXES):
@@ -227,6 +219,11 @@ def check_known(name: str, shapes: Shapes):
 
 def check_format(name: str, shapes: Shapes):
     """Refuse a quantization or a kind of file that no family can be read from. Raises UnsupportedError."""
+    if is_lora(shapes):
+        raise UnsupportedError(
+            f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
+            f"add it with Parallel LoRA, to the model that it was made for."
+        )
     for end, (what, remedy) in FORMATS.items():
         if any(key.endswith(f".{end}") for key in shapes):
             raise UnsupportedError(f"{name} is {what}; {remedy}.")
