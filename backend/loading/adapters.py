@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -84,15 +85,6 @@ class Adapter(ABC):
         """Whether one entry of the result depends on entries of the weight other than its own."""
         return "dora_scale" in self.keys
 
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether it is a product of two matrices of few columns and rows, which ``factors`` gives."""
-        return False
-
-    def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (rows, rank) and (rank, columns) whose product is the difference of a low-rank adapter."""
-        raise NotImplementedError(f"{type(self).__name__} is no product of two matrices")
-
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
         """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
         return weight + strength * self.scale * self.difference(rows, columns, weight.device)
@@ -137,11 +129,8 @@ class LoRA(Adapter):
     def rank(self):
         return self.shape_of("down")[0]
 
-    @property
-    def is_low_rank(self):
-        return not self.needs_the_whole
-
-    def factors(self, rows, columns, device):
+    def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (rows, rank) and (rank, columns), whose product is the difference."""
         return self._read("up", device, rows=rows), self._read("down", device, columns=columns)
 
     def difference(self, rows, columns, device):
@@ -243,6 +232,11 @@ class Difference(Adapter):
 
 
 KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
+
+
+def is_low_rank(adapter: Adapter) -> TypeGuard[LoRA]:
+    """Whether nothing but a product of two small matrices is added."""
+    return isinstance(adapter, LoRA) and not adapter.needs_the_whole
 
 
 def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:

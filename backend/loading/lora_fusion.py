@@ -14,7 +14,7 @@ from ..parallel import fsdp
 from ..parallel.sequence import Span
 from ..parallel.tensor_parallel import Shard
 from ..quantization.packed_weight import LowRank, PackedWeight
-from .adapters import Adapter, cut, matrix
+from .adapters import Adapter, cut, is_low_rank, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Target, Targets, open_lora
 from .lora_validation import check_values
@@ -82,7 +82,7 @@ class FusedWeights:
             name
             for target, adapter in lora.adapters
             for name in target.pieces
-            if name in self.packed and not adapter.is_low_rank
+            if name in self.packed and not is_low_rank(adapter)
         }
         if not names:
             return ""
@@ -177,7 +177,7 @@ class FusedWeights:
     def _put_beside(self, weight: PackedWeight, name: str, patches: list[Patch], wholes):
         """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
         known, weight.adapters, weight.whole = weight.adapters, {}, None
-        if not all(patch.adapter.is_low_rank for patch in patches):
+        if not all(is_low_rank(patch.adapter) for patch in patches):
             value = self._value(name, patches, wholes, torch.float32)
             weight.whole = value.to(weight.device, weight.dtype)
             return
@@ -186,6 +186,7 @@ class FusedWeights:
             key = (patch.use.path, patch.use.stamp, *patch.adapter.keys.values())
             if key not in known:
                 where = patch.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
+                assert is_low_rank(patch.adapter), "checked above"
                 up, down = patch.adapter.factors(where, columns, weight.device)
                 up = up * patch.adapter.scale
                 known[key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
