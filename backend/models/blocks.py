@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -103,6 +103,7 @@ class Blocks:
     attention: kind of each attention call of a block, in order: "joint", "image" and "text" attend within the
     sequence, two kinds from queries to keys, "cross" to the prompt; calls of token_mixing.py are "sum" and
     "surroundings".
+    attention_calls: block -> how many of these calls it makes, if not all.
     heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
     between blocks, if they are not those of all heads.
     text_layers: layers of a block (patterns) that text tokens alone pass through.
@@ -121,6 +122,7 @@ class Blocks:
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     per_feature: tuple[str, ...] = ()
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
+    attention_calls: Callable[[nn.Module], int] | None = None
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None

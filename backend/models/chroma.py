@@ -32,7 +32,7 @@ def prepare(transformer, grid):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Flux's arguments without pooled prompt and guidance."""
-    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, {**cond, "y": None})
+    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, cond)
     del arguments["pooled_projections"], arguments["guidance"]
     return arguments
 

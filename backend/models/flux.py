@@ -6,6 +6,7 @@ import torch
 from .blocks import APART, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
+from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -28,11 +29,11 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
-        pooled_projections=cond["y"],
+        pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=references.all_positions(grid, cond, how, latent.device),
-        txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
+        img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, latent.device)),
+        txt_ids=once(cond, "txt_ids", lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3)),
     )
 
 

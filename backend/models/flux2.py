@@ -6,6 +6,7 @@ import torch
 from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM
+from .common.once import once
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
@@ -29,9 +30,16 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
     placed = how if how in references.PLACES else "offset"
-    image = references.all_positions(grid, cond, placed, device)
-    spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
-    numbers = torch.arange(text.shape[1], device=device)[:, None]
+
+    def image_positions():
+        image = references.all_positions(grid, cond, placed, device)
+        spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
+        return torch.nn.functional.pad(image * spread, (0, 1))
+
+    def text_positions():
+        numbers = torch.arange(text.shape[1], device=device)[:, None]
+        return torch.nn.functional.pad(numbers, (3, 0))
+
     guidance = None
     if config["guidance_embeds"] and "guidance" in cond:
         guidance = cond["guidance"].reshape(-1).expand(batch)
@@ -40,8 +48,8 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=text,
         timestep=sigma.expand(batch),
         guidance=guidance,
-        img_ids=torch.nn.functional.pad(image * spread, (0, 1)),
-        txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
+        img_ids=once(cond, "img_ids", image_positions),
+        txt_ids=once(cond, "txt_ids", text_positions),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from .blocks import APART, BlockAdapter, Blocks
+from .common.once import once
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
@@ -67,7 +68,7 @@ def forward_args(config, grid, latent, timestep, cond):
         text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,
         style=torch.zeros(batch, dtype=torch.long, device=device),
-        image_rotary_emb=rotary(config, grid, device),
+        image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, device)),
     )
 
 

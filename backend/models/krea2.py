@@ -5,6 +5,7 @@ import torch
 
 from .blocks import JOINED, Blocks
 from .common import references
+from .common.once import once
 from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -24,12 +25,16 @@ def forward_args(config, grid, latent, sigma, cond):
     prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     read = encoded_references(cond)
-    image = references.all_positions(grid, read, "index", latent.device)
+
+    def positions():
+        image = references.all_positions(grid, read, "index", latent.device)
+        return torch.cat([image.new_zeros(text.shape[1], 3), image])
+
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),
         encoder_hidden_states=text,
         timestep=sigma.expand(latent.shape[0]),
-        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
+        position_ids=once(cond, "positions", positions),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from .blocks import APART, Blocks
 from .common import references
 from .common.masked_text import MaskedText
+from .common.once import once
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -66,7 +67,11 @@ def forward_args(config, grid, latent, sigma, cond):
         else None,
         img_shapes=Places(
             [shapes] * batch,
-            references.all_positions(grid, cond, how, latent.device, centred=True),
+            once(
+                cond,
+                "positions",
+                lambda: references.all_positions(grid, cond, how, latent.device, centred=True),
+            ),
             max(grid.counts[1:]) // 2,
         ),
     )

@@ -101,6 +101,7 @@ FAMILY = Family(
         text="encoder_hidden_states",
         text_position="last",
         attention=("joint", "image"),
+        attention_calls=lambda block: 1 if block.attn2 is None else 2,
         text_layers=TEXT_LAYERS,
     ),
     conditioning=Conditioning(

@@ -240,7 +240,10 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
+        lists={"blocks": APART},
+        per_token={"rotary_emb": ("image", 1)},
+        attention=("image", "cross", "cross"),
+        attention_calls=lambda block: 2 if block.attn2.add_k_proj is None else 3,
     ),
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),

@@ -145,6 +145,8 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "image", "cross"),
+        # of the block, and of its control block for each control video
+        attention_calls=lambda block: 2 if block.control is None else 2 + 2 * block.call.context.shape[1],
         width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     ),
     conditioning=Conditioning(

@@ -5,15 +5,17 @@ tensor.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
+from .request_caches import Positions, take
 from .sequence import Sequence, Span, TokenShards
 from .step_context import StepContext
 
@@ -79,10 +81,16 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
 
 def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
+    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size)
+
+
+@lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
+def _token_shards(
+    image: Span | None, sequence: Sequence, with_text: bool, rank: int, size: int
+) -> TokenShards:
     text = Span(0, sequence.text if with_text else 0)
     reference = Span(0, sequence.reference if with_text else 0)
-    image = context.image or Span(0, sequence.image)
-    return TokenShards(sequence, text, image, sp.rank, sp.size, reference)
+    return TokenShards(sequence, text, image or Span(0, sequence.image), rank, size, reference)
 
 
 @dataclass
@@ -90,7 +98,8 @@ class Forward:
     """One forward of the transformer under way on this rank.
 
     latent, reference, per_block_text, latents: see Sequence. skips: block -> image tokens (b, tokens, D) for
-    long skips. cuts: arguments that were cut already, since the same object comes to every block.
+    long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes to every
+    block, and often at every step.
     """
 
     structure: BlockStructure
@@ -98,9 +107,10 @@ class Forward:
     latent: int
     reference: int
     per_block_text: int
+    positions: Positions
+    cuts: WeakTensorKeyDictionary
     latents: tuple[tuple[str, int], ...] = ()
     skips: dict[int, Tensor] = field(default_factory=dict)
-    cuts: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     entered: TokenShards | None = None
 
     @property
@@ -202,14 +212,14 @@ class Forward:
         constant = value.shape[dim] == 1 or value.stride(dim) == 0
         if constant and self.tokens.sequence.length_of(kind) > 1:
             return value.narrow(dim, 0, 1)
-        key = (id(value), kind, dim, dummy)
-        if key not in self.cuts:
-            positions = self.tokens.local_positions(kind).to(value.device)
-            if dummy and kind != "image":
-                first = self.structure.family.blocks.text_position == "first"
-                positions = F.pad(positions, (1, 0) if first else (0, 1))
-            self.cuts[key] = value, value.index_select(dim, positions)  # the value too: its id stays its own
-        return self.cuts[key][1]
+        cuts = self.cuts.setdefault(value, {})
+        key = (id(self.tokens), kind, dim, dummy)
+        if key not in cuts:
+            position = self.structure.family.blocks.text_position if dummy and kind != "image" else None
+            own = range(self.tokens.sp_rank, self.tokens.sp_rank + 1)
+            where = self.positions.of(self.tokens, kind, value.device, own, position or "")
+            cuts[key] = take(value, dim, where)
+        return cuts[key]
 
     def result(self, index: int, call: dict[str, Any], streams: Streams):
         """Return what block ``index`` itself would return."""

@@ -52,6 +52,13 @@ class TableIndex:
             self.indices[rows] = torch.tensor(rows, device=table.device)
         return table[self.indices[rows]]
 
+    def set(self, rows: dict[tuple[str, int], tuple[int, ...]], device: torch.device):
+        """Use other ``rows``, whose indices go to ``device`` in one copy."""
+        self.rows = rows
+        different = list(dict.fromkeys(rows.values()))
+        flat = torch.tensor(list(chain(*different)), device=device)
+        self.indices = dict(zip(different, flat.split([len(each) for each in different])))
+
 
 class CachedLayer(nn.Module):
     """Returns cached answers in the place of ``layer``.
@@ -236,11 +243,12 @@ class LayerCache:
         self._forget_modulation()
         plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype))
         places = {row: place for place, row in enumerate(chosen)}
-        self.index.rows = {
+        rows = {
             key: tuple(places[row] for row in rows)
             for key, rows in plan.rows.items()
             if first <= key[1] < plan.computed
         }
+        self.index.set(rows, plan.embeddings.device)
         inputs = F.silu(plan.embeddings[chosen]).to(self.dtype)
         for cached in self.held:
             cached.store(self._computed(cached.layer, inputs))

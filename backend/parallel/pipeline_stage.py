@@ -10,7 +10,9 @@ import inspect
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import UnsupportedError
 from ..models.family import Family
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
@@ -46,6 +48,7 @@ class Stage:
         self.known: set[tuple[str, int]] = set()  # branch and sample whose text has run (Cache.static_text)
         # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
         self.like: dict[str, Tensor] = {}
+        self.cuts = WeakTensorKeyDictionary()
         self.transformer = transformer
         self.structure = BlockStructure.of(transformer, family)
         index = 0
@@ -77,6 +80,7 @@ class Stage:
         self.sequences.clear()
         self.known.clear()
         self.like.clear()
+        self.cuts.clear()
 
     def drain(self):
         """Wait for every send and receive under way."""
@@ -104,7 +108,10 @@ class Stage:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
         per_block_text = self.adapter.per_block_text(arguments)
-        self.current = Forward(self.structure, context, latent, reference, per_block_text)
+        positions = self.attention.positions
+        self.current = Forward(
+            self.structure, context, latent, reference, per_block_text, positions, self.cuts
+        )
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -171,9 +178,11 @@ class Stage:
         mask = self.adapter.take_text_mask(call)
         kinds = family.blocks.attention
         static = family.cache.static_text
-        self.attention.call = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
+        attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
+        self.attention.call = attention
         out = block(**call)
         self.attention.call = None
+        self._check_calls(index, block, attention)
         if joined:
             return self.structure.split(out, streams["text"].shape[1])
         if index < self.structure.entry:
@@ -181,6 +190,18 @@ class Stage:
         returned = self.adapter.returned(family.blocks, out)
         text = returned["text"]
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
+
+    def _check_calls(self, index: int, block: nn.Module, call: BlockCall):
+        """Raise UnsupportedError where a block's attention did not come through the hook: its tokens would
+        have attended to this rank's alone."""
+        blocks = self.family.blocks
+        expected = blocks.attention_calls(block) if blocks.attention_calls else len(blocks.attention)
+        if call.calls != expected:
+            raise UnsupportedError(
+                f"block {index} of {self.family.name} made {call.calls} attention calls through torch's "
+                f"scaled_dot_product_attention, and its family says {expected}; something else computes its "
+                f"attention, such as another attention backend or processor of diffusers: remove that."
+            )
 
     def _receive(self, forward: Forward, pipe: Pipe, streams: Streams) -> Streams:
         text = streams["text"]

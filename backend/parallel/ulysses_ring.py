@@ -4,16 +4,37 @@ in USP (arXiv 2405.07719).
 Token counts and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
 """
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from yunchang.ring.utils import RingComm, update_out_and_lse
 
-from .attention_kernels import attend_lse
+from .attention_kernels import attend_lse, import_error
 from .comm import all_to_all, count
 from .mesh import Axis
 from .sequence import Span
+
+#: Whose ring is used, and what it imports as it is imported, if they are installed.
+RING_LIBRARY = "yunchang"
+RING_IMPORTS = ("flash_attn", "flashinfer", "sageattention")
+
+
+def ring_unavailable() -> str | None:
+    """Say why there is no ring attention, as one sentence that names the package at fault; None where there
+    is."""
+    package = RING_LIBRARY
+    error = import_error("yunchang.ring.utils")
+    if not error:
+        return None
+    for name in filter(importlib.util.find_spec, RING_IMPORTS):
+        if import_error(name):
+            package = name
+            error = import_error(name)
+    return (
+        f"ring_degree is above 1, but the package {package} cannot be imported ({error}); reinstall or "
+        f"remove it, or set ring_degree to 1 and raise ulysses_degree."
+    )
 
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
@@ -54,6 +75,9 @@ def ring_attend(
     q (B, H, S, D); kv (2, B, H, own tokens, D); ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for the
     keys of rank i, or None. Returns (B, H, S, D).
     """
+    # here: it brings every kernel package that is installed
+    from yunchang.ring.utils import RingComm, update_out_and_lse
+
     assert axis.group is not None, "a ring has several ranks"
     ring = RingComm(axis.group)
     out = lse = incoming = None

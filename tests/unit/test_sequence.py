@@ -83,7 +83,8 @@ def test_nested_latents_are_rows_of_one_sequence_and_back():
     assert tokens[:, :12, :7].equal(audio.flatten(2).transpose(1, 2)) and not tokens[:, :12, 7:].any()
     assert grid.to_latent(tokens).equal(packed) and grid.shape == tuple(packed.shape[1:])
     assert (
-        grid.per_token([torch.tensor(1.0), torch.tensor(2.0)]).flatten().tolist() == [2.0] * 12 + [1.0] * 12
+        grid.per_token([torch.tensor(1.0), torch.tensor(2.0)], tokens).flatten().tolist()
+        == [2.0] * 12 + [1.0] * 12
     )
 
 

@@ -58,7 +58,7 @@ class VideoAndAudio(BlockAdapter):
     def divided(self, call, image, tokens):
         """Undo ``joined``, for all tokens or for this rank's."""
         names = [LATENTS.names[i] for i in LATENTS.order]
-        sizes = [len(tokens.local_positions(name)) for name in names]
+        sizes = [tokens.lengths(name)[tokens.sp_rank] for name in names]
         if image.shape[1] == tokens.sequence.image:
             sizes = [tokens.sequence.length_of(name) for name in names]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
