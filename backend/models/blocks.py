@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -66,6 +66,12 @@ class BlockAdapter:
         out = [streams[name] for name in blocks.returns]
         return tuple(out) if len(out) > 1 else out[0]
 
+    def unchanged(self, blocks: "Blocks", call: Mapping[str, Any]):
+        """Return what a block returns that changes nothing."""
+        arguments = {"image": blocks.image, "text": blocks.text}
+        out = [call[cast(str, arguments[name])] for name in blocks.returns]
+        return tuple(out) if len(out) > 1 else out[0]
+
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the image stream as the model gets it between lists of different kinds; ``whole`` fills it
         up to the sequence, for a model that counts tokens there."""
@@ -110,6 +116,8 @@ class Blocks:
     flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
     all.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
+    last: layer of the transformer after the blocks, up to which all is token by token, and after which the
+    model counts the latent's tokens; None if there is none.
     adapter: code for what no data here says.
     """
 
@@ -129,6 +137,7 @@ class Blocks:
     text_layers: tuple[str, ...] = ()
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     whole_only: str | None = None
+    last: str | None = None
     adapter: BlockAdapter = BlockAdapter()
 
     def hidden_width(self, config: Mapping) -> int:

@@ -108,6 +108,7 @@ FAMILY = Family(
     ),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -125,7 +126,11 @@ FAMILY = Family(
         context_tokens=references.token_count,
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    cache=Cache(
+        prompt_modules=("context_embedder", "pos_embed"),
+        image_modules=("x_embedder",),
+        modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
+    ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

@@ -9,7 +9,7 @@ from .common.double_stream import DOUBLE_STREAM
 from .common.once import once
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
@@ -129,6 +129,7 @@ FAMILY = Family(
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -153,5 +154,6 @@ FAMILY = Family(
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },
+    cache=Cache(prompt_modules=("context_embedder", "pos_embed"), image_modules=("x_embedder",)),
     layout=LAYOUT,
 )

@@ -132,7 +132,11 @@ FAMILY = Family(
             "y": config["text_emb_dim"],
         },
     ),
-    cache=Cache(modulation=("block.adaLN_modulation.1",), prompt_modules=("caption_projection.*.linear",)),
+    cache=Cache(
+        modulation=("block.adaLN_modulation.1",),
+        prompt_modules=("caption_projection.*.linear", "pe_embedder", "p_embedder"),
+        image_modules=("x_embedder",),
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,

@@ -164,6 +164,7 @@ FAMILY = Family(
     noise=Noise(prediction="v", schedule=schedule),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
         attention=("image", "cross"),
@@ -184,7 +185,11 @@ FAMILY = Family(
         },
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("text_embedder",),
+        modulation=("norm1.linear",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
 )

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 from .blocks import JOINED, Blocks
 from .common.once import once
 from .common.timestep_precision import round_input
-from .family import Build, Conditioning, Family, Latent, ModelIO
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
@@ -145,5 +145,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
     build=Build(patch_module=patch_module),
+    cache=Cache(prompt_modules=("rotary_emb",)),
     layout=LAYOUT,
 )

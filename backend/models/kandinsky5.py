@@ -171,7 +171,17 @@ FAMILY = Family(
         ignored=("attention_mask",),
         refusal=refusal,
     ),
-    cache=Cache(modulation=("visual_modulation.out_layer",), modulation_argument="time_embed"),
+    cache=Cache(
+        prompt_modules=(
+            "text_embeddings",
+            "pooled_text_embeddings",
+            "text_rope_embeddings",
+            "visual_rope_embeddings",
+        ),
+        image_modules=("visual_embeddings",),
+        modulation=("visual_modulation.out_layer",),
+        modulation_argument="time_embed",
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,

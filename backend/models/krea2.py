@@ -6,7 +6,7 @@ import torch
 from .blocks import JOINED, Blocks
 from .common import references
 from .common.once import once
-from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 
@@ -122,6 +122,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="final_layer",
         lists={"transformer_blocks": JOINED},
         text_position="first",
         per_token={"image_rotary_emb": ("joint", 0)},
@@ -134,5 +135,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     build=Build(dtypes=BF16_OR_FP16),
+    cache=Cache(prompt_modules=("text_fusion", "txt_in", "rotary_emb"), image_modules=("img_in",)),
     layout=LAYOUT,
 )

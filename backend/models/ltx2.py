@@ -288,7 +288,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
-        prompt_modules=("caption_projection", "audio_caption_projection"),
+        prompt_modules=("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope"),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},

@@ -141,6 +141,10 @@ FAMILY = Family(
         precise=("frame_rate",),
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("caption_projection", "rope"),
+        image_modules=("proj_in",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     layout=LAYOUT,
 )

@@ -261,9 +261,9 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(
+        prompt_modules=("rope", "context_embedder", "token_refiner"),
         modulation=("adaln_proj.linear",),
         modulation_per_sample=False,
-        prompt_modules=("context_embedder", "token_refiner"),
     ),
     build=Build(
         float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),

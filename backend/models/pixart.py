@@ -176,12 +176,15 @@ FAMILY = Family(
     latent=Latent(frames=False),
     noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
-    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
+    blocks=Blocks(last="proj_out", lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("caption_projection",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module, pipeline=pipeline_entries),
     layout=LAYOUT,
 )

@@ -133,6 +133,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -148,7 +149,11 @@ FAMILY = Family(
         context_tokens=references.token_count,
         refusal=refusal,
     ),
-    cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
+    cache=Cache(
+        prompt_modules=("txt_norm", "txt_in", "pos_embed"),
+        image_modules=("img_in",),
+        modulation=("img_mod.1", "txt_mod.1"),
+    ),
     build=Build(
         patch_module=patch_module,
         only={"guidance_embeds": (False, "a guidance-distilled Qwen-Image")},

@@ -258,7 +258,7 @@ FAMILY = Family(
         text_tokens=text_tokens,
         refusal=refusal,
     ),
-    cache=Cache(static_text=True, prompt_modules=("txt_in",)),
+    cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed")),
     build=Build(patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

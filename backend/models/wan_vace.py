@@ -142,6 +142,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "image", "cross"),
@@ -156,7 +157,10 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("rope", "condition_embedder.text_embedder"),
+        prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=lambda config: {

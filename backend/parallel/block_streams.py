@@ -53,6 +53,11 @@ class BlockStructure:
         """Number of blocks."""
         return len(self.joined)
 
+    def passes(self, index: int) -> bool:
+        """Do the streams before and after block ``index`` have the same form, the model's and not ours?"""
+        edges = (0, self.entry - 1, self.entry, self.total - 1)
+        return index not in edges and self.joined[index] == self.joined[index + 1]
+
     def crossing(self, boundary: int) -> list[int]:
         """List the blocks before ``boundary`` whose output travels with the activation, for a later block."""
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
@@ -231,7 +236,8 @@ class Forward:
         return blocks.adapter.result(blocks, call, streams, self.tokens)
 
     def leave(self, streams: Streams) -> Streams:
-        """Fill the streams after the last block up to the sequence, for the end of the model."""
+        """Fill the streams after the last block up to the sequence, for the end of the model; the image's
+        alone after Blocks.last, where there is that."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]
@@ -239,7 +245,19 @@ class Forward:
             text = self.whole_text(text)  # the model counts on the text that it handed in
         elif text is not None:
             text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
-        return {"image": self.whole(streams["image"]), "text": text}
+        image = streams["image"]
+        has_last = self.structure.family.blocks.last is not None
+        return {
+            "image": image[:, : len(self.tokens.local.image)] if has_last else self.whole(image),
+            "text": text,
+        }
+
+    def whole_output(self, output: Tensor) -> Tensor:
+        """Return the model's output (B, latent tokens, F), of which this forward's carry values."""
+        span = self.tokens.local.image
+        full = output.new_zeros(output.shape[0], self.tokens.sequence.image, output.shape[2])
+        full[:, span.lo : span.hi] = output
+        return full
 
     def whole_text(self, text: Tensor) -> Tensor:
         """Return as many text tokens as the model handed in, without values."""

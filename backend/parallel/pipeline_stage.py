@@ -57,6 +57,14 @@ class Stage:
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, index, block)
                 index += 1
+        self.passing = {
+            index
+            for index in range(self.structure.total)
+            if index not in blocks and self.structure.passes(index)
+        }
+        self.last = None
+        if family.blocks.last:
+            self.last = transformer.get_submodule(family.blocks.last).register_forward_hook(self._fill)
 
     def join(self, mesh: Mesh):
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
@@ -73,6 +81,14 @@ class Stage:
             for i, wrapped in enumerate(modules):
                 assert isinstance(wrapped, StagedBlock) and wrapped.block is not None, "all blocks are here"
                 modules[i] = wrapped.block
+        if self.last:
+            self.last.remove()
+
+    def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Fill what the last layer made of this forward's tokens up to those of the latent."""
+        if self.current is None or self.current.tokens.is_whole:
+            return output
+        return self.current.whole_output(output)
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
@@ -133,6 +149,8 @@ class Stage:
         """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
         forward, structure = self._forward, self.structure
         call = dict(zip(names, args)) | kwargs
+        if index in self.passing and not forward.per_block_text:
+            return self._pass(index, call)
         streams = forward.streams(index, call)
         if index in (0, structure.entry):
             streams = self._enter(forward, index, call, streams)
@@ -154,6 +172,13 @@ class Stage:
         elif structure.joined[index] != structure.joined[index + 1]:
             streams["image"] = self.adapter.between_lists(streams["image"], forward.whole)
         return forward.result(index, call, streams)
+
+    def _pass(self, index: int, call: dict):
+        """What another stage's block returns, before this stage receives what it has made of its tokens."""
+        blocks = self.family.blocks
+        if self.structure.joined[index] or index < self.structure.entry:
+            return call[blocks.image]
+        return blocks.adapter.unchanged(blocks, call)
 
     @property
     def _forward(self) -> Forward:

@@ -51,6 +51,9 @@ class VideoAndAudio(BlockAdapter):
     def result(self, blocks, call, streams, tokens):
         return tuple(self.divided(call, streams["image"], tokens))
 
+    def unchanged(self, blocks, call):
+        return tuple(call[name] for name in STREAMS)
+
     def joined(self, latents):
         width = max(latent.shape[2] for latent in latents)
         return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
