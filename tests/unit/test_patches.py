@@ -72,9 +72,9 @@ def test_stale_keys_and_values_are_used(engine):
     assert 1e-4 < relative(stale, exact) < 0.2
 
 
-def by_hand(q, k, v, *rest, **named):
+def by_hand(query, key, value, **named):
     """Attention of (B, S, H, D) that no hook sees."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return ((q @ k.transpose(2, 3) * q.shape[3] ** -0.5).softmax(dim=3) @ v).transpose(1, 2)
 
 
