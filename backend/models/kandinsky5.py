@@ -42,13 +42,18 @@ class Exact(Kandinsky5AttnProcessor):
 
 
 def patch_module(transformer, config):
-    """The exact attention; sines of the timestep, made in float32, in the dtype of their layer."""
+    """The exact attention; sines of the timestep, made in float32 on the device, in the dtype of their
+    layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
         block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
-    round_input(transformer.time_embeddings.in_layer)
+    time = transformer.time_embeddings
+    round_input(time.in_layer)
+    frequencies = time.freqs
+    del time.freqs  # an attribute, which stays on the host; a buffer is moved to the device
+    time.register_buffer("freqs", frequencies, persistent=False)
 
 
 def stretch(config, grid):

@@ -7,6 +7,7 @@ function. Buffers hold the whole sequence for this rank's heads. The SP ranks of
 tokens of a patch, so the bytes sent do not grow with the number of patches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -124,25 +125,26 @@ class Attention:
             return q
         first = self.mesh.ring.rank * u.size
         own = range(first, first + u.size)  # SP ranks whose tokens this Ulysses group holds
+        kv = (k, v)
         if u.size > 1:
             if k.shape[1] != heads:  # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
             own_lengths = [lengths[i] for i in own]
             own_keys = [key_lengths[i] for i in own]
             if queries == keys:
-                q, k, v = ulysses_ring.scatter_heads(torch.stack([q, k, v]), own_lengths, u)
+                q, *kv = ulysses_ring.scatter_heads((q, k, v), own_lengths, u)
             else:
-                (q,) = ulysses_ring.scatter_heads(q[None], own_lengths, u)
-                k, v = ulysses_ring.scatter_heads(torch.stack([k, v]), own_keys, u)
+                (q,) = ulysses_ring.scatter_heads((q,), own_lengths, u)
+                kv = ulysses_ring.scatter_heads((k, v), own_keys, u).unbind()
         if self.buffers is not None:
-            k, v = self._refresh(call, self.buffers, torch.stack([k, v]), keys, where)
+            k, v = self._refresh(call, self.buffers, kv, keys, where)
             out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, None), scale)
         elif call.static_text and keys == "joint":
-            out = self._with_static_text(call, q, torch.stack([k, v]), mask, scale, own, where)
+            out = self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
         elif self.mesh.ring.size > 1:
-            out = self._ring(call, q, k, v, mask, scale, keys, own)
+            out = self._ring(call, q, kv, mask, scale, keys, own)
         else:
-            out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
+            out = self._attend(q, *kv, self.masks.cut(call.tokens, mask, keys, own, own), scale)
         return ulysses_ring.gather_heads(out, heads, [lengths[i] for i in own], u) if u.size > 1 else out
 
     def _groups(self) -> list[range]:
@@ -155,13 +157,13 @@ class Attention:
         lengths = tokens.lengths(kind)
         return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
 
-    def _ring(self, call: BlockCall, q, k, v, mask, scale, kind: str, own: range):
+    def _ring(self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, kind: str, own: range):
         masks = None
         if mask is not None:
             masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
-        kv = torch.stack([k, v])
-        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
+        both = torch.stack(list(kv))
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale)
 
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
         """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
@@ -183,10 +185,12 @@ class Attention:
         counts = self._group_counts(whole, "joint")
         return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
 
-    def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Tensor, kind: str, where: tuple):
+    def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Sequence[Tensor], kind: str, where: tuple):
         """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""
-        counts = self._group_counts(call.tokens, kind)
-        shapes = [(*kv.shape[:3], count, kv.shape[4]) for count in counts]
-        fresh = torch.cat(comm.all_gather(kv, shapes, self.mesh.ring, "ring"), dim=3)
-        positions = self.positions.of(call.tokens, kind, kv.device)
-        return buffers.refresh(where, fresh, positions, call.tokens.sequence.length_of(kind), call.context)
+        if self.mesh.ring.size > 1:
+            both = torch.stack(list(kv))
+            counts = self._group_counts(call.tokens, kind)
+            shapes = [(*both.shape[:3], count, both.shape[4]) for count in counts]
+            kv = torch.cat(comm.all_gather(both, shapes, self.mesh.ring, "ring"), dim=3).unbind()
+        positions = self.positions.of(call.tokens, kind, kv[0].device)
+        return buffers.refresh(where, kv, positions, call.tokens.sequence.length_of(kind), call.context)

@@ -319,7 +319,7 @@ def test_a_page_has_its_table_of_families(page):
 
 
 @pytest.mark.parametrize(
-    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 6, 6), ("flux3", 14, 0)]
+    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 8, 6), ("flux3", 14, 0)]
 )
 def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
     """Embedders and refiners of the prompt and tables of positions once a request and branch, modulation once
