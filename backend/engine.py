@@ -36,7 +36,7 @@ from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
 from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
-from .sampling.model_runner import LoadedModel, Runner, running
+from .sampling.model_runner import LoadedModel, running
 from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
 from .sampling.tensor_validation import check_numbers, check_result
@@ -59,7 +59,7 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        self.capability = capability_of(mesh.device)
+        self.capabilities = {capability_of(mesh.device)} - {None}
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
@@ -77,7 +77,11 @@ class Engine:
     def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
         return choose_all(
-            checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
+            checkpoint.name,
+            matrices(checkpoint, cuts),
+            matmul,
+            self.mesh.device,
+            min(self.capabilities, default=None),
         )
 
     def _check_degrees(self, checkpoint: Checkpoint):
@@ -197,7 +201,7 @@ class Engine:
         """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
         if weight_dtype != "default":
             return WEIGHT_DTYPES[weight_dtype]
-        return default_dtype(checkpoint, self.mesh.device, self.capability)
+        return default_dtype(checkpoint, self.mesh.device, min(self.capabilities, default=None))
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -265,7 +269,8 @@ class Engine:
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
         model = self._loaded(sample.model)
-        check_sample(sample, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        device = self.mesh.device.type
+        check_sample(sample, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
     def sample(self, sample: Sample, callbacks: Callbacks) -> tuple[Tensor, dict]:
@@ -289,7 +294,7 @@ class Engine:
             if sample.denoised:
                 callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
         samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-        return samples.cpu(), _statistics(started, runner)
+        return samples.cpu(), runner.statistics(started)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall):
@@ -297,7 +302,8 @@ class Engine:
         model = self._loaded(call.model)
         check_numbers(call.tensors)
         filled = self.argument_cache.filled(call)
-        check_call(filled, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        device = self.mesh.device.type
+        check_call(filled, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
     def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
@@ -318,7 +324,7 @@ class Engine:
         # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
         for axis in (mesh.cfg, mesh.dp):
             output = comm.gather(output, axis, "outputs")
-        return output[:batch].cpu(), _statistics(started, runner)
+        return output[:batch].cpu(), runner.statistics(started)
 
     def check_result(self, result: Tensor, name: str):
         """Refuse what the model ``name`` has computed where no value of it is a number. Raises
@@ -342,9 +348,3 @@ class Engine:
         counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
         shapes = [(count, *tokens.shape[1:]) for count in counts]
         return torch.cat(comm.all_gather(tokens, shapes, self.mesh.dp, "outputs"))
-
-
-def _statistics(started: float, runner: Runner) -> dict:
-    """Return the seconds, the calls of the model and the bytes by purpose of one request."""
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}

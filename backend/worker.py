@@ -67,8 +67,8 @@ class Worker:
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
-        capabilities = self.dispatcher.all_gather_object(self.engine.capability)
-        self.engine.capability = min((tuple(each) for each in capabilities if each), default=None)
+        capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
+        self.engine.capabilities = {tuple(each) for of_rank in capabilities for each in of_rank}
         self.reports: dict[str, list[dict]] = {}
         self.paths: dict[str, str] = {}
 

@@ -31,6 +31,12 @@ _DROPPED = {
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    # another function than the one that the attention hook replaces (sampling/model_runner.py)
+    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from backend.client import exit_report
 from backend.client.exit_report import first_failure
 
 TABLE = """\
@@ -103,3 +104,18 @@ def test_half_written_record(tmp_path):
     place.mkdir(parents=True)
     (place / "error.json").write_text('{"message": {"mess')
     assert "killed by SIGKILL" in str(first_failure(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error, least, hint",
+    [
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 1 << 60, True),
+        ("Error while creating shared memory segment /dev/shm/nccl-1a", 1 << 60, True),
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 0, False),
+        ("RuntimeError: out of memory", 1 << 60, False),
+    ],
+)
+def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monkeypatch):
+    """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
+    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
+    assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint

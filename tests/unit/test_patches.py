@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from tiny import batch_request, golden_request, relative, write_checkpoint
 from tolerance import assert_same_bits, assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
 from backend.parallel import mesh
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
@@ -68,6 +70,28 @@ def test_patches_of_the_same_latent_equal_the_whole(engine, count):
 def test_stale_keys_and_values_are_used(engine):
     exact, stale = simulate(engine, num_pipeline_patch=1), simulate(engine, num_pipeline_patch=4)
     assert 1e-4 < relative(stale, exact) < 0.2
+
+
+def by_hand(query, key, value, **named):
+    """Attention of (B, S, H, D) that no hook sees."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return ((q @ k.transpose(2, 3) * q.shape[3] ** -0.5).softmax(dim=3) @ v).transpose(1, 2)
+
+
+def test_an_attention_backend_of_the_environment_is_not_used(engine, monkeypatch):
+    """DIFFUSERS_ATTN_BACKEND sets the active backend when diffusers is imported."""
+    want = simulate(engine, num_pipeline_patch=4)
+    other = AttentionBackendName._NATIVE_MATH
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, other, by_hand)
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", other)
+    assert_same_bits(simulate(engine, num_pipeline_patch=4), want)
+
+
+def test_attention_that_bypasses_the_hook_is_refused(engine, monkeypatch):
+    native = AttentionBackendName.NATIVE
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, native, by_hand)
+    with pytest.raises(UnsupportedError, match="block 0 of flux made 0 attention calls .* its family says 1"):
+        simulate(engine, num_pipeline_patch=4)
 
 
 def test_all_warm_up_is_exact(engine):
@@ -137,7 +161,7 @@ def test_modulation_is_one_gemm_a_layer(engine, count):
     patches.
     """
     simulate(engine, num_pipeline_patch=count)
-    assert cached.COMPUTED == {"modulation": LAYERS}
+    assert cached.COMPUTED["modulation"] == LAYERS
 
 
 #: Modulation layers, and bytes of a row of all of them in float32.
@@ -154,9 +178,8 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
     assert most == 2 * levels * ROW
     monkeypatch.setattr(cached, "AHEAD", 4 * ROW + 1)
     assert_ulps(simulate(engine, case, num_pipeline_patch=2), whole, BLOCKS * calls)
-    assert engine.models["tiny"].cache.most_bytes == 4 * ROW and cached.COMPUTED == {
-        "modulation": LAYERS * -(-levels // 2)
-    }
+    assert engine.models["tiny"].cache.most_bytes == 4 * ROW
+    assert cached.COMPUTED["modulation"] == LAYERS * -(-levels // 2)
 
 
 def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
@@ -186,7 +209,7 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     ahead = simulate(engine, num_pipeline_patch=1)
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     each = simulate(engine, num_pipeline_patch=1)
-    assert cached.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
+    assert cached.COMPUTED["modulation"] == 6 * 2 * (4 * 2 + 8)
     assert_ulps(ahead, each, BLOCKS * STEPS)
 
 
