@@ -1,6 +1,7 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,17 +11,20 @@ from torch import Tensor, nn
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights
 from ..models.family import Family
+from ..parallel import comm
 from ..parallel.cached_layers import first_block_argument
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.step_context import StepContext
+from ..quantization.kernels import Choice
 from .request import Request
 
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
+    quantized parameter -> how it multiplies."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -29,6 +33,7 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
+    choices: Mapping[str, Choice]
 
     @property
     def family(self) -> Family:
@@ -53,6 +58,12 @@ class Runner:
         self.request = request
         self.buffers = buffers
         self.calls = 0
+
+    def statistics(self, started: float) -> dict:
+        """Return the seconds since ``started``, the calls of the model and the bytes by purpose of the
+        request."""
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
