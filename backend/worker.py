@@ -98,7 +98,8 @@ class Worker:
             return []
         reason = ""
         try:
-            self.engine.load(key, message.path, message.weight_dtype, message.matmul, on_progress)
+            how = (message.weight_dtype, message.matmul, message.trial)
+            self.engine.load(key, message.path, *how, on_progress)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
@@ -203,10 +204,11 @@ class Leader(Worker):
         checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
         with refusing("the model"):
             check_scales(checkpoint)
+        told = replace(message, trial=dict(checkpoint.trial or {}))
 
         def act():
-            self.dispatcher.broadcast(message)
-            reasons = self.load(message, _reporter(job))
+            self.dispatcher.broadcast(told)
+            reasons = self.load(told, _reporter(job))
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return

@@ -77,12 +77,14 @@ class Arrange:
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
-    quantized layers multiply (auto, weight only, native)."""
+    quantized layers multiply (auto, weight only, native). ``trial``: what rank 0 tells the others
+    (Checkpoint.trial); it is not read from clients."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
     matmul: str = "auto"
+    trial: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

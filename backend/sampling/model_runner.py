@@ -1,7 +1,7 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,12 +20,14 @@ from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..quantization.kernels import Choice
 from .request import Request
 
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
+    quantized parameter -> how it multiplies."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -34,6 +36,7 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
+    choices: Mapping[str, Choice]
 
     @property
     def family(self) -> Family:
