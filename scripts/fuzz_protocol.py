@@ -28,7 +28,7 @@ from tiny import golden_request, write_checkpoint
 
 #: Files of backend/ whose lines are counted.
 WATCHED = (
-    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker"),
+    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker", "rank"),
     *("serving/server", "serving/argument_cache", "loading/lora_keys"),
     *(
         f"sampling/{name}"

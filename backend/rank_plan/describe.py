@@ -87,11 +87,13 @@ def describe(
     branches: int = 2,
     dtype: torch.dtype | None = None,
     calls: int = CALLS,
+    bits: int = 0,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer at ``model``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
-    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. Raises
+    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. bits:
+    of a value of the linear layers in blocks, were the file quantized; 0 for the file as it is. Raises
     ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
@@ -99,7 +101,7 @@ def describe(
     batch = max(1, batch // config.data_parallel_degree)
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
-    work = Workload(config, checkpoint, image_tokens, text_tokens, batch, branches, dtype, calls)
+    work = Workload(config, checkpoint, image_tokens, text_tokens, batch, branches, dtype, calls, bits)
     ranks = layout(config)
     stages = checkpoint.stages(config)
     plans = []

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..loading.checkpoint import Checkpoint
 from ..loading.parameter_sources import packed_sizes
@@ -57,10 +58,15 @@ def block_indices(checkpoint: Checkpoint) -> dict[str, int | None]:
 
 
 def held_parameters(
-    checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype, blocks: Mapping[str, int | None]
+    checkpoint: Checkpoint,
+    cuts: Mapping[str, Shard],
+    dtype: torch.dtype,
+    blocks: Mapping[str, int | None],
+    bits: int = 0,
 ) -> Iterator[HeldParameter]:
     """Yield every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or float32 where
-    the family keeps it. ``blocks``: block_indices."""
+    the family keeps it. ``blocks``: block_indices. ``bits``: of a value of plain linear layers in blocks, if
+    they were quantized."""
     modules = dict(checkpoint.empty.named_modules())
     for name, parameter in checkpoint.empty.named_parameters():
         where, _, leaf = name.rpartition(".")
@@ -74,6 +80,9 @@ def held_parameters(
             key = checkpoint.key(source)
             packed = packed_sizes(checkpoint.files, key, source, cut, parameter.shape[0])
         block = blocks[name]
+        is_plain = packed is None and leaf == "weight" and block is not None
+        if bits and is_plain and isinstance(modules[where], nn.Linear):
+            packed = [StoredSize(shape[0], plain * bits // (8 * own_dtype.itemsize))]
         if packed is None:
             yield HeldParameter(where, block, [StoredSize(shape[0], plain)], own_dtype)
         else:

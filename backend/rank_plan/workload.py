@@ -28,7 +28,8 @@ Place = dict[str, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """The request and model that the plans are for; batch and branches are of one replica and CFG rank."""
+    """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
+    bits: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -38,6 +39,7 @@ class Workload:
     branches: int
     dtype: torch.dtype
     calls: int
+    bits: int = 0
 
     @property
     def family(self):
@@ -142,7 +144,10 @@ class Workload:
         degree = self.config.tensor_parallel_degree
         places = ({"tp": rank} for rank in range(degree))
         blocks = block_indices(self.checkpoint)
-        return [[*held_parameters(self.checkpoint, self.cuts(place), self.dtype, blocks)] for place in places]
+        return [
+            [*held_parameters(self.checkpoint, self.cuts(place), self.dtype, blocks, self.bits)]
+            for place in places
+        ]
 
     def sp_rank(self, place: Place) -> int:
         """Index of the rank at ``place`` among the sequence-parallel ones."""

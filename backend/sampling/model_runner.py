@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights
 from ..models.family import Family
@@ -20,7 +22,8 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block.
+    ``parked``: its weights wait in host memory."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -29,6 +32,31 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
+    parked: bool = False
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold its weights: the transformer, and modulation of blocks of other stages."""
+        return [self.transformer, *chain(*self.cache.hosted)]
+
+    @property
+    def can_park(self) -> bool:
+        """Whether parking frees anything: on the CPU the weights are in host memory already, and sharded ones
+        are tied to buffers of their own."""
+        return self.weights.device.type == "cuda" and not self.sharded
+
+    def park(self):
+        """Move the weights to host memory."""
+        if not self.parked:
+            parking.to_host(self.modules, pinned=torch.cuda.is_available())
+        self.parked = True
+
+    def unpark(self, device: torch.device):
+        """Move parked weights back to ``device``."""
+        if self.parked:
+            parking.to_device(self.modules, device)
+            self.cache.offload()
+        self.parked = False
 
     @property
     def family(self) -> Family:
