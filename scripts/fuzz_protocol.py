@@ -103,7 +103,7 @@ def good_frames(rank0: Rank0) -> list[bytes]:
         else value
         for name, value in sample.tensors.items()
     }
-    return seeds(rank0.model, rank0.paths[rank0.model], replace(sample, tensors=tensors))
+    return seeds(rank0.model, rank0.path, replace(sample, tensors=tensors))
 
 
 class Fuzz:

@@ -5,15 +5,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import asdict, replace
 
 import torch
 
 from .. import protocol
 from ..config import ConfigError, ParallelConfig, in_words
-from ..protocol import BackendError
+from ..protocol import BackendError, RefusedError
 from .client import BackendClient
 from .launcher import BackendProcess, ClosedError
+from .room import Room
 
 #: What a backend holds for a graph: path, weight_dtype, matmul.
 Wanted = tuple[str, str, str]
@@ -51,47 +53,90 @@ class Backend:
         loras=(),
         on_progress=lambda progress: None,
         matmul: str = "auto",
+        room: Room | None = None,
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; with it, all others
         make room first. ``loras``: (path, strength) of each, in order. ``check`` and ``on_progress`` as in
-        BackendClient.request."""
+        BackendClient.request. ``room``: makes room on devices that ranks share with this process."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
             unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
             for other in unused:
                 self._request(protocol.Unload(self.models.pop(other)), check)
-            loaded = self._request(message, check, on_progress)
+
+        def load(message) -> protocol.Loaded:
+            with self._busy:
+                return self._request(message, check, on_progress)
+
+        loaded = self._with_room(message, load, room)
+        with self._busy:
             replaced = self.models.get(key)
             self.models[key] = loaded.base
             if replaced is not None and replaced != loaded.base:  # the file has changed since
                 self._request(protocol.Unload(replaced), check)
             return loaded
 
+    def _with_room(self, message, run, room: Room | None, keep: Collection = ()):
+        """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again.
+        Not while we are busy: other models of the ranks may have to go for it."""
+        shared = room.shared_ranks(self.welcome) if room else []
+        if room is None or not shared:
+            return run(message)
+        fields = {"shared": shared} if isinstance(message, protocol.Sample) else {}
+        try:
+            return run(replace(message, asking=shared, **fields))
+        except RefusedError as error:
+            lacking = {rank: size for rank, size in error.lacking.items() if rank in shared}
+            if not lacking:
+                raise
+        room.make(self.welcome, lacking, keep)
+        return run(replace(message, **fields))
+
     def describe(self, message: protocol.Describe) -> protocol.Described:
         """What each rank would hold and send; nothing runs."""
         with self._busy:
             return self._request(message)
 
-    def unload(self, path: str, weight_dtype: str, matmul: str = "auto"):
-        """Free a transformer on every rank, unless it is not loaded or a request runs."""
+    def unload(self, path: str, weight_dtype: str, matmul: str = "auto") -> bool:
+        """Take a transformer off the device of every rank, into host memory where that has room; return
+        whether it was done: not while a request runs."""
         if not self._busy.acquire(blocking=False):
-            return
+            return False
         try:
-            model = self.models.pop((path, weight_dtype, matmul), None)
+            model = self.models.get((path, weight_dtype, matmul))
             if model is not None:
-                self._request(protocol.Unload(model))
+                self._request(protocol.Unload(model, park=True))
+            return model is not None
         finally:
             self._busy.release()
 
-    def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
+    def release(self, room: Room | None):
+        """Have ranks give cached memory back on devices that they share with this process."""
+        ranks = room.shared_ranks(self.welcome) if room else []
+        if ranks and self.alive():
+            with self._busy:
+                self._request(protocol.Release(ranks))
+
+    def sample(
+        self,
+        message: protocol.Sample | protocol.ModelCall,
+        *callbacks,
+        room: Room | None = None,
+        keep: Collection = (),
+        **named_callbacks,
+    ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it."""
-        with self._busy:
-            try:
-                return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
-            except ClosedError:
-                return None
+        this process ends it. ``room`` as in load; ``keep``: entries of ComfyUI's list that it leaves."""
+
+        def sample(message):
+            with self._busy:
+                try:
+                    return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+                except ClosedError:
+                    return None
+
+        return self._with_room(message, sample, room, keep)
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""

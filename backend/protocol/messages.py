@@ -189,8 +189,8 @@ class ModelCall:
     models, the timestep of others; arguments as ``cond.KEY`` with ComfyUI's names, one for each sample or one
     for all. The backend caches the tensors that ``keep`` names (name -> key) for this ``client`` until a
     call's ``forget`` has the key; ``kept`` (name -> key) stands for cached ones. Where some are no longer
-    there, the Result has no output but their names as ``stats["missing"]``: send them again. ``asking``: as in
-    Load.
+    there, the Result has no output but their names as ``stats["missing"]``: send them again. ``asking``: as
+    in Load.
     """
 
     model: str

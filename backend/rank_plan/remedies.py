@@ -43,8 +43,8 @@ def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iter
     plain |= {"pipefusion_degree": 1, "tensor_parallel_degree": 1, "attn_layer_num_for_pp": ""}
     fields += [plain | {name: divided} for name in ("tensor_parallel_degree", "pipefusion_degree")]
     fields.append(plain | {"ulysses_degree": divided, "shard_weights": divided > 1})
-    for changed in fields:
-        other = replace(config, **changed)
+    others = dict.fromkeys(replace(config, **changed) for changed in fields)
+    for other in others:
         if other != config:
             yield Remedy(_difference(config, other), other, size)
     if not quantized:

@@ -9,9 +9,9 @@ from odd_files import index, transformer
 from tiny import write_checkpoint
 
 from backend import start
+from backend.admission import Admission
 from backend.client import pool
 from backend.client.launcher import launch_command
-from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.config import ParallelConfig as LaunchedConfig
 from backend.engine import Engine

@@ -58,6 +58,7 @@ class Rank0(Leader):
         self.opened = lru_cache(engine.open_checkpoint)
         self.model = model_key(Load(path))
         self.engine.load(self.model, path, "default")
+        self.path = path
         self.admission = Admission(ParallelConfig(), self, self.engine.memory)
         self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])

@@ -118,12 +118,11 @@ def test_every_remedy_that_is_named_is_admitted(flux):
     assert named == [
         "shard_weights on",
         "ulysses_degree 1 with tensor_parallel_degree 2",
-        "ulysses_degree 1 with pipefusion_degree 2",
+        "an 8-bit file",
     ]
     for fields in (
         {"ulysses_degree": 2, "shard_weights": True},
         {"tensor_parallel_degree": 2},
-        {"pipefusion_degree": 2},
     ):
         found, _ = check(ParallelConfig(**fields), flux, gpus(16, 16), load=True)
         assert found == [None, None]
@@ -178,7 +177,9 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     engine = Engine(ParallelConfig(), mesh.single())
     pristine = engine.check_load(path, "default")
     engine.load("tiny", path, "default")
-    sample = golden(f"{family}__euler_simple")[0] if family != "flux-dev" else golden_request("euler_simple")[0]
+    sample = (
+        golden(f"{family}__euler_simple")[0] if family != "flux-dev" else golden_request("euler_simple")[0]
+    )
     sample = replace(sample, model="tiny")
     model = engine.models["tiny"]
     memory = LiveMemory()
