@@ -7,20 +7,21 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import asdict, replace
+from functools import cache
 
 import torch
 
 from .. import protocol
-from ..config import ConfigError, ParallelConfig, in_words
+from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
 from .client import BackendClient
+from .connect import connect
+from .idle import IdleClock, idle_seconds, watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room
 
 #: What a backend holds for a graph: path, weight_dtype, matmul.
 Wanted = tuple[str, str, str]
-#: Environment variable with the addresses that a graph may name.
-ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
 _lock = threading.Lock()
 #: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
@@ -38,6 +39,7 @@ class Backend:
         self.process = process
         self.models: dict[Wanted, str] = {}
         self.closed = False
+        self.clock = IdleClock()
         self._busy = threading.Lock()
 
     @property
@@ -167,6 +169,10 @@ class Backend:
         finally:
             self._busy.release()
 
+    def is_idle(self, seconds: float) -> bool:
+        """Return whether it is ours, and nobody has used it for so long."""
+        return self.process is not None and not self._busy.locked() and self.clock.idle_for(seconds)
+
     def loss(self) -> str:
         """Return one sentence on why a backend that is not alive has ended between two requests; empty where
         a request has said it already, or where we have closed it."""
@@ -194,6 +200,7 @@ class Backend:
                 raise BackendError(f"{error}; the next run connects again.") from error
             raise self.process.failure() from error
         finally:
+            self.clock.used()
             if self.client.closed:
                 self.close()
 
@@ -221,11 +228,12 @@ def backend_for(
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
+            backend.clock.used()
             return backend
         _report_losses(warn)
         _drop(key)
         if config.address:
-            backend = _connect(config)
+            backend = Backend(config, connect(config))
         else:
             backend = _changed(config, check) or _launch(config, check, show)
         _backends[key] = backend
@@ -243,6 +251,15 @@ def keeps_weights(config: ParallelConfig) -> bool:
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
     """Return the backend of this topology if there is one, alive or not."""
     return _backends.get(config.topology())
+
+
+def close_idle(seconds: float):
+    """End every backend that this process launched and has not used for so long."""
+    with _lock:
+        for key, backend in list(_backends.items()):
+            if backend.is_idle(seconds):
+                logging.info("parallel-dit: the ranks were idle for %.0f min and end", seconds / 60)
+                _drop(key)
 
 
 def close_all():
@@ -300,6 +317,7 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
         show(f"starting {ranks}, {time.monotonic() - began:.0f} s")
         check()
 
+    _watch_idle()
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
@@ -310,29 +328,9 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
         raise
 
 
-def _connect(config: ParallelConfig) -> Backend:
-    # graphs come from strangers: they may name only what this process's starter has listed
-    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
-    if config.address not in allowed:
-        raise ConfigError(
-            f"address is {config.address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may "
-            f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
-            f"clear address to launch one here."
-        )
-    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
-    if not token:
-        what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
-        raise ConfigError(f"{what}; set it to the token that this backend was started with.")
-    try:
-        client = BackendClient(config.address, token)
-    except OSError as error:
-        why = f"No backend listens at {config.address} ({error})"
-        raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
-    runs = client.welcome.degrees
-    if runs != config.degrees:
-        client.close()
-        raise ConfigError(
-            f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
-            f"{in_words(config.degrees)}; set the same degrees."
-        )
-    return Backend(config, client)
+@cache
+def _watch_idle():
+    """Begin to look for idle backends, once, where that is asked for. Raises ConfigError."""
+    seconds = idle_seconds()
+    if seconds is not None:
+        watch(seconds, close_idle)
