@@ -11,8 +11,8 @@ ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
 
 def connect(config: ParallelConfig) -> BackendClient:
-    """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not name
-    it or the backend runs with other degrees, BackendError where nobody listens."""
+    """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not
+    name it or the backend runs with other degrees, BackendError where nobody listens."""
     # graphs come from strangers: they may name only what this process's starter has listed
     allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
     if config.address not in allowed:
