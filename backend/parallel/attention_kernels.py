@@ -2,7 +2,8 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,6 +38,8 @@ class Package:
     gpus: str
 
 
+#: What packages compute in.
+HALF = (torch.float16, torch.bfloat16)
 #: SageAttention 2 (sageattention/core.py, sageattn): kernels by architecture, head sizes padded to 64 or 128.
 SAGE_GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 PACKAGES = {
@@ -81,7 +84,7 @@ def unavailable(
             f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "
             f"set attention to auto."
         )
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF:
         return (
             f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set "
             f"weight_dtype to bf16 or attention to auto."
@@ -129,6 +132,32 @@ def attend(
 
         return sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale)
     return SDPA(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@contextmanager
+def instead_of_torch(kernel: str) -> Iterator[None]:
+    """Have a package's ``kernel`` compute the attention of a transformer that runs whole, without the
+    attention hook. What it has no kernel for (masks, wider heads, float32) stays torch's."""
+    if kernel not in PACKAGES:
+        yield
+        return
+
+    def attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        special = attn_mask is not None or is_causal or dropout_p > 0
+        fits = query.shape[-1] <= PACKAGES[kernel].head_size and query.dtype in HALF
+        if special or not fits:
+            return SDPA(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return attend(kernel, query, key, value, None, scale)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = SDPA
 
 
 def attend_lse(

@@ -16,6 +16,7 @@ from ..loading.lora_fusion import FusedWeights
 from ..models.common.once import RequestArguments
 from ..models.family import Family
 from ..parallel import comm
+from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.cached_layers import first_block_argument
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
@@ -203,7 +204,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
 def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | None]:
     stage = model.stage
     if stage is None:
-        yield None
+        with instead_of_torch(request.config.attention):
+            yield None
         return
     buffers = None
     if request.config.patches > 1:

@@ -129,6 +129,26 @@ def test_rings_are_available():
     assert ulysses_ring.ring_unavailable() is None
 
 
+def test_one_rank_runs_the_chosen_kernel(monkeypatch):
+    """Where nothing is divided there is no hook; masks, float32 and wide heads stay torch's."""
+    calls = []
+    module = ModuleType("sageattention")
+    module.sageattn = lambda q, k, v, **named: calls.append(named) or torch.zeros_like(q)
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    x = torch.ones(1, 2, 5, 16)
+    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    half = x.bfloat16()
+    with kernels.instead_of_torch("sage"):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        assert not attention(half, half, half, scale=0.5).any() and calls[0]["sm_scale"] == 0.5
+        wide = half.expand(-1, -1, -1, 16).repeat(1, 1, 1, 16)
+        assert attention(x, x, x).all() and attention(wide, wide, wide).all()
+        assert attention(half, half, half, attn_mask=mask).all()
+    assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+    with kernels.instead_of_torch("auto"):
+        assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+
+
 def test_rings_take_sages_log_sum_exp(monkeypatch):
     """By SageAttention 2's own signature: (out, lse) with return_lse."""
     seen = {}
