@@ -86,12 +86,17 @@ class Backend:
 
     def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it."""
+        this process ends it, as it does where a cancelled request does not end."""
         with self._busy:
             try:
-                return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+                result = self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
             except ClosedError:
                 return None
+        if result is None and self.closed:
+            why = self.process.silence if self.process is not None else ""
+            why = why or "the call of the model in progress did not end in time"
+            logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
+        return result
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""

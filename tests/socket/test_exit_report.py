@@ -1,10 +1,12 @@
 """Which rank is named when a backend has ended, from what torchrun leaves."""
 
 import json
+import shutil
 
 import pytest
 
-from backend.client.exit_report import first_failure
+from backend.client import exit_report
+from backend.client.exit_report import first_failure, full_disk
 
 TABLE = """\
 [0]:
@@ -72,6 +74,20 @@ def leave(folder, codes, errors=(), stderr=()):
             "rank 1 failed with RuntimeError: Connection closed by peer",
         ),
         ({2: 7}, {}, "rank 2 exited with code 7"),
+        (
+            {},
+            {
+                0: ("RuntimeError: Timed out waiting 7200000ms for recv operation to complete", 3),
+                1: ("ValueError: broken", 9),
+            },
+            "rank 1 failed with ValueError: broken",
+        ),
+        (
+            {0: -7, 1: 1},
+            {1: ("RuntimeError: Connection closed by peer", 3)},
+            "rank 0 was killed by SIGBUS, as the system does when a file is cut short while it is read, or "
+            "shared memory runs out",
+        ),
     ],
 )
 def test_cause(tmp_path, codes, errors, expected):
@@ -103,3 +119,12 @@ def test_half_written_record(tmp_path):
     place.mkdir(parents=True)
     (place / "error.json").write_text('{"message": {"mess')
     assert "killed by SIGKILL" in str(first_failure(tmp_path))
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    assert full_disk(tmp_path) == ""
+    usage = shutil._ntuple_diskusage(1_000_000, 1_000_000, 0)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda folder: usage)
+    assert f"The disk of {tmp_path} is full (0 of 1,000,000 bytes free): make room there" in full_disk(
+        tmp_path
+    )
