@@ -7,8 +7,6 @@ rank 0 before the broadcast.
 """
 
 import gc
-import hashlib
-import json
 import os
 import sys
 import time
@@ -16,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -24,7 +21,9 @@ from . import start
 from .config import ConfigError, ParallelConfig
 from .engine import Engine
 from .errors import UnsupportedError
+from .loading.load_report import by_rank
 from .loading.lora_keys import LoraUse, lora_stack
+from .loading.model_key import check_unchanged, model_key
 from .loading.scale_values import check_scales
 from .parallel import mesh as meshes
 from .protocol import (
@@ -49,10 +48,10 @@ from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
 from .serving.broadcast import Dispatcher
-from .serving.server import Job, Previews, Server, progress
+from .serving.server import CANCELLABLE, Job, Previews, Server, progress
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
-HEARTBEAT_SECONDS = 60.0
+PING_SECONDS = 60.0
 #: Least time between two messages about a load's progress.
 LOAD_SECONDS = 0.1
 Act = Callable[[], None]  # what all ranks do once a message was looked at
@@ -89,24 +88,27 @@ class Worker:
             elif isinstance(message, ModelCall):
                 self.engine.forward(message)
 
-    def load(self, message: Load, on_progress=lambda done, total: None) -> list[str]:
+    def load(self, message: Load, own: str = "", on_progress=lambda done, total: None) -> list[str]:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
-        no rank keeps it), else what it cost each is in ``reports``."""
-        key = model_key(message)
+        no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
+        checked the model, which is that of all ranks."""
+        own = own or model_key(message)
+        key = self.dispatcher.all_gather_object(own)[0]
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
             return []
         reason = ""
         try:
             self.engine.load(key, message.path, message.weight_dtype, message.matmul, on_progress)
+            check_unchanged(message, own)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
-            reason = f"rank {self.mesh.rank}: {error}"
+            reason = str(error)
         report = None if reason else self.engine.models[key].report.as_dict()
         answers = self.dispatcher.all_gather_object([reason, report])
-        reasons = [why for why, _ in answers if why]
         self.reports[key] = [report for _, report in answers]
+        reasons = by_rank([why for why, _ in answers])
         if reasons:
             self.engine.unload(key)
         return reasons
@@ -140,7 +142,7 @@ class Leader(Worker):
     def lead(self):
         """Serve until a client says Shutdown."""
         while True:
-            job = self.server.next_job(HEARTBEAT_SECONDS)
+            job = self.server.next_job(PING_SECONDS)
             if job is None:
                 self.dispatcher.broadcast(Ping())
                 continue
@@ -167,7 +169,7 @@ class Leader(Worker):
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
             return
-        if job.cancelled.is_set() and kind in (Sample, ModelCall):
+        if job.cancelled.is_set() and kind in CANCELLABLE:
             job.reply(Cancelled(0))
             return
         act()
@@ -206,7 +208,7 @@ class Leader(Worker):
 
         def act():
             self.dispatcher.broadcast(message)
-            reasons = self.load(message, _reporter(job))
+            reasons = self.load(message, key, _reporter(job))
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
@@ -222,6 +224,7 @@ class Leader(Worker):
         def act():
             if stack:
                 self.dispatcher.broadcast(message)
+                self.load(message, key)
             name = self.engine.name(key, stack)
             info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
             job.reply(Loaded(name, self.engine.models[key].family.name, info))
@@ -312,15 +315,6 @@ def _reporter(job: Job):
             job.reply(Progress(done, total))
 
     return report
-
-
-def model_key(message: Load) -> str:
-    """Names what a Load loads: a file that changed on disk is another model. The same on every rank of a
-    machine."""
-    path = Path(message.path).resolve()
-    stamp = [path.stat().st_mtime_ns, path.stat().st_size] if path.exists() else []
-    what = [str(path), message.weight_dtype, message.matmul, stamp]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 @record

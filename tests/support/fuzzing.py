@@ -3,6 +3,7 @@ one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
 
 import queue
 import signal
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ import torch
 from backend import engine
 from backend.config import ParallelConfig
 from backend.loading.load_report import peak_bytes
+from backend.loading.model_key import model_key
 from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
 from backend.serving.server import Client
-from backend.worker import Leader, model_key
+from backend.worker import Leader
 
 #: What one frame may cost: seconds of this process, and bytes.
 SECONDS, BYTES = 5.0, 1 << 28
@@ -59,7 +61,11 @@ class Rank0(Leader):
         self.paths, self.reports = {self.model: path}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
-            welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
+            welcome=welcome,
+            jobs=queue.Queue(),
+            taking=threading.Lock(),
+            models=lambda: [self.model],
+            token="",
         )
 
     def broadcast(self, message):
