@@ -49,10 +49,10 @@ from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
 from .serving.progress import Previews, load_progress, progress
-from .serving.server import Job, Server
+from .serving.server import CANCELLABLE, Job, Server
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
-HEARTBEAT_SECONDS = 60.0
+PING_SECONDS = 60.0
 Act = Callable[[], None]  # what all ranks do once a message was looked at
 
 
@@ -73,7 +73,7 @@ class Leader(Worker):
     def lead(self):
         """Serve until a client says Shutdown."""
         while True:
-            job = self.server.next_job(HEARTBEAT_SECONDS)
+            job = self.server.next_job(PING_SECONDS)
             if job is None:
                 self.dispatcher.broadcast(Ping())
                 continue
@@ -100,7 +100,7 @@ class Leader(Worker):
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
             return
-        if job.cancelled.is_set() and kind in (Sample, ModelCall):
+        if job.cancelled.is_set() and kind in CANCELLABLE:
             job.reply(Cancelled(0))
             return
         try:
@@ -145,7 +145,7 @@ class Leader(Worker):
 
         def act():
             self.dispatcher.broadcast(told)
-            reasons = self.load(told, load_progress(job), planned)
+            reasons = self.load(told, key, load_progress(job), planned)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
@@ -161,6 +161,7 @@ class Leader(Worker):
         def act():
             if stack:
                 self.dispatcher.broadcast(message)
+                self.load(message, key)
             name = self.engine.name(key, stack)
             info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
             job.reply(Loaded(name, self.engine.models[key].family.name, info))

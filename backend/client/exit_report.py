@@ -6,6 +6,7 @@ torchrun kills the other ranks once one has failed, and ranks fail whose peer is
 import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ _FAILURE = re.compile(
 #: What a rank says when it was another one that went away.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error"
-    r"|recvvalue failed|store.*(timeout|timed out)",
+    r"|recvvalue failed|store.*(timeout|timed out)|timed out waiting|collective operation timeout",
     re.IGNORECASE,
 )
 _LONGEST = 400
@@ -25,6 +26,13 @@ _LONGEST = 400
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 1 << 30
+#: Signal -> what sends it to a rank that nobody has killed.
+_SENDERS = {
+    "SIGKILL": ", as the system does when memory runs out",
+    "SIGBUS": ", as the system does when a file is cut short while it is read, or shared memory runs out",
+}
+#: A disk with less than this free (bytes) is full: logs and error files could not be written.
+_FULL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,7 @@ class RankFailure:
             return f"rank {self.rank} failed with {self.error}{_shared_memory_hint(self.error)}"
         if self.code < 0:
             name = signal.Signals(-self.code).name
-            hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            return f"rank {self.rank} was killed by {name}{hint}"
+            return f"rank {self.rank} was killed by {name}{_SENDERS.get(name, '')}"
         return f"rank {self.rank} exited with code {self.code}"
 
 
@@ -61,6 +68,18 @@ def first_failure(folder: Path) -> RankFailure | None:
     causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
     # a signal comes from outside and leaves no time: what the others recorded followed from it
     return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
+
+
+def full_disk(folder: Path) -> str:
+    """Return a sentence on the disk of the backend's folder where it is full, else nothing."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:  # the folder is gone
+        return ""
+    if disk.free >= _FULL:
+        return ""
+    what = f" The disk of {folder} is full ({disk.free:,} of {disk.total:,} bytes free)"
+    return f"{what}: make room there, or set TMPDIR to a folder on another one."
 
 
 def _exit_codes(folder: Path) -> dict[int, int]:

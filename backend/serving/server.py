@@ -22,6 +22,8 @@ MAX_CLIENTS = 16
 MAX_WAITING = 16
 #: How long a client that leaves may take to read what is still to be written.
 LEAVE_SECONDS = 5.0
+#: Requests that Cancel stops.
+CANCELLABLE = (protocol.Sample, protocol.ModelCall)
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Job:
     message: object
     client: "Client"
     cancelled: threading.Event = field(default_factory=threading.Event)
+    #: Do the ranks have it? A job without a message is done.
+    running: bool = False
 
     def reply(self, message):
         self.client.outbox.put(message)
@@ -117,14 +121,25 @@ class Client:
         if isinstance(message, protocol.Ping):
             self.outbox.put(protocol.Pong(sorted(self.server.models())))
         elif isinstance(message, protocol.Cancel):
-            for job in self.jobs:
-                job.cancelled.set()
+            self._cancel()
         elif len(self.jobs) == MAX_WAITING:
             raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
         else:
             job = Job(message, self)
             self.jobs.append(job)
             self.server.jobs.put(job)
+
+    def _cancel(self):
+        """Cancel the jobs of this client: at once those that only wait, unless an earlier one has to be
+        answered first; what runs ends with its step."""
+        for job in self.jobs:
+            job.cancelled.set()
+        with self.server.taking:
+            for job in self.jobs:
+                if job.running or not isinstance(job.message, CANCELLABLE):
+                    break
+                job.reply(protocol.Cancelled(0))
+                self.server.finish(job)
 
     def _write(self):
         while (message := self.outbox.get()) is not None:
@@ -151,6 +166,8 @@ class Server:
         self.welcome = welcome
         self.models = models
         self.jobs: queue.Queue[Job] = queue.Queue()
+        #: Held while a waiting job is given to the ranks, or cancelled.
+        self.taking = threading.Lock()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Clients that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Client, None] = {}
@@ -192,10 +209,15 @@ class Server:
 
     def next_job(self, timeout: float) -> Job | None:
         """Return the oldest waiting job, or None after ``timeout`` seconds without one."""
-        try:
-            return self.jobs.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                job = self.jobs.get(timeout=timeout)
+            except queue.Empty:
+                return None
+            with self.taking:
+                job.running = job.message is not None
+            if job.running:
+                return job
 
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""

@@ -1,11 +1,12 @@
 """Which rank is named when a backend has ended, from what torchrun leaves."""
 
 import json
+import shutil
 
 import pytest
 
 from backend.client import exit_report
-from backend.client.exit_report import first_failure
+from backend.client.exit_report import first_failure, full_disk
 
 TABLE = """\
 [0]:
@@ -73,6 +74,20 @@ def leave(folder, codes, errors=(), stderr=()):
             "rank 1 failed with RuntimeError: Connection closed by peer",
         ),
         ({2: 7}, {}, "rank 2 exited with code 7"),
+        (
+            {},
+            {
+                0: ("RuntimeError: Timed out waiting 7200000ms for recv operation to complete", 3),
+                1: ("ValueError: broken", 9),
+            },
+            "rank 1 failed with ValueError: broken",
+        ),
+        (
+            {0: -7, 1: 1},
+            {1: ("RuntimeError: Connection closed by peer", 3)},
+            "rank 0 was killed by SIGBUS, as the system does when a file is cut short while it is read, or "
+            "shared memory runs out",
+        ),
     ],
 )
 def test_cause(tmp_path, codes, errors, expected):
@@ -119,3 +134,12 @@ def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monk
     """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
     monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
     assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    assert full_disk(tmp_path) == ""
+    usage = shutil._ntuple_diskusage(1_000_000, 1_000_000, 0)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda folder: usage)
+    assert f"The disk of {tmp_path} is full (0 of 1,000,000 bytes free): make room there" in full_disk(
+        tmp_path
+    )

@@ -154,6 +154,37 @@ def test_cancel_after_the_end_does_not_touch_the_next_request(server):
     assert not job.cancelled.is_set()
 
 
+def sample() -> protocol.Sample:
+    return protocol.Sample("m", "euler", 1.0, 0, tensors={"noise": torch.zeros(1)})
+
+
+def test_a_sample_that_waits_is_cancelled_at_once(server):
+    """While another client's runs; it never reaches the ranks."""
+    busy, waiting = greeted(server), greeted(server)
+    framing.send(busy, sample())
+    runs = server.next_job(5)
+    framing.send(waiting, sample())
+    framing.send(waiting, protocol.Cancel())
+    assert framing.receive(waiting) == protocol.Cancelled(0)
+    assert not runs.cancelled.is_set() and server.next_job(0.05) is None
+    framing.send(waiting, sample())
+    assert server.next_job(5) is not None
+
+
+def test_answers_keep_their_order_when_a_running_sample_is_cancelled(server):
+    client = greeted(server)
+    for _ in range(2):
+        framing.send(client, sample())
+    first = server.next_job(5)
+    framing.send(client, protocol.Cancel())
+    assert first.cancelled.wait(5)
+    first.reply(protocol.Cancelled(7))
+    server.finish(first)
+    assert framing.receive(client) == protocol.Cancelled(7)
+    second = server.next_job(5)
+    assert second is not None and second.cancelled.wait(5)
+
+
 def test_too_many_connections_are_closed_and_places_come_back(server):
     crowd = [greeted(server) for _ in range(MAX_CLIENTS)]
     assert closed(connect(server))

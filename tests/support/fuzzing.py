@@ -3,6 +3,7 @@ one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
 
 import queue
 import signal
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,11 @@ class Rank0(Leader):
         self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
-            welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
+            welcome=welcome,
+            jobs=queue.Queue(),
+            taking=threading.Lock(),
+            models=lambda: [self.model],
+            token="",
         )
 
     def broadcast(self, message):

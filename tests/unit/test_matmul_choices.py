@@ -14,6 +14,7 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.model_key import model_key
 from backend.loading.recognition import open_checkpoint
 from backend.models.blocks import APART, Blocks
 from backend.models.family import Cache
@@ -24,7 +25,6 @@ from backend.quantization import matmul
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.matmul import Matrix, choose
 from backend.quantization.packed_weight import PackedWeight
-from backend.worker import model_key
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
