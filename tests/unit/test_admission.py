@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 from fake_memory import GB, FakeMemory, on_ranks
+from families import golden
 from headers import opened
+from live_memory import LiveMemory
 from tiny import golden_request, write_checkpoint
 
 from backend import admission as admissions
@@ -16,8 +18,10 @@ from backend.admission import Admission, OutOfRoom, RankRoom, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.rank_plan.need import Need
+from backend.parallel.kv_buffers import KVBuffers
+from backend.rank_plan.need import LEAST_KV, Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
+from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
 
 BF16 = torch.bfloat16
@@ -170,9 +174,6 @@ def test_released_files_that_fit_are_admitted(name, degrees, card, size):
 @pytest.mark.parametrize("family", ["flux-dev", "wan21-t2v", "sd3", "ltx2", "minimax-h3", "sana"])
 def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     """The least that is certain is less than what the tiny model's own request allocates (LiveMemory)."""
-    from families import golden
-    from live_memory import LiveMemory
-
     path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
     engine = Engine(ParallelConfig(), mesh.single())
     pristine = engine.check_load(path, "default")
@@ -189,6 +190,32 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     config = planned_config(sample, engine.config)
     found, _ = check(config, pristine, [FakeMemory(memory.peak, kind="cpu")], size, dtype=model.dtype)
     assert found == [None]
+
+
+@pytest.mark.parametrize("family", ["flux3", "lumina2", "sana", "wan21-vace"])
+def test_no_family_holds_less_keys_and_values_than_refuse_it(tmp_path, family, monkeypatch):
+    """Those whose buffers are furthest from what is planned, over all 27, and one of linear attention. Two
+    patches in one process hold what two stages hold together."""
+    made = []
+
+    def recorded(*arguments):
+        made.append(KVBuffers(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(model_runner, "KVBuffers", recorded)
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    sample = golden(f"{family}__euler_simple")[0]
+    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
+    sample = replace(sample, num_pipeline_patch=2, tensors=short)
+    engine.sample(sample, Callbacks())
+    model = engine.models["tiny"]
+    config = ParallelConfig(pipefusion_degree=2)
+    plans = size_of(sample, config, model.family, model.config).plans(config, pristine, model.dtype)
+    planned = sum(plan.kv_bytes for plan in plans)
+    assert LEAST_KV * planned <= made[0].bytes <= 1.55 * planned
 
 
 def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(flux):
