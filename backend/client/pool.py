@@ -129,8 +129,8 @@ class Backend:
         **named_callbacks,
     ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it, as it does where a cancelled request does not end. ``room`` as in load; ``keep``:
-        entries of ComfyUI's list that it leaves."""
+        this process ends it, as it does where a cancelled request does not end. ``room`` as in load;
+        ``keep``: entries of ComfyUI's list that it leaves."""
 
         def sample(message):
             with self._busy:
