@@ -218,6 +218,7 @@ ACCEPTED = ("c_crossattn", "clip_fea", "time_dim_concat", "context_latents")
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+    "blocks.last": None,  # each token is scaled by a time of its own there
 }
 
 

@@ -155,6 +155,18 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
     assert sum(seen) == 6 * (64 + 12)
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_the_end_of_the_model_sees_the_tokens_of_the_patch(engine, count):
+    """Every image token is projected once a step, however many patches there are."""
+    seen = []
+    last = engine.models["tiny"].transformer.proj_out
+    handle = last.register_forward_pre_hook(lambda layer, args: seen.append(args[0].shape[1]))
+    prompt = {k: v for k, v in golden_request("euler_simple")[0].tensors.items() if "negative" not in k}
+    simulate(engine, num_pipeline_patch=count, tensors=prompt, cfg=1.0)
+    handle.remove()
+    assert sum(seen) == STEPS * 64 and len(seen) == 1 + (STEPS - 1) * count
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_modulation_is_one_gemm_a_layer(engine, count):
     """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and
