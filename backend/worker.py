@@ -134,10 +134,15 @@ class Leader(Worker):
         super().__init__(begun)
         config, device = begun.config, begun.device
         welcome = Welcome(config.world_size, device, config.degrees, self.pids)
-        self.server = Server(begun.address, begun.token, welcome, models=self._models)
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)
 
-    def _models(self) -> list[str]:
-        return list(self.engine.models.keys() - self.engine.stacks.keys())
+    def _models(self) -> dict[str, str]:
+        loaded = self.engine.models.keys() - self.engine.stacks.keys()
+        return {key: self.paths.get(key, "") for key in loaded}
+
+    def _weight_bytes(self, rank: int) -> int:
+        loaded = self._models()
+        return sum(ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in loaded)
 
     def lead(self):
         """Serve until a client says Shutdown."""

@@ -43,6 +43,17 @@ EXAMPLES = {
     "Cancelled": protocol.Cancelled(3),
     "Failure": protocol.Failure("no", True, 1),
     "Ping": protocol.Ping(),
+    "Status": protocol.Status(),
+    "Report": protocol.Report(
+        9.5,
+        {"a1": "/m/flux.safetensors"},
+        [{"rank": 0, "pid": 7}],
+        "Sample",
+        1.5,
+        2,
+        {"Load": 1},
+        "cfg is NaN",
+    ),
     "Pong": protocol.Pong(["m"]),
     "Shutdown": protocol.Shutdown(),
 }
