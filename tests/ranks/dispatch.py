@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from backend.config import ParallelConfig
+from backend.parallel import mesh
 from backend.protocol import Ping, Result
 from backend.serving import shared_memory
 from backend.serving.broadcast import Dispatcher
@@ -46,11 +48,26 @@ def tell_all(dispatcher: Dispatcher) -> dict:
     }
 
 
+def timeouts() -> set[float]:
+    """Seconds that a collective of any group of some meshes waits for a peer."""
+    ranks = dist.get_world_size()
+    found = set()
+    for degrees in ({"ulysses_degree": ranks, "shard_weights": True}, {"pipefusion_degree": ranks}):
+        made = mesh.build(ParallelConfig(device="cpu", **degrees), "cpu")
+        axes = [value.group for value in vars(made).values() if isinstance(value, mesh.Axis)]
+        groups = [*axes, made.pp_return, made.control, made.weights and made.weights.get_group()]
+        for group in groups:
+            if group is not None:
+                backend = group._get_backend(torch.device("cpu"))
+                found.add(backend.options._timeout.total_seconds())
+    return found
+
+
 def main(out: str):
     shared_memory.MAX_BYTES = FITS
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
     alone.buffer = None
-    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}
+    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()

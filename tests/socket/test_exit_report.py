@@ -95,6 +95,14 @@ def test_cause(tmp_path, codes, errors, expected):
     assert str(first_failure(tmp_path)) == expected
 
 
+def test_a_rank_that_somebody_told_to_end(tmp_path):
+    """torchrun does the same to the others, and lists them above the first."""
+    others, first = TABLE.format(0, 0, -15), TABLE.format(1, 1, -15)
+    heading = "Root Cause (first observed failure):\n"
+    (tmp_path / "backend.log").write_text(f"Failures:\n{others}{heading}{first}")
+    assert str(first_failure(tmp_path)) == "rank 1 was killed by SIGTERM"
+
+
 def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
     leave(
         tmp_path,
