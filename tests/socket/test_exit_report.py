@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from backend.client import exit_report
+from backend.client import exit_report, launcher
 from backend.client.exit_report import first_failure, full_disk
 
 TABLE = """\
@@ -127,6 +129,22 @@ def test_half_written_record(tmp_path):
     place.mkdir(parents=True)
     (place / "error.json").write_text('{"message": {"mess')
     assert "killed by SIGKILL" in str(first_failure(tmp_path))
+
+
+def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
+    """As where torchrun itself is stopped and does not end the others."""
+    monkeypatch.setattr(launcher, "EXIT_REPORT_SECONDS", 0.1)
+    process = launcher.BackendProcess.__new__(launcher.BackendProcess)
+    process.folder, process.log, process.silence = tmp_path, tmp_path / "backend.log", ""
+    process._private = SimpleNamespace(keep=lambda: None)
+    process._agent = subprocess.Popen(["sleep", "600"])
+    try:
+        assert "was lost while its processes still run" in process.failure_cause()
+        leave(tmp_path, {}, {1: ("ValueError: broken", 3), 0: ("RuntimeError: Timed out waiting 1ms", 1)})
+        assert "ended because rank 1 failed with ValueError: broken" in process.failure_cause()
+    finally:
+        process._agent.kill()
+        process._agent.wait()
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
