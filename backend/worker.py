@@ -62,13 +62,19 @@ class Leader(Worker):
     def __init__(self, begun: start.Start):
         super().__init__(begun)
         config, device = begun.config, begun.device
-        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned.
+        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned; and its path.
         self.checkpoints: dict[str, Checkpoint] = {}
+        self.paths: dict[str, str] = {}
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
-        self.server = Server(begun.address, begun.token, welcome, models=self._models)
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)
 
-    def _models(self) -> list[str]:
-        return list(self.engine.models.keys() - self.engine.stacks.keys())
+    def _models(self) -> dict[str, str]:
+        loaded = self.engine.models.keys() - self.engine.stacks.keys()
+        return {key: self.paths.get(key, "") for key in loaded}
+
+    def _weight_bytes(self, rank: int) -> int:
+        loaded = self._models()
+        return sum(ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in loaded)
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -150,6 +156,7 @@ class Leader(Worker):
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
             self.checkpoints[key] = checkpoint
+            self.paths[key] = message.path
             self.run(job)  # now that it is loaded: the LoRAs
 
         return act

@@ -15,6 +15,8 @@ from pathlib import Path
 _FAILURE = re.compile(
     r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: \d+\)"
 )
+#: torchrun's heading over the rank that ended first.
+_FIRST = "Root Cause (first observed failure)"
 #: What a rank says when it was another one that went away.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error"
@@ -66,8 +68,14 @@ def first_failure(folder: Path) -> RankFailure | None:
         known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
         found[rank] = replace(known, code=code)
     causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
-    # a signal comes from outside and leaves no time: what the others recorded followed from it
-    return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
+    first = _seen_first(folder)
+
+    def order(failure: RankFailure):
+        # a signal comes from outside and leaves no time: what the others recorded followed from it
+        by_signal = failure.code < 0
+        return not by_signal, by_signal and failure.rank != first, failure.seconds, failure.rank
+
+    return min(causes, key=order, default=None)
 
 
 def full_disk(folder: Path) -> str:
@@ -83,9 +91,18 @@ def full_disk(folder: Path) -> str:
 
 
 def _exit_codes(folder: Path) -> dict[int, int]:
+    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(_log(folder))}
+
+
+def _seen_first(folder: Path) -> int | None:
+    """Return the rank that torchrun saw end first; it sends SIGTERM to the others itself."""
+    match = _FAILURE.search(_log(folder).partition(_FIRST)[2])
+    return int(match["rank"]) if match else None
+
+
+def _log(folder: Path) -> str:
     log = folder / "backend.log"
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(text)}
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _recorded_errors(folder: Path):

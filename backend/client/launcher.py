@@ -147,8 +147,16 @@ class BackendProcess:
     """A backend that this process started and owns. Every rank inherits the read end of a pipe that only we
     hold open: token and configuration come through it, and ranks end when it closes, however we end."""
 
-    def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
-        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``."""
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: str,
+        models: Iterable[str] = (),
+        address: str = "",
+        token: str = "",
+    ):
+        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
+        ``address`` and ``token`` are those of other clients; without them there are none."""
         self.models = frozenset(models)
         self._private = _private_folder()
         self.folder = self._private.path
@@ -156,8 +164,8 @@ class BackendProcess:
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
         self._heartbeats = Heartbeats.make(config.world_size, self.folder)
-        self.address = _free_address(self.folder)
-        self._token = secrets.token_hex(32)
+        self.address = address or _free_address(self.folder)
+        self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = False
         # the ranks see their own devices only, numbered from 0
@@ -219,6 +227,11 @@ class BackendProcess:
     @property
     def running(self) -> bool:
         return not self.silence and self._agent.poll() is None
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Has a client told it to end?"""
+        return not self.silence and self._agent.poll() == 0
 
     def failure(self) -> BackendError:
         """Return the error for a request that the backend has not answered: its failure cause, or ClosedError

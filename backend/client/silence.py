@@ -15,7 +15,7 @@ from ..protocol.heartbeats import Beat, Heartbeats
 LOOK_SECONDS = 0.5
 #: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
 #: call that holds the GIL, is in docs/reliability.md.
-SILENT_SECONDS = 12.0
+SILENT_SECONDS = 10.0
 #: While ranks start: creating contexts on many GPUs may hold the GIL for long.
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.

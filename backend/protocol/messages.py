@@ -259,6 +259,28 @@ class Pong:
 
 
 @dataclass(frozen=True)
+class Status:
+    """How is the backend? Answered with a Report while the ranks work, too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank, pid,
+    weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind of the request
+    under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so
+    far; ``last_error``: the last refusal."""
+
+    seconds: float
+    models: dict
+    ranks: list
+    running: str
+    running_seconds: float
+    waiting: int
+    answered: dict
+    last_error: str
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """End every rank."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .. import protocol
 from ..protocol import ProtocolError, handshake
 from ..protocol.framing import MAX_HELLO, receive, send
+from .activity import Activity, resident
 
 #: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
@@ -37,6 +38,8 @@ class Job:
     running: bool = False
 
     def reply(self, message):
+        if isinstance(message, protocol.Failure):
+            self.client.server.activity.last_error = message.message
         self.client.outbox.put(message)
 
     @property
@@ -120,6 +123,8 @@ class Client:
         self.jobs = [job for job in self.jobs if job.message is not None]
         if isinstance(message, protocol.Ping):
             self.outbox.put(protocol.Pong(sorted(self.server.models())))
+        elif isinstance(message, protocol.Status):
+            self.outbox.put(self.server.status())
         elif isinstance(message, protocol.Cancel):
             self._cancel()
         elif len(self.jobs) == MAX_WAITING:
@@ -161,7 +166,10 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models):
+    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, weights=lambda rank: 0):
+        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank."""
+        self.activity = Activity()
+        self.weights = weights
         self.token = token
         self.welcome = welcome
         self.models = models
@@ -217,11 +225,22 @@ class Server:
             with self.taking:
                 job.running = job.message is not None
             if job.running:
+                self.activity.begin(job.message)
                 return job
 
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""
+        if job.running:
+            self.activity.end()
         job.message = None
+
+    def status(self) -> protocol.Report:
+        """Return how the backend is, from any thread."""
+        ranks = [
+            {"rank": rank, "pid": pid, "weight_bytes": self.weights(rank), "resident_bytes": resident(pid)}
+            for rank, pid in enumerate(self.welcome.pids)
+        ]
+        return self.activity.report(self.models(), ranks, self.jobs.qsize())
 
 
 def _listen(address: str) -> socket.socket:

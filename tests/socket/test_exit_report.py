@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from backend.client import exit_report
+from backend.client import exit_report, launcher
 from backend.client.exit_report import first_failure, full_disk
 
 TABLE = """\
@@ -95,6 +97,14 @@ def test_cause(tmp_path, codes, errors, expected):
     assert str(first_failure(tmp_path)) == expected
 
 
+def test_a_rank_that_somebody_told_to_end(tmp_path):
+    """torchrun does the same to the others, and lists them above the first."""
+    others, first = TABLE.format(0, 0, -15), TABLE.format(1, 1, -15)
+    heading = "Root Cause (first observed failure):\n"
+    (tmp_path / "backend.log").write_text(f"Failures:\n{others}{heading}{first}")
+    assert str(first_failure(tmp_path)) == "rank 1 was killed by SIGTERM"
+
+
 def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
     leave(
         tmp_path,
@@ -134,6 +144,22 @@ def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monk
     """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
     monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
     assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
+
+
+def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
+    """As where torchrun itself is stopped and does not end the others."""
+    monkeypatch.setattr(launcher, "EXIT_REPORT_SECONDS", 0.1)
+    process = launcher.BackendProcess.__new__(launcher.BackendProcess)
+    process.folder, process.log, process.silence = tmp_path, tmp_path / "backend.log", ""
+    process._private = SimpleNamespace(keep=lambda: None)
+    process._agent = subprocess.Popen(["sleep", "600"])
+    try:
+        assert "was lost while its processes still run" in process.failure_cause()
+        leave(tmp_path, {}, {1: ("ValueError: broken", 3), 0: ("RuntimeError: Timed out waiting 1ms", 1)})
+        assert "ended because rank 1 failed with ValueError: broken" in process.failure_cause()
+    finally:
+        process._agent.kill()
+        process._agent.wait()
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.serving.activity import Activity
 from backend.serving.server import Client
 from backend.worker import Leader
 
@@ -67,7 +68,9 @@ class Rank0(Leader):
             welcome=welcome,
             jobs=queue.Queue(),
             taking=threading.Lock(),
-            models=lambda: [self.model],
+            models=lambda: {self.model: path},
+            activity=Activity(),
+            status=lambda: Activity().report({self.model: path}, [], 0),
             token="",
         )
 
