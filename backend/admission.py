@@ -131,7 +131,7 @@ class Admission:
         #: Name of every rank's memory.
         self.names: list[str] = dispatcher.all_gather_object(memory.name)
         #: The last request that was planned: a warm run plans nothing.
-        self._last: tuple[tuple, list[RankPlan]] | None = None
+        self._last: tuple[Checkpoint, tuple, list[RankPlan]] | None = None
         #: What the last round was about, if that was a call of the model.
         self._admitted: tuple | None = None
 
@@ -148,10 +148,10 @@ class Admission:
     ) -> Planned:
         """Plan a request for a loaded model on every rank. ``config``: the backend's with the request's
         settings; ``checkpoint``: of the model, itself not loaded."""
-        key = (id(checkpoint), dtype, config, size)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, size.plans(config, checkpoint, dtype))
-        plans = self._last[1]
+        key = (dtype, config, size)
+        if self._last is None or self._last[0] is not checkpoint or self._last[1] != key:
+            self._last = (checkpoint, key, size.plans(config, checkpoint, dtype))
+        plans = self._last[2]
         held = scratch_bytes(self.memory.device) > 0
         needs = [request_need(plan, config, self.memory.device.type, held) for plan in plans]
         return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
@@ -166,7 +166,7 @@ class Admission:
         if not short:
             return
         lacking = {room.rank: room.wanted for room in short}
-        if planned is None or asking:  # a client that asks makes room and comes again
+        if planned is None or any(rank in asking for rank in lacking):  # a client makes room and comes again
             raise OutOfRoom(_shortage(short[0], "for this", "nothing was run"), lacking)
         raise OutOfRoom(planned.shortage(rooms, short[0], self.memory.device.type), lacking)
 
@@ -182,7 +182,7 @@ class Admission:
         if parked:
             self.check(planned and planned.with_weights(), asking=message.asking)
         about = _about(message)
-        if about is not None and about == self._admitted:
+        if about is not None and about == self._admitted and not message.asking:
             return prepare()
         prepared = _ready_or_none(prepare, self.memory)
         self.check(planned, prepared is not None, message.asking)

@@ -8,8 +8,9 @@ import torch
 
 #: Where the system does not say what is free: more than any request needs.
 UNKNOWN = 1 << 62
-#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator and NCCL.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, NCCL
+#: and cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 
 
 def device_name(device: torch.device) -> str:

@@ -62,8 +62,9 @@ class Leader(Worker):
     def __init__(self, begun: start.Start):
         super().__init__(begun)
         config, device = begun.config, begun.device
-        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned; and its path.
+        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned.
         self.checkpoints: dict[str, Checkpoint] = {}
+        #: Loaded model -> its path.
         self.paths: dict[str, str] = {}
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
         self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)

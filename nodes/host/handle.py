@@ -16,7 +16,7 @@ import comfy.utils
 from ...backend.client.launcher import ClosedError
 from ...backend.client.pool import Backend, Wanted, backend_at_hand, backend_for, keeps_weights
 from ...backend.config import ParallelConfig
-from ...backend.protocol import Loaded
+from ...backend.protocol import BackendError, Loaded
 from ..comfy_models.registry import weightless_patcher
 from .progress import NodeStatus, bytes_of
 from .rank_weights import RankWeights, entries, host_room
@@ -125,7 +125,10 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
         del _weights[other]
 
     def free() -> bool:
-        return not backend.alive() or backend.unload(*wanted)
+        try:
+            return not backend.alive() or backend.unload(*wanted)
+        except BackendError:  # it has ended, which frees all: the next sample says why
+            return True
 
     if name not in _weights or _weights[name][0] is not backend:
         _weights[name] = (backend, entries(loaded, backend.welcome, free))

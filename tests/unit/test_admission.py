@@ -19,6 +19,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
 from backend.parallel.kv_buffers import KVBuffers
+from backend.protocol import ModelCall
 from backend.rank_plan.need import LEAST_KV, Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling import model_runner
@@ -236,6 +237,37 @@ def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(f
     found, _ = on_ranks(memories, act)
     assert all(isinstance(each, OutOfRoom) and "rank 1" in str(each) for each in found)
     assert memories[1].released == 1
+
+
+def test_a_call_like_the_one_before_needs_no_round(flux):
+    """Unless the client asks, as at the start of a sampling; another size is looked at."""
+    call = ModelCall("m", tensors={"x": torch.zeros(1, 16, 8, 8), "time": torch.zeros(1)})
+    larger = replace(call, tensors={**call.tensors, "x": torch.zeros(1, 16, 16, 8)})
+
+    def act(messages, rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
+        return [admission.prepare(message, lambda: "prepared", False, planned) for message in messages]
+
+    def rounds(*messages) -> int:
+        found, ranks = on_ranks(gpus(80, 80), partial(act, messages))
+        assert found == [["prepared"] * len(messages)] * 2
+        return ranks.rounds - 1  # the names
+
+    assert rounds(call) == rounds(call, call, call) == 1
+    assert rounds(call, larger, larger) == rounds(call, call, replace(call, asking=[0])) == 2
+    sample, _ = golden_request("euler_simple")
+    assert rounds(sample, sample) == 2
+
+
+def test_who_can_make_no_room_is_told_what_would_fit(wan):
+    """Rank 3 lacks memory, and the client shares rank 0's device only."""
+    config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
+    memories = gpus(80, 80, 80, 33, 80, 80, 80, 80)
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0])
+    assert "It would fit with stale_kv reuse" in str(first)
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0, 3])
+    assert "It would fit" not in str(first) and list(first.lacking) == [3]
 
 
 def test_parked_weights_count(flux):
