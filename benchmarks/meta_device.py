@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 #: Operations whose result has a size that the host reads from the device.
 READS = {"nonzero", "masked_select", "unique_dim", "_unique2", "_local_scalar_dense", "bincount", "equal"}
+#: Operations that copy, from wherever their tensor is.
+COPIES = {"_to_copy", "copy_"}
 
 
 def tensors_in(value) -> Iterator[Tensor]:
@@ -80,7 +82,9 @@ class Count(TorchDispatchMode):
         if "meta" not in kinds:
             self.host[name] += bool(kinds)
             return
-        from_host = any(x.device.type == "cpu" and x.ndim for x in given)  # numbers travel with the kernel
+        # a number of the host travels with a kernel, but is no copy
+        is_copy = name in COPIES
+        from_host = any(x.device.type == "cpu" and (x.ndim or is_copy) for x in given)
         by_mask = name.startswith("index") and any(x.dtype == torch.bool for x in given[1:])
         if from_host or name in READS or by_mask:
             self.wait(name)

@@ -38,6 +38,7 @@ def test_a_steady_step_waits_for_nothing(family):
 
 WAITS = {
     "a copy to the device": lambda x: torch.arange(3).to(META),
+    "a copy of a number": lambda x: torch.tensor(2.0).to(META),
     "a copy from the device": lambda x: x.cpu(),
     "numbers of the host": lambda x: torch.tensor([1, 2], device=META),
     "a condition": lambda x: bool(x.all()),
