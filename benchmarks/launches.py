@@ -169,7 +169,7 @@ def run(family: str, config: ParallelConfig, rank: int, mode: Count | Clock) -> 
 def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, dict[str, int]]:
     """Return the counts of a family under a method, and what waited where."""
     degrees, ranks = METHODS[method]
-    config = ParallelConfig(**degrees).validate()
+    config = replace(ParallelConfig(), **cast(Any, degrees)).validate()
     waits: dict[str, int] = {}
     device = host = microseconds = 0.0
     for rank in ranks:
