@@ -167,6 +167,8 @@ ATTENTION = {
     "v_img": "add_v_proj",
     "norm_k_img": "norm_added_k",
 }
+#: The key of files with face attentions.
+FACE = "face_adapter.fuser_blocks.0.k_norm.weight"
 BLOCK = "blocks.{}"
 EMBEDDER = "condition_embedder"
 LAYOUT = Layout(
@@ -179,11 +181,10 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
-    absent=("vace_patch_embedding.weight",),  # VACE
+    absent=("vace_patch_embedding.weight", FACE),  # VACE, Animate
     variants={
         "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
         "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
-        "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate",
         "pose_patch_embedding.weight": "Wan Animate",
         "patch_embedding_pose.weight": "SCAIL",
         "patch_embedding_global.weight": "WanDancer",

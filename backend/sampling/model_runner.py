@@ -79,7 +79,7 @@ class Runner:
                 self.request.grid,
                 latent,
                 self._time(sigma.to(latent.device), slice(None)),
-                self.request.arguments(branch, slice(None)),
+                self.request.arguments(branch, slice(None), sigma.to(latent.device)),
             )
             name = model.family.cache.modulation_argument
             return first_block_argument(model.transformer, model.family, arguments, name)
@@ -101,7 +101,7 @@ class Runner:
             grid,
             latent,
             self._time(sigma, context.samples),
-            self.request.arguments(context.branch, context.samples),
+            self.request.arguments(context.branch, context.samples, sigma),
         )
         model.cache.index.context = context
         if model.stage is None:
