@@ -24,11 +24,11 @@ from .loading.weight_loading import matrices
 from .models.family import Family
 from .parallel import fsdp, tensor_parallel
 from .parallel.cached_layers import cache_layers
+from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
 from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
-from .parallel.tensor_parallel import Shard
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, Choice
 from .quantization.matmul import capability_of, choose_all, summary
@@ -59,18 +59,21 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        self.capability = capability_of(mesh.device)
+        self.capabilities = {capability_of(mesh.device)} - {None}
         self.memory = DeviceMemory(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
-    def check_load(self, path: str, weight_dtype: str, matmul: str = AUTO) -> Checkpoint:
-        """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
+    def check_load(
+        self, path: str, weight_dtype: str, matmul: str = AUTO, trial: Mapping | None = None
+    ) -> Checkpoint:
+        """Open a checkpoint and refuse what cannot run, reading headers only. ``trial`` as in
+        open_checkpoint. Raises UnsupportedError."""
         if weight_dtype not in ("default", *WEIGHT_DTYPES):
             raise UnsupportedError(
                 f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
             )
-        checkpoint = open_checkpoint(path, self.folders)
+        checkpoint = open_checkpoint(path, self.folders, trial)
         self._check_degrees(checkpoint)
         self._choices(checkpoint, self._cuts(checkpoint), matmul)
         return checkpoint
@@ -78,7 +81,11 @@ class Engine:
     def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
         return choose_all(
-            checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
+            checkpoint.name,
+            matrices(checkpoint, cuts),
+            matmul,
+            self.mesh.device,
+            min(self.capabilities, default=None),
         )
 
     def _check_degrees(self, checkpoint: Checkpoint):
@@ -92,15 +99,16 @@ class Engine:
         path: str,
         weight_dtype: str,
         matmul: str = AUTO,
+        trial: Mapping | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``on_progress`` as in
-        Checkpoint.load."""
+        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``trial`` as in open_checkpoint,
+        ``on_progress`` as in Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
-        checkpoint = self.check_load(path, weight_dtype, matmul)
+        checkpoint = self.check_load(path, weight_dtype, matmul, trial)
         transformer = checkpoint.empty
         dtype = self.weight_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
@@ -134,14 +142,11 @@ class Engine:
         report = LoadReport(
             self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost, quantized
         )
-        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights)
+        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
-        if self.mesh.tp.size == 1:
-            return {}
-        scheme = self.config.split_scheme
-        return tensor_parallel.shards(checkpoint.empty, checkpoint.family, scheme, self.mesh)
+        return checkpoint.cut_plan(self.config).shards(self.mesh)
 
     def _cache_layers(self, checkpoint: Checkpoint, stages: Stages, dtype: torch.dtype) -> LayerCache:
         own = stages.blocks[self.mesh.pp.rank]
@@ -197,7 +202,7 @@ class Engine:
         """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
         if weight_dtype != "default":
             return WEIGHT_DTYPES[weight_dtype]
-        return default_dtype(checkpoint, self.mesh.device, self.capability)
+        return default_dtype(checkpoint, self.mesh.device, min(self.capabilities, default=None))
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -260,11 +265,12 @@ class Engine:
     def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[str]]:
         """Count the latent's tokens, and describe each rank in a line, for a loaded model; ``checkpoint``: of
         the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
-        dtype = self.loaded(message.model).dtype
+        model = self.loaded(message.model)
         settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
         config = replace(self.config, **settings)
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
-        plans = describe(config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype)
+        request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
+        plans = describe(config, checkpoint, tokens, message.text_rows, **request)
         return tokens, [str(plan) for plan in plans]
 
     # ------------------------------------------------------------------ sampling
@@ -272,7 +278,8 @@ class Engine:
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
         model = self.loaded(sample.model)
-        check_sample(sample, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        device = self.mesh.device.type
+        check_sample(sample, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
     def prepare_sample(self, sample: Sample) -> Prepared:
@@ -299,7 +306,8 @@ class Engine:
         model = self.loaded(call.model)
         check_numbers(call.tensors)
         filled = self.argument_cache.filled(call)
-        check_call(filled, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        device = self.mesh.device.type
+        check_call(filled, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
     def prepare_call(self, call: ModelCall) -> Prepared:

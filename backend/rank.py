@@ -12,8 +12,9 @@ from .config import ParallelConfig
 from .device_memory import is_out_of_memory
 from .engine import Engine
 from .loading import parking
+from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack
-from .loading.model_key import model_key
+from .loading.model_key import check_unchanged, model_key
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from .sampling.step_loop import Callbacks
@@ -30,8 +31,8 @@ class Worker:
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
-        capabilities = self.dispatcher.all_gather_object(self.engine.capability)
-        self.engine.capability = min((tuple(each) for each in capabilities if each), default=None)
+        capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
+        self.engine.capabilities = {tuple(each) for of_rank in capabilities for each in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
 
@@ -106,27 +107,34 @@ class Worker:
         self.engine.unload(message.model)
 
     def load(
-        self, message: Load, on_progress=lambda done, total: None, planned: Planned | None = None
+        self,
+        message: Load,
+        own: str = "",
+        on_progress=lambda done, total: None,
+        planned: Planned | None = None,
     ) -> list[str]:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
-        no rank keeps it), else what it cost each is in ``reports``. Raises OutOfRoom before anything is
-        read."""
-        key = model_key(message)
+        no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
+        checked the model, which is that of all ranks. Raises OutOfRoom before anything is read."""
+        own = own or model_key(message)
+        key = self.dispatcher.all_gather_object(own)[0]
         if key in self.engine.models:
             self.engine.name(key, lora_stack(message.loras))
             return []
         self.admission.check(planned, asking=message.asking)
         reason = ""
         try:
-            self.engine.load(key, message.path, message.weight_dtype, message.matmul, on_progress)
+            how = (message.weight_dtype, message.matmul, message.trial)
+            self.engine.load(key, message.path, *how, on_progress)
+            check_unchanged(message, own)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
-            reason = f"rank {self.mesh.rank}: {error}"
+            reason = str(error)
         report = None if reason else self.engine.models[key].report.as_dict()
         answers = self.dispatcher.all_gather_object([reason, report])
-        reasons = [why for why, _ in answers if why]
         self.reports[key] = [report for _, report in answers]
+        reasons = by_rank([why for why, _ in answers])
         if reasons:
             self.engine.unload(key)
         return reasons

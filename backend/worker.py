@@ -49,10 +49,10 @@ from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
 from .serving.progress import Previews, load_progress, progress
-from .serving.server import Job, Server
+from .serving.server import CANCELLABLE, Job, Server
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
-HEARTBEAT_SECONDS = 60.0
+PING_SECONDS = 60.0
 Act = Callable[[], None]  # what all ranks do once a message was looked at
 
 
@@ -64,16 +64,23 @@ class Leader(Worker):
         config, device = begun.config, begun.device
         #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned.
         self.checkpoints: dict[str, Checkpoint] = {}
+        #: Loaded model -> its path.
+        self.paths: dict[str, str] = {}
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
-        self.server = Server(begun.address, begun.token, welcome, models=self._models)
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)
 
-    def _models(self) -> list[str]:
-        return list(self.engine.models.keys() - self.engine.stacks.keys())
+    def _models(self) -> dict[str, str]:
+        loaded = self.engine.models.keys() - self.engine.stacks.keys()
+        return {key: self.paths.get(key, "") for key in loaded}
+
+    def _weight_bytes(self, rank: int) -> int:
+        loaded = self._models()
+        return sum(ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in loaded)
 
     def lead(self):
         """Serve until a client says Shutdown."""
         while True:
-            job = self.server.next_job(HEARTBEAT_SECONDS)
+            job = self.server.next_job(PING_SECONDS)
             if job is None:
                 self.dispatcher.broadcast(Ping())
                 continue
@@ -100,7 +107,7 @@ class Leader(Worker):
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
             return
-        if job.cancelled.is_set() and kind in (Sample, ModelCall):
+        if job.cancelled.is_set() and kind in CANCELLABLE:
             job.reply(Cancelled(0))
             return
         try:
@@ -141,14 +148,16 @@ class Leader(Worker):
             check_scales(checkpoint)
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
             planned = self.admission.plan_load(checkpoint, dtype)
+        told = replace(message, trial=dict(checkpoint.trial or {}))
 
         def act():
-            self.dispatcher.broadcast(message)
-            reasons = self.load(message, load_progress(job), planned)
+            self.dispatcher.broadcast(told)
+            reasons = self.load(told, key, load_progress(job), planned)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
             self.checkpoints[key] = checkpoint
+            self.paths[key] = message.path
             self.run(job)  # now that it is loaded: the LoRAs
 
         return act
@@ -160,6 +169,7 @@ class Leader(Worker):
         def act():
             if stack:
                 self.dispatcher.broadcast(message)
+                self.load(message, key)
             name = self.engine.name(key, stack)
             info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
             job.reply(Loaded(name, self.engine.models[key].family.name, info))

@@ -129,7 +129,8 @@ class Backend:
         **named_callbacks,
     ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it. ``room`` as in load; ``keep``: entries of ComfyUI's list that it leaves."""
+        this process ends it, as it does where a cancelled request does not end. ``room`` as in load;
+        ``keep``: entries of ComfyUI's list that it leaves."""
 
         def sample(message):
             with self._busy:
@@ -138,7 +139,12 @@ class Backend:
                 except ClosedError:
                     return None
 
-        return self._with_room(message, sample, room, keep)
+        result = self._with_room(message, sample, room, keep)
+        if result is None and self.closed:
+            why = self.process.silence if self.process is not None else ""
+            why = why or "the call of the model in progress did not end in time"
+            logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
+        return result
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""

@@ -81,13 +81,15 @@ class Arrange:
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
-    quantized layers multiply (auto, weight only, native). ``asking``: ranks on devices where the client can
-    make room; where one likely has too little, the answer is a Failure that says what is lacking."""
+    quantized layers multiply (auto, weight only, native). ``trial``: what rank 0 tells the others
+    (Checkpoint.trial); it is not read from clients. ``asking``: ranks on devices where the client can make
+    room; where one likely has too little, the answer is a Failure that says what is lacking."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
     matmul: str = "auto"
+    trial: dict = field(default_factory=dict)
     asking: list = field(default_factory=list)
 
 
@@ -254,6 +256,28 @@ class Ping:
 @dataclass(frozen=True)
 class Pong:
     models: list = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How is the backend? Answered with a Report while the ranks work, too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank, pid,
+    weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind of the request
+    under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so
+    far; ``last_error``: the last refusal."""
+
+    seconds: float
+    models: dict
+    ranks: list
+    running: str
+    running_seconds: float
+    waiting: int
+    answered: dict
+    last_error: str
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ It is a request of one evaluation whose prediction is the model's output, run by
 is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
+from ..parallel.attention_kernels import Capability
 from ..parallel.mesh import Axis, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -39,9 +41,10 @@ def check_call(
     model_config: dict,
     dtype: torch.dtype,
     device: str,
+    capabilities: Iterable[Capability] = (),
 ):
-    """Refuse a call that cannot run. Raises UnsupportedError."""
-    check_kernel(call.attention, device, dtype)
+    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError."""
+    check_kernel(call.attention, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")

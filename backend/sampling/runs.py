@@ -10,7 +10,7 @@ from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from .model_call import OneCall
-from .model_runner import LoadedModel, Runner, running
+from .model_runner import LoadedModel, running
 from .request import Request
 from .step_loop import Callbacks, Denoiser
 
@@ -40,7 +40,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-    return samples.cpu(), _statistics(started, runner)
+    return samples.cpu(), runner.statistics(started)
 
 
 def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
@@ -54,7 +54,7 @@ def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
     # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
     for axis in (mesh.cfg, mesh.dp):
         output = comm.gather(output, axis, "outputs")
-    return output[:batch].cpu(), _statistics(started, runner)
+    return output[:batch].cpu(), runner.statistics(started)
 
 
 def _all_replicas(mesh: Mesh, tokens: Tensor, request: Request) -> Tensor:
@@ -63,9 +63,3 @@ def _all_replicas(mesh: Mesh, tokens: Tensor, request: Request) -> Tensor:
     counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
     shapes = [(count, *tokens.shape[1:]) for count in counts]
     return torch.cat(comm.all_gather(tokens, shapes, mesh.dp, "outputs"))
-
-
-def _statistics(started: float, runner: Runner) -> dict:
-    """Return the seconds, the calls of the model and the bytes by purpose of one request."""
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}

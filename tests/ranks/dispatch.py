@@ -12,6 +12,7 @@ from fake_memory import GB, FakeMemory
 
 from backend.admission import Admission, OutOfRoom, Planned
 from backend.config import ParallelConfig
+from backend.parallel import mesh
 from backend.protocol import Ping, Result
 from backend.rank_plan.need import Need
 from backend.serving import shared_memory
@@ -77,11 +78,26 @@ def planned(needs: list[Need]) -> Planned:
     return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, reloads=True)
 
 
+def timeouts() -> set[float]:
+    """Seconds that a collective of any group of some meshes waits for a peer."""
+    ranks = dist.get_world_size()
+    found = set()
+    for degrees in ({"ulysses_degree": ranks, "shard_weights": True}, {"pipefusion_degree": ranks}):
+        made = mesh.build(ParallelConfig(device="cpu", **degrees), "cpu")
+        axes = [value.group for value in vars(made).values() if isinstance(value, mesh.Axis)]
+        groups = [*axes, made.pp_return, made.control, made.weights and made.weights.get_group()]
+        for group in groups:
+            if group is not None:
+                backend = group._get_backend(torch.device("cpu"))
+                found.add(backend.options._timeout.total_seconds())
+    return found
+
+
 def main(out: str):
     shared_memory.MAX_BYTES = FITS
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
     alone.buffer = None
-    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}
+    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     results["admission"] = rounds(shared)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

@@ -53,6 +53,9 @@ def test_environment_drops_other_launchers_settings():
         "PARALLEL_DIT_TOKEN": "of a backend elsewhere",
         "PARALLEL_DIT_ADDRESSES": "tcp:elsewhere:1",
         "GLOO_SOCKET_IFNAME": "eth0",
+        "DIFFUSERS_ATTN_BACKEND": "flash",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
     assert not {
@@ -64,6 +67,9 @@ def test_environment_drops_other_launchers_settings():
         "PYTORCH_CUDA_ALLOC_CONF",
         "PARALLEL_DIT_TOKEN",
         "PARALLEL_DIT_ADDRESSES",
+        "DIFFUSERS_ATTN_BACKEND",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"

@@ -3,6 +3,7 @@ one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
 
 import queue
 import signal
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.serving.activity import Activity
 from backend.serving.server import Client
 from backend.worker import Leader
 
@@ -63,7 +65,13 @@ class Rank0(Leader):
         self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
-            welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
+            welcome=welcome,
+            jobs=queue.Queue(),
+            taking=threading.Lock(),
+            models=lambda: {self.model: path},
+            activity=Activity(),
+            status=lambda: Activity().report({self.model: path}, [], 0),
+            token="",
         )
 
     def broadcast(self, message):

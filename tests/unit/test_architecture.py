@@ -46,7 +46,9 @@ STDLIB_ONLY = (
     "backend.errors",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
+    "backend.loading.model_key",
     "backend.protocol.handshake",
+    "backend.protocol.heartbeats",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
 )

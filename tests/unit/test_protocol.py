@@ -44,6 +44,17 @@ EXAMPLES = {
     "Failure": protocol.Failure("no", True, 1, [[0, 1 << 40]]),
     "Release": protocol.Release([0, 2]),
     "Ping": protocol.Ping(),
+    "Status": protocol.Status(),
+    "Report": protocol.Report(
+        9.5,
+        {"a1": "/m/flux.safetensors"},
+        [{"rank": 0, "pid": 7}],
+        "Sample",
+        1.5,
+        2,
+        {"Load": 1},
+        "cfg is NaN",
+    ),
     "Pong": protocol.Pong(["m"]),
     "Shutdown": protocol.Shutdown(),
 }
