@@ -174,4 +174,10 @@ def _device(config: ParallelConfig) -> str:
     if config.world_size != ranks:
         raise ConfigError(f"{config.product}, but torchrun started {ranks}; give it --nproc-per-node to fit.")
     mine = config if here == ranks else ParallelConfig(device=config.device, data_parallel_degree=here)
-    return mine.resolve_device(torch.cuda.device_count())
+    device = mine.resolve_device(torch.cuda.device_count())
+    if device == "cuda" and not mesh.dist.is_nccl_available():
+        raise ConfigError(
+            "device is cuda, but this torch was built without NCCL, through which GPUs talk; install torch "
+            "from pytorch.org, or set device to cpu."
+        )
+    return device

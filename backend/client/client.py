@@ -230,6 +230,8 @@ class BackendClient:
         if not isinstance(reply, Failure):
             return reply
         if not reply.fatal:
-            raise RefusedError(reply.message)
+            refusal = RefusedError(reply.message)
+            refusal.lacking = dict(reply.lacking)
+            raise refusal
         self.close()
         raise BackendError(reply.message)

@@ -4,6 +4,7 @@ torchrun kills the other ranks once one has failed, and ranks fail whose peer is
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -23,6 +24,10 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 400
+#: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
+#: 10 MB a channel and peer.
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_MEMORY = 1 << 30
 #: Signal -> what sends it to a rank that nobody has killed.
 _SENDERS = {
     "SIGKILL": ", as the system does when memory runs out",
@@ -49,7 +54,7 @@ class RankFailure:
 
     def __str__(self):
         if self.error:
-            return f"rank {self.rank} failed with {self.error}"
+            return f"rank {self.rank} failed with {self.error}{_shared_memory_hint(self.error)}"
         if self.code < 0:
             name = signal.Signals(-self.code).name
             return f"rank {self.rank} was killed by {name}{_SENDERS.get(name, '')}"
@@ -122,3 +127,17 @@ def _one_line(text: str) -> str:
     lines = [line for line in text.strip().split("\n") if line.strip()]
     line = lines[0].strip() if lines else ""
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
+
+
+def _shared_memory_hint(error: str) -> str:
+    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
+    if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not SHARED_MEMORY.exists():
+        return ""
+    room = os.statvfs(SHARED_MEMORY)
+    size = room.f_frsize * room.f_blocks
+    if size >= LEAST_SHARED_MEMORY:
+        return ""
+    return (
+        f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
+        f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"
+    )

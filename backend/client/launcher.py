@@ -29,12 +29,22 @@ PACK = Path(__file__).resolve().parents[2]
 READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
+#: Settings of torch's allocator, under the names of several versions of it.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
+_GROWING = "expandable_segments:True"
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *_ALLOCATOR,
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    # another function than the one that the attention hook replaces (sampling/model_runner.py)
+    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
@@ -57,6 +67,20 @@ def closed_doors(parent: dict) -> dict:
     return doors
 
 
+def allocator_settings(parent: dict) -> dict:
+    """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
+    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out."""
+    found = {}
+    for name in _ALLOCATOR:
+        parts = [part.strip() for part in parent.get(name, "").split(",")]
+        users = [part for part in parts if part and not part.startswith("backend:")]
+        if users:
+            found[name] = ",".join(users)
+    if found or sys.platform != "linux":
+        return found
+    return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
+
+
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's."""
     env = {
@@ -74,6 +98,7 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
         visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
         names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
+        env |= allocator_settings(parent)
     env |= closed_doors(parent)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"

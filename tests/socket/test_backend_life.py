@@ -2,6 +2,7 @@
 parent."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import (  # noqa: F401
+    CONFIG,
+    backend,
+    checkpoint,
+    close_at_the_end,
+    request_for,
+    with_tensors,
+)
 from tiny import error_in_std, to_vae_units
 
 from backend import protocol
@@ -129,6 +137,24 @@ def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
         backend.client.request(protocol.Arrange(config))
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
+def test_memory_that_runs_out_in_a_request_is_named_with_numbers(backend, checkpoint):
+    """A real allocation fails on rank 1 while rank 0 waits for it; the next request has new ranks."""
+    request, _ = request_for(backend, checkpoint)
+    large = {key: torch.randn(1, 16, 192, 192) for key in ("noise", "latent")}
+    sizes = Path(f"/proc/{backend.welcome.pids[1]}/statm").read_text().split()
+    limit = int(sizes[0]) * resource.getpagesize() + (16 << 20)
+    resource.prlimit(backend.welcome.pids[1], resource.RLIMIT_AS, (limit, limit))
+    with pytest.raises(
+        protocol.BackendError, match=r"rank 1 ran out of memory .* with [0-9.]+ GB free"
+    ) as error:
+        backend.sample(with_tensors(request, **large))
+    assert "can't allocate memory: you tried to allocate" in str(error.value)
+    fresh = pool.backend_for(CONFIG)
+    request, golden = request_for(fresh, checkpoint)
+    assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
 
 
 @pytest.mark.parametrize("rank", [0, 1])

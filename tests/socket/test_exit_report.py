@@ -131,6 +131,21 @@ def test_half_written_record(tmp_path):
     assert "killed by SIGKILL" in str(first_failure(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "error, least, hint",
+    [
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 1 << 60, True),
+        ("Error while creating shared memory segment /dev/shm/nccl-1a", 1 << 60, True),
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 0, False),
+        ("RuntimeError: out of memory", 1 << 60, False),
+    ],
+)
+def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monkeypatch):
+    """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
+    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
+    assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
+
+
 def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
     """As where torchrun itself is stopped and does not end the others."""
     monkeypatch.setattr(launcher, "EXIT_REPORT_SECONDS", 0.1)

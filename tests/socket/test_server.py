@@ -10,15 +10,8 @@ import torch
 
 from backend import protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
-from backend.serving.server import (
-    HELLO_SECONDS,
-    MAX_CLIENTS,
-    MAX_WAITING,
-    Previews,
-    Server,
-    _listen,
-    progress,
-)
+from backend.serving.progress import Previews, progress
+from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Server, _listen
 
 TOKEN = "correct horse"
 

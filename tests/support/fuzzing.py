@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from backend import engine
+from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.loading.load_report import peak_bytes
 from backend.loading.model_key import model_key
@@ -59,7 +60,9 @@ class Rank0(Leader):
         self.opened = lru_cache(engine.open_checkpoint)
         self.model = model_key(Load(path))
         self.engine.load(self.model, path, "default")
-        self.paths, self.reports = {self.model: path}, {self.model: []}
+        self.path = path
+        self.admission = Admission(ParallelConfig(), self, self.engine.memory)
+        self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
             welcome=welcome,
@@ -74,6 +77,10 @@ class Rank0(Leader):
     def broadcast(self, message):
         """In the dispatcher's place."""
         raise Told
+
+    def all_gather_object(self, value) -> list:
+        """In the dispatcher's place."""
+        return [value]
 
     def take(self, data: bytes) -> str:
         """What comes of a frame: "no frame", "refused", "answered" or "accepted". Raises what would end rank

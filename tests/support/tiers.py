@@ -58,8 +58,8 @@ LEFT_OUT = {
 SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 2,
+    "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 4,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
-    "unit/test_released.py::test_a_released_file": 40,
     "unit/test_rank_memory.py::test_weights_are_those_of_the_loaded_rank": 15,
     "unit/test_rank_memory.py::test_sharded_weights_are_those_of_the_loaded_rank": 5,
     "unit/test_rank_memory.py::test_activations_are_about_what_a_request_allocates": 2,

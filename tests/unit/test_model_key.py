@@ -1,17 +1,19 @@
 """A file that changes while ranks read it, or between two loads, is noticed."""
 
 import os
+from typing import Any, cast
 
 import pytest
 from tiny import write_checkpoint
 
+from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.load_report import by_rank
 from backend.loading.model_key import model_key
 from backend.parallel import mesh
 from backend.protocol import Load
-from backend.worker import Worker
+from backend.rank import Worker
 
 
 class TwoRanks:
@@ -20,11 +22,15 @@ class TwoRanks:
     def all_gather_object(self, value):
         return [value, value]
 
+    def all_gather_numbers(self, numbers):
+        return [numbers, numbers]
+
 
 def worker() -> Worker:
     made = Worker.__new__(Worker)
     made.mesh, made.dispatcher, made.reports = mesh.single(), TwoRanks(), {}
     made.engine = Engine(ParallelConfig(), made.mesh)
+    made.admission = Admission(ParallelConfig(), cast(Any, made.dispatcher), made.engine.memory)
     return made
 
 
