@@ -175,7 +175,8 @@ def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, di
     for rank in ranks:
         count = Count()
         loop = run(family, config, rank, count)
-        waits |= count.waits
+        for what, times in count.waits.items():
+            waits[what] = max(times, waits.get(what, 0))
         device = max(device, count.device.total() / loop.calls)
         host = max(host, count.host.total() / loop.calls)
         if timing:
