@@ -119,7 +119,7 @@ def load(checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh) -> LoadedMo
         stage = Stage(transformer, family, mesh, blocks)
     report = LoadReport(mesh.rank, mesh.pp.rank, (blocks.start, blocks.stop), 0, 0, 0, 0, 0.0)
     weights = cast(Any, SimpleNamespace(checkpoint=checkpoint))
-    return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights)
+    return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights, {})
 
 
 def request_of(family: str) -> Sample:

@@ -90,6 +90,11 @@ def samples_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
     return [min(sample, batch - 1) for sample in range(replica * count, (replica + 1) * count)]
 
 
+def samples_at_once(tokens: int) -> int:
+    """Return how many samples of so many ``tokens`` go through the model together."""
+    return max(1, TOKENS_AT_ONCE // tokens)
+
+
 def build_call(
     call: ModelCall,
     family: Family,
@@ -175,7 +180,7 @@ class OneCall(Denoiser):
 
     def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
-        size = 1 if self.outputs else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
+        size = 1 if self.outputs else samples_at_once(self.request.grid.tokens)
         return [
             StepContext(branch, index, Span(first, min(first + size, batch)))
             for branch in branches

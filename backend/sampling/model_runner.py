@@ -1,14 +1,16 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
+from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights
 from ..models.common.once import RequestArguments
@@ -21,12 +23,14 @@ from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..quantization.kernels import Choice
 from .request import Request
 
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
+    quantized parameter -> how it multiplies. ``parked``: its weights wait in host memory."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -35,6 +39,32 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
+    choices: Mapping[str, Choice]
+    parked: bool = False
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold its weights: the transformer, and modulation of blocks of other stages."""
+        return [self.transformer, *chain(*self.cache.hosted)]
+
+    @property
+    def can_park(self) -> bool:
+        """Whether parking frees anything: on the CPU the weights are in host memory already, and sharded ones
+        are tied to buffers of their own."""
+        return self.weights.device.type == "cuda" and not self.sharded
+
+    def park(self):
+        """Move the weights to host memory."""
+        if not self.parked:
+            parking.to_host(self.modules, pinned=torch.cuda.is_available())
+        self.parked = True
+
+    def unpark(self, device: torch.device):
+        """Move parked weights back to ``device``."""
+        if self.parked:
+            parking.to_device(self.modules, device)
+            self.cache.offload()
+        self.parked = False
 
     @property
     def family(self) -> Family:

@@ -77,6 +77,22 @@ def test_environment_drops_other_launchers_settings():
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.parametrize(
+    "theirs, expected",
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_the_allocator_leaves_no_gaps_unless_the_user_has_set_it(theirs, expected, monkeypatch):
+    """ComfyUI sets the backend for its own process."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert sanitized_environment(theirs, TWO_RANKS, "cuda")["PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment(theirs, TWO_RANKS, "cpu")
+
+
 def test_values_of_nccl_that_somebody_set_are_kept():
     theirs = {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_RAS_ENABLE": "1"}
     assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()

@@ -34,9 +34,9 @@ from backend.models.discrete_schedule import DiscreteSchedule
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.block_cost import block_costs
+from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span
 from backend.parallel.step_context import StepContext
-from backend.parallel.tensor_parallel import Shard
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.validation import check_sample
