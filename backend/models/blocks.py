@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -130,7 +130,7 @@ class Blocks:
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     per_feature: tuple[str, ...] = ()
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
-    attention_calls: Callable[[nn.Module], int] | None = None
+    attention_calls: Callable[[Any], int] | None = None
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None
