@@ -92,13 +92,15 @@ def describe(
     dtype: torch.dtype | None = None,
     calls: int = CALLS,
     choices: Mapping[str, Choice] | None = None,
+    bits: int = 0,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer at ``model``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
     prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
-    quantized parameters multiply, by default by the dequantized weight. Raises ConfigError and
-    UnsupportedError as loading does.
+    quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
+    in blocks, were the file quantized; 0 for the file as it is. Raises ConfigError and UnsupportedError as
+    loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
@@ -106,7 +108,7 @@ def describe(
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     request = (image_tokens, text_tokens, batch, branches)
-    work = Workload(config, checkpoint, *request, dtype, calls, choices or {})
+    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits)
     ranks = layout(config)
     stages = checkpoint.stages(config)
     plans = []

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..loading.checkpoint import Checkpoint
 from ..loading.parameter_sources import packed_sizes
@@ -63,10 +64,11 @@ def held_parameters(
     cuts: Sequence[Mapping[str, Shard]],
     dtype: torch.dtype,
     choices: Mapping[str, Choice],
+    bits: int = 0,
 ) -> list[list[HeldParameter]]:
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
-    weight."""
+    weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
     modules = dict(checkpoint.empty.named_modules())
     blocks = block_indices(checkpoint)
     found: list[list[HeldParameter]] = [[] for _ in cuts]
@@ -77,13 +79,17 @@ def held_parameters(
         source = checkpoint.sources[name]
         key = checkpoint.key(source)
         shape = tuple(parameter.shape)
+        module = modules[where]
+        is_quantizable = isinstance(module, nn.Linear) and leaf == "weight" and blocks[name] is not None
         for held, own in zip(found, cuts):
             cut = own.get(where)
             kept = _shape(shape, cut)
             plain = kept.numel() * own_dtype.itemsize
             packed = None
-            if leaf == "weight" and keeps_packed(modules[where], cut is not None):
+            if leaf == "weight" and keeps_packed(module, cut is not None):
                 packed = packed_sizes(checkpoint.files, key, source, cut, shape[0])
+            if packed is None and bits and is_quantizable:
+                packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
             if packed is None:
                 held.append(HeldParameter(where, blocks[name], [StoredSize(kept[0], plain)], own_dtype))
             else:

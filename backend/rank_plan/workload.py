@@ -45,7 +45,7 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 @dataclass(frozen=True)
 class Workload:
     """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
-    choices: quantized parameter -> how it multiplies."""
+    choices: quantized parameter -> how it multiplies. bits: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -56,6 +56,7 @@ class Workload:
     dtype: torch.dtype
     calls: int
     choices: Mapping[str, Choice]
+    bits: int = 0
 
     @property
     def family(self):
@@ -177,7 +178,7 @@ class Workload:
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
         """Every parameter as each rank of a tensor-parallel group holds it."""
-        return held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices)
+        return held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
 
     def sp_rank(self, place: Place) -> int:
         """Index of the rank at ``place`` among the sequence-parallel ones."""

@@ -22,9 +22,9 @@ from .solver_registry import Problem
 class Request:
     """One checked sampling request.
 
-    config: the backend's, with the settings that travel with the request. noise, latent: (B, N, F) tokens in
-    float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts. conditioning: name ->
-    model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
+    config: the backend's, with the settings that travel with the request. sigmas: on the host. noise, latent:
+    (B, N, F) tokens in float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts.
+    conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
     solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens after the
     latent's in the image stream. carry: as in models.family.Nested. patch0_tokens: of joint text and of
     references, for the balance of the patches. batch, items: size of the whole batch, and the samples of it
@@ -74,16 +74,16 @@ class Request:
         whole = Sequence(self.patch0_tokens, self.grid.tokens, "first")
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
-    def arguments(self, branch: str, items: slice, sigma: Tensor) -> dict[str, Tensor]:
-        """Return the model arguments of a branch for some samples of this replica's batch, at the noise level
-        ``sigma`` (0-d)."""
-        found = _samples(self.conditioning[branch], items, self.noise.shape[0])
-        return found | self._step_end(sigma) if self.tells_step_end else found
+    def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
+        """Return the model arguments of a branch for some samples of this replica's batch."""
+        return _samples(self.conditioning[branch], items, self.noise.shape[0])
 
-    def _step_end(self, sigma: Tensor) -> dict[str, Tensor]:
-        """Where the step that begins at ``sigma`` ends (1,); nothing at levels within a step, as in
-        ComfyUI."""
-        begins = (self.sigmas[:-1] == sigma).nonzero()
+    def step_end(self, sigma: Tensor) -> dict[str, Tensor]:
+        """Return where the step that begins at ``sigma`` (0-d) ends (1,), if the model is told; nothing at
+        levels within a step, as in ComfyUI."""
+        if not self.tells_step_end:
+            return {}
+        begins = (self.sigmas[:-1] == sigma.to(self.sigmas)).nonzero()
         return {STEP_END: self.sigmas[1:][begins[0]]} if len(begins) else {}
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
@@ -102,7 +102,7 @@ class Request:
 
     def _carried(self, which, sigma, like):
         assert self.carry is not None and isinstance(self.grid, NestedGrid), "nested latents alone have it"
-        return self.grid.per_token([factors[which] for factors in self.carry(sigma)]).to(like)
+        return self.grid.per_token([factors[which] for factors in self.carry(sigma)], like)
 
     def start(self) -> Tensor:
         """Return the solver's first x, (B, N, F)."""
@@ -151,7 +151,7 @@ def build(
     return Request(
         config=request_config(sample, config),
         prediction=PREDICTIONS[family.noise.prediction],
-        sigmas=sample.tensors["sigmas"].to(device, torch.float32),
+        sigmas=sample.tensors["sigmas"].float(),
         noise=tokens("noise"),
         latent=tokens("latent"),
         grid=grid,
@@ -242,7 +242,7 @@ def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """Return the solver's problem for the tokens of ``span``."""
     tokens = slice(span.lo, span.hi)
     return Problem(
-        request.sigmas.cpu(),
+        request.sigmas,
         request.prediction,
         lambda index: noise.draw(index)[request.items, tokens],
         lambda a, b: noise.brownian(a, b)[request.items, tokens],

@@ -14,17 +14,17 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.model_key import model_key
 from backend.loading.recognition import open_checkpoint
 from backend.models.blocks import APART, Blocks
 from backend.models.family import Cache
 from backend.parallel import mesh
 from backend.parallel.matrix_cuts import cut_plan
-from backend.protocol import Load, Loaded
+from backend.protocol import Load, Loaded, Unload
 from backend.quantization import matmul
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.matmul import Matrix, choose
 from backend.quantization.packed_weight import PackedWeight
-from backend.worker import model_key
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -227,8 +227,10 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
 
     class Client:
         closed = False
+        requests = []
 
         def request(self, message, *callbacks):
+            self.requests.append(message)
             return Loaded(model_key(message), "flux") if isinstance(message, Load) else None
 
     backend = Backend(ParallelConfig(), Client())
@@ -236,4 +238,4 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
         backend.load(path, matmul=mode)
     assert list(backend.models.values()) == [names[0], names[2]]
     backend.unload(path, "default", "native")
-    assert list(backend.models.values()) == [names[0]]
+    assert Client.requests[-1] == Unload(names[2], park=True)

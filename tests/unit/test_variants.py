@@ -179,12 +179,11 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     )
     assert built.tells_step_end and checkpoint.config["use_meanflow"]
     for begin, end in zip(built.sigmas, built.sigmas[1:]):
-        cond = built.arguments("positive", slice(None), begin)
+        cond = built.arguments("positive", slice(None)) | built.step_end(begin)
         latent = built.grid.to_latent(built.noise)
         found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)
         assert found["timestep_r"].tolist() == [(1000 * end).item()]
-    within = built.arguments("positive", slice(None), (built.sigmas[0] + built.sigmas[1]) / 2)
-    assert "step_end" not in within
+    assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) == {}
     plain = open_checkpoint(str(write_checkpoint(tmp_path / "plain.safetensors", VARIANTS[name].family)))
     assert "step_end" not in plain.family.conditioning.accepted
 
@@ -646,11 +645,12 @@ def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
 
 
 def test_what_references_decide_is_computed_once(tmp_path):
-    """Flux.3's prompt and references, each one embedder and four blocks, once a request and branch."""
+    """Flux.3's prompt and references, each one embedder and four blocks, and the positions of both and of the
+    image, once a request and branch."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
     engine.sample(request("flux3-edit"), Callbacks())
-    assert modulation_cache.COMPUTED == {"prompt": 2 * (5 + 5)}
+    assert modulation_cache.COMPUTED == {"prompt": 2 * (5 + 5 + 3)}
 
 
 @pytest.mark.parametrize("causal", [True, False])
