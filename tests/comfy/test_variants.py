@@ -171,9 +171,9 @@ T5 = {
     "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]]),
 }
 IMAGE = {"c_crossattn": randn(1, 512, 64), "c_concat": randn(1, 20, 3, 9, 10)}
-#: A reference picture's frame and three of the video.
-EVEN, ODD = randn(1, 16, 4, 10, 10), randn(1, 20, 4, 9, 10)
-ANIMATE = {**TEXT, "c_concat": randn(1, 20, 4, 10, 10), "clip_fea": randn(1, 257, 1280)}
+#: A reference picture's frame and two of the video.
+EVEN, ODD = randn(1, 16, 3, 10, 10), randn(1, 20, 3, 9, 10)
+ANIMATE = {**TEXT, "c_concat": randn(1, 20, 3, 10, 10), "clip_fea": randn(1, 257, 1280)}
 #: Name -> (ComfyUI's module, latent, arguments by ComfyUI's names).
 VARIANTS = {
     "sd3.5 medium": (lambda: sd3("rms", [0, 1]), randn(1, 16, 11, 14), {**TEXT, "y": randn(1, 32)}),
@@ -238,14 +238,14 @@ VARIANTS = {
     "wan 2.2 animate": (
         animate,
         EVEN,
-        {**ANIMATE, "pose_latents": randn(1, 16, 3, 10, 10), "face_pixel_values": randn(1, 3, 9, 512, 512)},
+        {**ANIMATE, "pose_latents": randn(1, 16, 2, 10, 10), "face_pixel_values": randn(1, 3, 5, 512, 512)},
     ),
     "wan 2.2 animate, the last face and pose before the last frame": (
         animate,
         EVEN,
-        {**ANIMATE, "pose_latents": randn(1, 16, 1, 10, 10), "face_pixel_values": randn(1, 3, 5, 512, 512)},
+        {**ANIMATE, "pose_latents": randn(1, 16, 1, 10, 10), "face_pixel_values": randn(1, 3, 1, 512, 512)},
     ),
-    "wan 2.2 animate without face and pose": (animate, randn(1, 16, 4, 9, 10), {**TEXT, "c_concat": ODD}),
+    "wan 2.2 animate without face and pose": (animate, randn(1, 16, 3, 9, 10), {**TEXT, "c_concat": ODD}),
 }
 #: Name -> what a file has besides the module's weights: the table of positions of 1024 pixels.
 FURTHER = {"pixart sigma with its positions": {"pos_embed": torch.zeros(1, 4096, 144)}}

@@ -17,7 +17,7 @@ FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 CASES = {
     2: [
         *FAMILIES,
-        *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v")),
+        *(variant for variant in VARIANTS if variant not in ("wan22-i2v-low", "ltx2-i2v", "wan22-animate")),
         "qwen-image+mask",
         "hunyuan-video+mask",
         "hunyuan-video15+mask",

@@ -107,59 +107,54 @@ CAMERA = {
         for leaf, shape in (("weight", (512, 512, 3, 3)), ("bias", (512,)))
     },
 }
-#: Channels of the face's encoder, of which each step halves the sides of 512 x 512 pixels: ComfyUI knows no
-#: others.
-FACES = (32, 64, 128, 256, 512, 512, 512, 512)
 ENCODER = "motion_encoder.enc.net_app.convs"
-#: A fifth block: the first of every five has a face attention.
-ANIMATE = {
-    **{
+
+
+def animate(widths: tuple[int, ...], style: int, hidden: int) -> dict:
+    """Wan Animate's further shapes. widths: channels of the face's encoder, whose blocks halve the sides of
+    its pictures; hidden: of the encoder over time. The first of every five blocks has a face attention."""
+    wan = facts("wan21-t2v")["shapes"] | IMAGE_EMBEDDER
+    fifth = {
         key.replace("blocks.3.", "blocks.4."): tuple(shape)
-        for key, shape in (facts("wan21-t2v")["shapes"] | IMAGE_EMBEDDER).items()
+        for key, shape in wan.items()
         if key.startswith("blocks.3.")
-    },
-    "pose_patch_embedding.weight": (512, 16, 1, 2, 2),
-    "pose_patch_embedding.bias": (512,),
-    f"{ENCODER}.0.0.weight": (32, 3, 1, 1),
-    f"{ENCODER}.0.1.bias": (1, 32, 1, 1),
-    **{
+    }
+    halving = {
         f"{ENCODER}.{i}.{name}": shape
-        for i, (wide, wider_) in enumerate(zip(FACES, FACES[1:]), 1)
+        for i, (before, after) in enumerate(zip(widths, widths[1:]), 1)
         for name, shape in (
-            ("conv1.0.weight", (wide, wide, 3, 3)),
-            ("conv1.1.bias", (1, wide, 1, 1)),
+            ("conv1.0.weight", (before, before, 3, 3)),
+            ("conv1.1.bias", (1, before, 1, 1)),
             ("conv2.0.kernel", (4, 4)),
-            ("conv2.1.weight", (wider_, wide, 3, 3)),
-            ("conv2.2.bias", (1, wider_, 1, 1)),
+            ("conv2.1.weight", (after, before, 3, 3)),
+            ("conv2.2.bias", (1, after, 1, 1)),
             ("skip.0.kernel", (4, 4)),
-            ("skip.1.weight", (wider_, wide, 1, 1)),
+            ("skip.1.weight", (after, before, 1, 1)),
         )
-    },
-    f"{ENCODER}.8.weight": (512, 512, 4, 4),
-    **{f"motion_encoder.enc.fc.{i}.weight": (512 if i < 4 else 20, 512) for i in range(5)},
-    **{f"motion_encoder.enc.fc.{i}.bias": (512 if i < 4 else 20,) for i in range(5)},
-    "motion_encoder.dec.direction.weight": (512, 20),
-    **{
-        f"face_adapter.fuser_blocks.0.{name}": shape
-        for name, shape in (
-            ("linear1_kv.weight", (1024, 512)),
-            ("linear1_kv.bias", (1024,)),
-            ("linear1_q.weight", (512, 512)),
-            ("linear1_q.bias", (512,)),
-            ("linear2.weight", (512, 512)),
-            ("linear2.bias", (512,)),
-            ("q_norm.weight", (128,)),
-            ("k_norm.weight", (128,)),
-        )
-    },
-    "face_encoder.conv1_local.conv.weight": (4096, 512, 3),
-    "face_encoder.conv1_local.conv.bias": (4096,),
-    **{f"face_encoder.conv{i}.conv.weight": (1024, 1024, 3) for i in (2, 3)},
-    **{f"face_encoder.conv{i}.conv.bias": (1024,) for i in (2, 3)},
-    "face_encoder.out_proj.weight": (512, 1024),
-    "face_encoder.out_proj.bias": (512,),
-    "face_encoder.padding_tokens": (1, 1, 1, 512),
-}
+    }
+    layers = {
+        "pose_patch_embedding": (512, 16, 1, 2, 2),
+        **{f"motion_encoder.enc.fc.{i}": (style if i < 4 else 20, style) for i in range(5)},
+        **{f"face_adapter.fuser_blocks.0.linear{name}": (512, 512) for name in ("1_q", "2")},
+        "face_adapter.fuser_blocks.0.linear1_kv": (1024, 512),
+        "face_encoder.conv1_local.conv": (4 * hidden, style, 3),
+        **{f"face_encoder.conv{i}.conv": (hidden, hidden, 3) for i in (2, 3)},
+        "face_encoder.out_proj": (512, hidden),
+    }
+    return {
+        **fifth,
+        **halving,
+        **{f"{name}.weight": shape for name, shape in layers.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in layers.items()},
+        f"{ENCODER}.0.0.weight": (widths[0], 3, 1, 1),
+        f"{ENCODER}.0.1.bias": (1, widths[0], 1, 1),
+        f"{ENCODER}.{len(widths)}.weight": (style, widths[-1], 4, 4),
+        "motion_encoder.dec.direction.weight": (style, 20),
+        **{f"face_adapter.fuser_blocks.0.{name}.weight": (128,) for name in ("q_norm", "k_norm")},
+        "face_encoder.padding_tokens": (1, 1, 1, 512),
+    }
+
+
 #: Distilled models' embedder of the noise level at which a step ends.
 STEP_END = {
     f"time_r_in.{layer}.{leaf}": shape
@@ -359,14 +354,28 @@ VARIANTS = {
     ),
     "wan22-animate": Variant(
         "wan21-t2v",
-        WAN_36 | IMAGE_EMBEDDER | ANIMATE,
+        # the sizes that ComfyUI knows alone, of pictures of 512 x 512 pixels
+        WAN_36 | IMAGE_EMBEDDER | animate((32, 64, 128, 256, 512, 512, 512, 512), 512, 1024),
         "WAN22_Animate",
         {"model_type": "animate", "in_dim": 36, "num_layers": 5},
         arguments={
             "c_concat": randn(1, 20, 3, 16, 16),
             "clip_fea": randn(1, 25, 1280),
             "pose_latents": randn(1, 16, 2, 16, 16),
-            "face_pixel_values": randn(1, 3, 5, 512, 512),
+            "face_pixel_values": randn(1, 3, 1, 512, 512),
+        },
+        negative={"pose_latents": None},
+    ),
+    "wan22-animate-small": Variant(
+        "wan21-t2v",
+        WAN_36 | IMAGE_EMBEDDER | animate((8, 16, 16), 32, 64),
+        "WAN22_Animate",
+        {"model_type": "animate", "in_dim": 36, "num_layers": 5},
+        arguments={
+            "c_concat": randn(1, 20, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "pose_latents": randn(1, 16, 2, 16, 16),
+            "face_pixel_values": randn(1, 3, 5, 16, 16),
         },
         negative={"pose_latents": None},
     ),
