@@ -17,6 +17,7 @@ SOURCES = {
 LAYERS = [
     "backend",
     "backend.errors",
+    "backend.lean_imports",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -27,6 +28,7 @@ LAYERS = [
     "backend.sampling",
     "backend.client",
     "backend.rank_plan",
+    "backend.preflight",
     "backend.engine",
     "backend.start",
     "backend.worker",
