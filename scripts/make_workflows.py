@@ -128,7 +128,7 @@ def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int
         + SLOT * slots
         + rows
         + TEXT * texts
-        + PICTURE * (kind in ("SaveImage", "SaveAnimatedWEBP", "SaveVideo", "LoadImage"))
+        + PICTURE * kind.startswith(("Save", "LoadImage", "ParallelSampler", "SamplerCustom", "KSampler"))
         + REPORT * kind.startswith(REPORTING)
     )
 

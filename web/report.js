@@ -23,9 +23,16 @@ function addWidget(node) {
 
 function show(node, text) {
   let widget = node.widgets?.find(({ name }) => name === WIDGET);
+  if (widget && !widget.isReport) {
+    // ComfyUI's own, which puts all lines into one
+    widget.onRemove?.();
+    node.widgets.splice(node.widgets.indexOf(widget), 1);
+    widget = undefined;
+  }
   if (!widget) {
     widget = addWidget(node);
     widget.serialize = false;
+    widget.isReport = true;
   }
   widget.value = text;
   node.setDirtyCanvas?.(true, true);
