@@ -11,7 +11,7 @@ function addWidget(node) {
   const element = document.createElement("div");
   element.style.cssText =
     "white-space: pre-wrap; overflow: auto; font-size: 11px; line-height: 1.35; padding: 2px 6px; user-select: text;";
-  return node.addDOMWidget(WIDGET, "progressText", element, {
+  return node.addDOMWidget(WIDGET, "report", element, {
     getValue: () => element.textContent,
     setValue: (value) => {
       element.textContent = value;
