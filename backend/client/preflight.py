@@ -124,11 +124,9 @@ def _ask(question: dict, config: ParallelConfig, check) -> str:
     with _lock:
         found = _reader.ask(question, check) if _reader else None
         if found is None:
-            _reader = _Reader(config)
-            found = _reader.ask(question, check)
-        if found is None:
-            last = _reader.last_words()
-            raise BackendError(
-                f"The model's headers could not be read, and ranks would fail likewise: {last}"
-            )
+            reader = _reader = _Reader(config)
+            found = reader.ask(question, check)
+            if found is None:
+                what = "The model's headers could not be read, and ranks would fail likewise"
+                raise BackendError(f"{what}: {reader.last_words()}")
         return found["refused"]
