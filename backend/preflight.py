@@ -26,7 +26,7 @@ from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
-from .rank_plan.workload import Workload
+from .rank_plan.workload import Workload, tensor_mesh
 from .sampling.validation import check_degrees, refusing
 
 #: A process that nobody asks for so long ends; degrees are changed several times in a row.
@@ -54,11 +54,11 @@ def check_before_start(
         checkpoint = open_checkpoint(path, folders)
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
-        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1)
+        choices = {}
         for rank in range(config.tensor_parallel_degree):
-            choose_all(
-                checkpoint.name, matrices(checkpoint, work.cuts({"tp": rank})), matmul, where, capability
-            )
+            cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, rank))
+            choices = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
+        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1, choices)
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
 

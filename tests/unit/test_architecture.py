@@ -18,6 +18,7 @@ LAYERS = [
     "backend",
     "backend.errors",
     "backend.lean_imports",
+    "backend.device_memory",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -30,7 +31,9 @@ LAYERS = [
     "backend.rank_plan",
     "backend.preflight",
     "backend.engine",
+    "backend.admission",
     "backend.start",
+    "backend.rank",
     "backend.worker",
     "nodes.comfy_models",
     "nodes.diffusers_folder",
@@ -39,13 +42,15 @@ LAYERS = [
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
 SHARED = ("backend.client", "backend.protocol", "backend.config", "backend.errors")
-SHARED_FILES = ("backend.loading.regular_files",)
+SHARED_FILES = ("backend.loading.regular_files", "backend.device_memory")
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
+    "backend.loading.model_key",
     "backend.protocol.handshake",
+    "backend.protocol.heartbeats",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
 )
