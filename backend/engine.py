@@ -15,7 +15,7 @@ from .device_memory import DeviceMemory
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
-from .loading.compute_dtype import default_dtype
+from .loading.compute_dtype import chosen_dtype
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
@@ -40,10 +40,8 @@ from .sampling.request import build
 from .sampling.runs import Prepared, run_call, run_request
 from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
-from .sampling.validation import check_family, check_model, check_sample, check_workload, refusing
+from .sampling.validation import check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
-
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Engine:
@@ -69,12 +67,9 @@ class Engine:
     ) -> Checkpoint:
         """Open a checkpoint and refuse what cannot run, reading headers only. ``trial`` as in
         open_checkpoint. Raises UnsupportedError."""
-        if weight_dtype not in ("default", *WEIGHT_DTYPES):
-            raise UnsupportedError(
-                f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
-            )
         checkpoint = open_checkpoint(path, self.folders, trial)
-        self._check_degrees(checkpoint)
+        check_degrees(checkpoint, self.config)
+        self.weight_dtype(checkpoint, weight_dtype)
         self._choices(checkpoint, self._cuts(checkpoint), matmul)
         return checkpoint
 
@@ -87,11 +82,6 @@ class Engine:
             self.mesh.device,
             min(self.capabilities, default=None),
         )
-
-    def _check_degrees(self, checkpoint: Checkpoint):
-        check_family(checkpoint.family, self.config)
-        heads = checkpoint.family.blocks.heads(checkpoint.config)
-        check_model(checkpoint.name, checkpoint.block_count, heads, self.config)
 
     def load(
         self,
@@ -178,7 +168,7 @@ class Engine:
 
     def _fits(self, model: LoadedModel) -> bool:
         try:
-            self._check_degrees(model.weights.checkpoint)
+            check_degrees(model.weights.checkpoint, self.config)
         except UnsupportedError:
             return False
         return True
@@ -200,9 +190,8 @@ class Engine:
 
     def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
-        if weight_dtype != "default":
-            return WEIGHT_DTYPES[weight_dtype]
-        return default_dtype(checkpoint, self.mesh.device, min(self.capabilities, default=None))
+        capability = min(self.capabilities, default=None)
+        return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, capability)
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -259,19 +248,20 @@ class Engine:
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,
             "quantized": model.report.quantized,
+            "weights": model.weights.checkpoint.comfy_shapes,
         }
 
     @refusing("what is to be described")
-    def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[str]]:
-        """Count the latent's tokens, and describe each rank in a line, for a loaded model; ``checkpoint``: of
-        the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
+    def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[dict]]:
+        """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model;
+        ``checkpoint``: of the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
         settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
         config = replace(self.config, **settings)
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
         request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
         plans = describe(config, checkpoint, tokens, message.text_rows, **request)
-        return tokens, [str(plan) for plan in plans]
+        return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
     @refusing("the request")

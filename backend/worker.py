@@ -17,7 +17,7 @@ from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from . import start
+from . import lean_imports, start  # noqa: F401  # the first one before all that imports diffusers
 from .admission import OutOfRoom, Planned
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError

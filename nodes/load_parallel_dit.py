@@ -1,19 +1,25 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
+import asyncio
 import os
-from collections.abc import Iterator
 
 from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
+from ..backend.config import ConfigError
 from ..backend.protocol import RefusedError
 from .host import handle
-from .host.guidance import skips_negative
+from .host.guidance import guidance_of, skips_negative
 from .host.model_files import model_folders, model_paths
-from .host.plan import plan
+from .host.plan import loaded_lines, plan
 from .host.progress import node_text
+from .host.queued import queued, samplers_of, source, validated, values
+from .host.refusals import on_node
+from .host.report import shown
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
+from .parallel_config import config_in
 
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
 MATMULS = ["auto", "weight only", "native"]
@@ -24,10 +30,10 @@ class LoadParallelDiT(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="LoadParallelDiT",
             display_name="Load Parallel DiT",
-            category="parallel",
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
                 ParallelConfigType.Input(
@@ -68,8 +74,28 @@ class LoadParallelDiT(io.ComfyNode):
         )
 
     @classmethod
+    async def validate_inputs(cls) -> bool:
+        """Refuse before the graph runs what the model's headers tell. Raises RefusedError or ConfigError."""
+        graph = queued()
+        inputs = values(graph, validated())
+        try:
+            config = config_in(graph, source(graph, validated(), "config"))
+        except ConfigError:  # which its own node says
+            return True
+        path = model_paths().get(inputs.get("model_name", ""))
+        if config is None or path is None or not os.path.exists(path):
+            return True
+        if not config.address:
+            require_dependencies()
+        pool.allow(*model_folders())
+        kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
+        await asyncio.to_thread(handle.check_model, config, (os.path.abspath(path), *kinds))
+        return True
+
+    @classmethod
+    @on_node
     def execute(cls, config, model_name, weight_dtype="default", matmul="auto") -> io.NodeOutput:
-        guidance = list(_guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id))
+        guidance = guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id)
         for cfg, sampler_name in guidance:
             config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
         path = model_paths().get(model_name)
@@ -83,22 +109,13 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         dit = handle.load(config, os.path.abspath(path), weight_dtype, matmul)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), *plan(dit, prompts)]))
-        return io.NodeOutput(dit)
+        lines = [*loaded_lines(dit), plan(dit, prompts)]
+        node_text()("\n".join(lines))
+        return io.NodeOutput(dit, ui=shown(lines))
 
 
-def _guidance_of_samplers(prompt: dict, loader_id: str) -> Iterator[tuple[float, str]]:
-    """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a
+def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:
+    """Return cfg and sampler_name of every sampler that this loader feeds, where they are known, so that a
     refusal comes before minutes of loading."""
-    for key, node in prompt.items():
-        inputs = node["inputs"]
-        if inputs.get("dit") != [loader_id, 0]:
-            continue
-        if node["class_type"] == "ParallelLoRA":
-            yield from _guidance_of_samplers(prompt, key)
-        if node["class_type"].startswith("ParallelSampler"):
-            cfg = inputs.get("cfg")
-            sampler_name = inputs.get("sampler_name")
-            # a linked one is not known yet
-            if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):
-                yield cfg, sampler_name
+    found = [guidance_of(inputs) for _, inputs in samplers_of(graph, loader)]
+    return [guidance for guidance in found if guidance]

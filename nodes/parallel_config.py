@@ -4,6 +4,9 @@ import torch
 from comfy_api.latest import io
 
 from ..backend.config import AXES, CHOICES, ParallelConfig
+from .host.queued import queued, validated, values
+from .host.refusals import on_node
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType
 
 #: The largest values that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
@@ -62,10 +65,10 @@ class ParallelConfigNode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelConfig",
             display_name="Parallel Config",
-            category="parallel",
             description="How many GPUs each parallel method gets. The number of ranks (one per GPU) is the "
             "product of the degrees.",
             inputs=[_input(name, tooltip) for name, tooltip in TOOLTIPS.items()],
@@ -73,8 +76,30 @@ class ParallelConfigNode(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls) -> bool:
+        """Raise ConfigError before the graph runs; inputs that are linked are seen when it does."""
+        config_in(queued(), validated())
+        return True
+
+    @classmethod
+    @on_node
     def execute(cls, **inputs) -> io.NodeOutput:
-        config = ParallelConfig(**inputs).validate()
-        if not config.address:
-            config.resolve_device(torch.cuda.device_count())
-        return io.NodeOutput(config)
+        return io.NodeOutput(config_of(inputs))
+
+
+def config_of(inputs: dict) -> ParallelConfig:
+    """Return the configuration of a node's inputs; ConfigError for one that cannot run on this machine."""
+    config = ParallelConfig(**inputs).validate()
+    if not config.address:
+        config.resolve_device(torch.cuda.device_count())
+    return config
+
+
+def config_in(graph: dict, node: str | None) -> ParallelConfig | None:
+    """Return the configuration of a Parallel Config in a queued graph; None where there is none, or where it
+    is not known yet. ConfigError as ``config_of``."""
+    known = graph.get(node or "", {})
+    inputs = values(graph, node or "")
+    if known.get("class_type") != "ParallelConfig" or len(inputs) < len(known["inputs"]):
+        return None
+    return config_of(inputs)

@@ -27,6 +27,8 @@ from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
+#: Where the ranks meet, in their private folder; each leaves STORE.ready-RANK there (backend/start.py).
+STORE = "ranks-store"
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
 #: Settings of torch's allocator, under the names of several versions of it.
@@ -130,7 +132,7 @@ def launch_command(
         "--tee": "3",
     }
     agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
-    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / "ranks-store")]
+    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
     return [*agent, *rank, "--parent-pipe", "--heartbeats", heartbeats, "--models", *models]
 
 
@@ -223,6 +225,11 @@ class BackendProcess:
             raise self.failure() from None
         except BackendError as error:
             raise self.failure() from error
+
+    @property
+    def ready_ranks(self) -> int:
+        """How many ranks have imported everything and wait for the others."""
+        return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
 
     @property
     def running(self) -> bool:

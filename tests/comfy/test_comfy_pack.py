@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict
+from urllib.error import HTTPError
 
 import pytest
 from comfy_server import PACK
@@ -34,12 +35,21 @@ def test_pack_loads_quickly(comfy):
 @pytest.mark.parametrize("name", NODES)
 def test_node(comfy, name):
     info = comfy.get(f"/object_info/{name}")[name]
-    assert info["category"] == "parallel" and info["description"]
+    assert info["category"] == "Parallel DiT" and info["description"]
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     for key, (_, options) in inputs.items():
         assert options.get("tooltip"), key
     assert all(info["output_tooltips"])
     assert comfy.fetch(f"/extensions/parallel-dit/docs/{name}.md")
+
+
+@pytest.mark.parametrize("word", ["multi gpu", "gpu", "xdit", "usp", "ulysses", "ring", "raylight", "fsdp"])
+def test_the_search_finds_the_three_main_nodes(comfy, word):
+    for name in ("ParallelConfig", "LoadParallelDiT", "ParallelSampler"):
+        info = comfy.get(f"/object_info/{name}")[name]
+        if "search_aliases" not in info:
+            pytest.skip("this ComfyUI does not search by aliases")
+        assert word in info["search_aliases"]
 
 
 def test_config_inputs_all_have_defaults(comfy):
@@ -78,6 +88,29 @@ def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
 def test_templates_are_exactly_the_workflows(comfy):
     """ComfyUI lists every file of workflows/ as a template, and a graph for /prompt opens empty."""
     assert sorted(comfy.get("/workflow_templates")["parallel-dit"]) == WORKFLOWS
+
+
+def test_blueprint_is_offered_and_wired_as_the_nodes_are(comfy):
+    """ComfyUI lists it, and its links end at inputs and outputs of those names and types."""
+    name = "Load + sample on all GPUs"
+    try:
+        listed = comfy.get("/global_subgraphs")
+    except HTTPError:
+        pytest.skip("this ComfyUI takes no blueprints of packs")
+    (key,) = [key for key, entry in listed.items() if entry["name"] == name]
+    page = json.loads(comfy.get(f"/global_subgraphs/{key}")["data"])
+    (inside,) = page["definitions"]["subgraphs"]
+    known = comfy.get("/object_info")
+    nodes = {node["id"]: node for node in inside["nodes"]}
+    for link in inside["links"]:
+        if link["target_id"] in nodes:
+            entry = nodes[link["target_id"]]["inputs"][link["target_slot"]]
+            assert entry["link"] == link["id"] and entry["type"] == link["type"]
+        if link["origin_id"] in nodes:
+            kind = nodes[link["origin_id"]]["type"]
+            assert known[kind]["output"][link["origin_slot"]] == link["type"]
+    for node, widget in page["nodes"][0]["properties"]["proxyWidgets"]:
+        assert widget in widgets_of(known[nodes[int(node)]["type"]])
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -1,0 +1,132 @@
+"""Asks a process of its own what a model's headers refuse, before ranks are started or ended for it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from ..config import ParallelConfig
+from ..protocol import BackendError, RefusedError
+from .launcher import PACK, sanitized_environment
+
+#: How often the wait looks whether somebody wants to stop, in seconds.
+POLL_SECONDS = 0.1
+#: Questions that were answered well, so that a graph that is queued again does not ask again.
+_accepted: set[tuple] = set()
+
+
+def check_headers(
+    config: ParallelConfig,
+    path: str,
+    weight_dtype: str,
+    matmul: str,
+    folders: Iterable[str],
+    check=lambda: None,
+):
+    """Refuse a model that the ranks of ``config`` could not load: its family, blocks, heads, formats, and
+    weights larger than the memory. ``folders``: from where ranks may load. ``check()`` is called ten times a
+    second and may raise to give up.
+
+    Raises RefusedError, ConfigError where ``config`` does not fit this machine, BackendError where the
+    process ends without an answer.
+    """
+    device = config.resolve_device(torch.cuda.device_count())
+    key = (config.topology(), weight_dtype, matmul, device, path, _stamp(path))
+    if key in _accepted:
+        return
+    question = {
+        "config": asdict(replace(config, device=device, gpus="", address="")),
+        "path": path,
+        "weight_dtype": weight_dtype,
+        "matmul": matmul,
+        "device": device,
+        "folders": sorted(folders),
+        **_hardware(config, device),
+    }
+    refused = _ask(question, config, check)
+    if refused:
+        raise RefusedError(refused)
+    _accepted.add(key)
+
+
+def _stamp(path: str) -> tuple:
+    """Tell versions of a file apart. A folder's changes are not seen: the ranks look at it again anyway."""
+    stat = Path(path).stat() if os.path.exists(path) else None
+    return (stat.st_mtime_ns, stat.st_size) if stat else ()
+
+
+def _hardware(config: ParallelConfig, device: str) -> dict:
+    """Return the memory and the least compute capability of the ranks' devices."""
+    if device == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        return {"capability": None, "memory": [pages] if pages else []}
+    gpus = [torch.cuda.get_device_properties(index) for index in config.gpu_indices]
+    capability = None if torch.version.hip else min((gpu.major, gpu.minor) for gpu in gpus)
+    return {"capability": capability, "memory": [gpu.total_memory for gpu in gpus]}
+
+
+class _Reader:
+    """The process that reads headers: what it imports takes seconds, so it stays for further questions."""
+
+    def __init__(self, config: ParallelConfig):
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "backend.preflight"],
+            cwd=PACK,  # whatever is called backend where we run is not ours
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
+        )
+        self.waiting = ThreadPoolExecutor(1)
+
+    def ask(self, question: dict, check) -> dict | None:
+        """Return the answer, None where the process has ended. What ``check`` raises ends it."""
+        pipes = self.process.stdin, self.process.stdout
+        assert pipes[0] is not None and pipes[1] is not None  # they were opened as pipes
+        try:
+            pipes[0].write(json.dumps(question).encode() + b"\n")
+            pipes[0].flush()
+        except OSError:  # nobody had asked for a while
+            return None
+        line = self.waiting.submit(pipes[1].readline)
+        while not line.done():
+            wait([line], POLL_SECONDS)
+            try:
+                check()
+            except BaseException:
+                self.process.kill()
+                raise
+        return json.loads(line.result()) if line.result() else None
+
+    def last_words(self) -> str:
+        """Return the last line that the process wrote to standard error."""
+        self.process.wait()
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+
+
+_reader: _Reader | None = None
+_lock = threading.Lock()
+
+
+def _ask(question: dict, config: ParallelConfig, check) -> str:
+    """Return why the model is refused, empty where it is not."""
+    global _reader
+    with _lock:
+        found = _reader.ask(question, check) if _reader else None
+        if found is None:
+            reader = _reader = _Reader(config)
+            found = reader.ask(question, check)
+            if found is None:
+                what = "The model's headers could not be read, and ranks would fail likewise"
+                raise BackendError(f"{what}: {reader.last_words()}")
+        return found["refused"]
