@@ -1,15 +1,20 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
 import os
-from collections.abc import Iterator
+from functools import partial
 
 from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
+from ..backend.config import ParallelConfig
+from ..backend.planner.auto_config import AutoConfig
 from ..backend.protocol import RefusedError
 from .host import handle
+from .host.auto_plan import plan_for
+from .host.graph import fed_by, guidance_of, other_loaders, request_of_graph
 from .host.guidance import skips_negative
+from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths
 from .host.plan import plan
 from .host.progress import node_text
@@ -31,7 +36,10 @@ class LoadParallelDiT(io.ComfyNode):
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
                 ParallelConfigType.Input(
-                    "config", tooltip="From Parallel Config: on how many ranks, and how they share the work."
+                    "config",
+                    optional=True,
+                    tooltip="From Parallel Config: on how many GPUs, and how they share the work. Nothing "
+                    "here = all GPUs, shared in the way that is fastest for this model and sampler.",
                 ),
                 io.Combo.Input(
                     "model_name",
@@ -68,37 +76,44 @@ class LoadParallelDiT(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, config, model_name, weight_dtype="default", matmul="auto") -> io.NodeOutput:
-        guidance = list(_guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id))
-        for cfg, sampler_name in guidance:
-            config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
+    def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
+        prompt, key = cls.hidden.prompt or {}, cls.hidden.unique_id
+        config = config or AutoConfig()
+        # a refusal comes before minutes of loading
+        guidance = [found for node in fed_by(prompt, key) if (found := guidance_of(node))]
+        if isinstance(config, ParallelConfig):
+            for cfg, sampler_name in guidance:
+                config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
             raise RefusedError(
                 f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a "
                 f"diffusers folder in models/diffusers; put it there and refresh the page."
             )
-        if not config.address:
+        if isinstance(config, AutoConfig) or not config.address:
             require_dependencies()
         pool.allow(*model_folders())
-        dit = handle.load(config, os.path.abspath(path), weight_dtype, matmul)
+        model = (os.path.abspath(path), weight_dtype)
+        dit = _load(config, model, matmul, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        node_text()("\n".join([*(rank["text"] for rank in dit.loaded.info["ranks"]), *plan(dit, prompts)]))
+        ranks = [rank["text"] for rank in dit.loaded.info["ranks"]]
+        node_text()("\n".join([*dit.lines, *ranks, *plan(dit, max(prompts, dit.config.cfg_degree))]))
         return io.NodeOutput(dit)
 
 
-def _guidance_of_samplers(prompt: dict, loader_id: str) -> Iterator[tuple[float, str]]:
-    """cfg and sampler_name of every sampler node that this loader feeds, through ParallelLoRA too, so that a
-    refusal comes before minutes of loading."""
-    for key, node in prompt.items():
-        inputs = node["inputs"]
-        if inputs.get("dit") != [loader_id, 0]:
-            continue
-        if node["class_type"] == "ParallelLoRA":
-            yield from _guidance_of_samplers(prompt, key)
-        if node["class_type"].startswith("ParallelSampler"):
-            cfg = inputs.get("cfg")
-            sampler_name = inputs.get("sampler_name")
-            # a linked one is not known yet
-            if isinstance(cfg, (int, float)) and isinstance(sampler_name, str):
-                yield cfg, sampler_name
+def _load(
+    config: ParallelConfig | AutoConfig, model: tuple[str, str], matmul: str, prompt: dict, key: str
+) -> ParallelDiT:
+    """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
+    if isinstance(config, ParallelConfig):
+        return handle.load(config, *model, matmul)
+    paths = model_paths()
+    loaders = other_loaders(prompt, key)
+    others = {
+        (os.path.abspath(paths[name]), inputs.get("weight_dtype", "default"))
+        for inputs in loaders
+        if isinstance(name := inputs.get("model_name"), str) and name in paths
+    }
+    further = tuple(sorted(others - {model}))
+    plan, lines = plan_for(config, model, partial(request_of_graph, prompt, key), further)
+    return handle.load(plan, *model, matmul, auto=config, others=further, lines=lines)

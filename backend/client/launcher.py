@@ -92,17 +92,22 @@ def launch_command(
     """Return the command line of the agent; the ranks' output goes to files under ``folder`` and through the
     agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
     loaded from below ``models`` alone."""
+    agent = agent_command(config.world_size, folder)
+    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / "ranks-store")]
+    return [*agent, *rank, "--parent-pipe", "--models", *models]
+
+
+def agent_command(ranks: int, folder: Path) -> list[str]:
+    """Return the command line of an agent of so many ranks, without what they run."""
     flags = {
         "--local-addr": "127.0.0.1",
-        "--nproc-per-node": str(config.world_size),
+        "--nproc-per-node": str(ranks),
         "--max-restarts": "0",
         "--monitor-interval": "0.1",
         "--log-dir": str(folder / "ranks"),
         "--tee": "3",
     }
-    agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
-    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / "ranks-store")]
-    return [*agent, *rank, "--parent-pipe", "--models", *models]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
 
 
 class ClosedError(BackendError):

@@ -200,6 +200,16 @@ def backend_at_hand(config: ParallelConfig) -> Backend | None:
     return _backends.get(config.topology())
 
 
+def launched() -> Backend | None:
+    """Return the live backend whose ranks we have started, if there is one."""
+    return next((b for b in list(_backends.values()) if b.process is not None and b.alive()), None)
+
+
+def backend_holding(wanted: Wanted) -> Backend | None:
+    """Return a backend that has loaded ``wanted`` for us, alive or not."""
+    return next((backend for backend in list(_backends.values()) if wanted in backend.models), None)
+
+
 def close_all():
     """End every backend that this process launched and hang up on the others."""
     with _lock:

@@ -15,8 +15,16 @@ import comfy.patcher_extension
 import comfy.utils
 
 from ...backend.client.launcher import ClosedError
-from ...backend.client.pool import Backend, Wanted, backend_at_hand, backend_for, keeps_weights
+from ...backend.client.pool import (
+    Backend,
+    Wanted,
+    backend_at_hand,
+    backend_for,
+    backend_holding,
+    keeps_weights,
+)
 from ...backend.config import ParallelConfig
+from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded
 from ..comfy_models.registry import weightless_patcher
 from .progress import NodeStatus, bytes_of
@@ -29,7 +37,11 @@ _preparing: list[bool] = []
 @dataclass(frozen=True, eq=False)
 class ParallelDiT:
     """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs
-    that are added, (path, strength) each."""
+    that are added, (path, strength) each.
+
+    ``auto``: what chose ``config``, for one request, and chooses again for another; None where the degrees
+    are set. ``others``: (path, weight_dtype) of models that stay on the same ranks. ``lines``: why this plan.
+    """
 
     config: ParallelConfig
     path: str
@@ -38,6 +50,9 @@ class ParallelDiT:
     patcher: comfy.model_patcher.ModelPatcher
     loras: tuple[tuple[str, float], ...] = ()
     matmul: str = "auto"
+    auto: AutoConfig | None = None
+    others: tuple[tuple[str, str], ...] = ()
+    lines: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> Wanted:
@@ -45,15 +60,18 @@ class ParallelDiT:
         return self.path, self.weight_dtype, self.matmul
 
 
-def load(config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto") -> ParallelDiT:
+def load(
+    config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto", **planned
+) -> ParallelDiT:
     """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
+    ``planned``: auto, others and lines of the handle.
 
     ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
     ends the launch or the load, and the backend with it.
     """
     _, loaded = _load(config, (path, weight_dtype, matmul))
     patcher = weightless_patcher(loaded)
-    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul)
+    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned)
     unload_with(patcher, handle)
     _handles.add(handle)
     return handle
@@ -64,6 +82,16 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.wanted, loras)
     found = replace(handle, loaded=loaded, loras=loras)
+    _handles.add(found)
+    return found
+
+
+def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
+    """Return a handle of the same transformer, loaded under another plan. Errors as in ``load``."""
+    if config == handle.config:
+        return replace(handle, lines=lines)
+    _, loaded = _load(config, handle.wanted, handle.loras)
+    found = replace(handle, config=config, loaded=loaded, lines=lines)
     _handles.add(found)
     return found
 
@@ -104,7 +132,8 @@ def _load_or_fail(
     backend = backend_for(config, check, status.warn, status.show)
     if starts:
         status.show("opening the model")
-    keep = {h.wanted for h in _handles if h.config.topology() == config.topology()}
+    # what auto has placed otherwise goes on with whatever plan its next request gets
+    keep = {h.wanted for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):
@@ -125,9 +154,10 @@ def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
     # not the handle, which must not live as long as its patcher's clones
     config = handle.config
     wanted = handle.wanted
+    is_auto = handle.auto is not None
 
     def unload(patcher, unpatch_all: bool):
-        backend = backend_at_hand(config)
+        backend = backend_at_hand(config) if not is_auto else backend_holding(wanted)
         if unpatch_all and not _preparing and backend is not None and backend.alive():
             backend.unload(*wanted)
 

@@ -22,6 +22,7 @@ LAYERS = [
     "backend.models",
     "backend.quantization",
     "backend.parallel",
+    "backend.planner",
     "backend.loading",
     "backend.serving",
     "backend.sampling",
@@ -29,6 +30,8 @@ LAYERS = [
     "backend.rank_plan",
     "backend.engine",
     "backend.start",
+    "backend.probe",
+    "backend.shape_reader",
     "backend.worker",
     "nodes.comfy_models",
     "nodes.diffusers_folder",
@@ -36,13 +39,21 @@ LAYERS = [
     "nodes",
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
-SHARED = ("backend.client", "backend.protocol", "backend.config", "backend.errors")
-SHARED_FILES = ("backend.loading.regular_files",)
+SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
+SHARED_FILES = ("backend.loading.regular_files", "backend.parallel.stage_split")
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
+    "backend.parallel.stage_split",
+    "backend.planner.auto_config",
+    "backend.planner.candidates",
+    "backend.planner.choose",
+    "backend.planner.cost",
+    "backend.planner.machine",
+    "backend.planner.memory",
+    "backend.planner.model_shape",
     "backend.protocol.handshake",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
