@@ -72,7 +72,7 @@ class Probe:
             all_to_all=dict(zip(exchanges, slowest[6:])),
             alone=self._alone(slowest[0]),
             ranks=self.ranks,
-            shares_memory=self.kind == "cpu",
+            on_host=self.kind == "cpu",
         )
 
     def _wait(self):
@@ -95,12 +95,13 @@ class Probe:
         """FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
         x = self._random(self.tokens, self.width)
         q = self._random(1, self.heads, self.tokens, self.head_size)
-        small = self._random(8)
+        small = self._random(8, 64)
+        weight = self._random(64, 64)
         flop = 4 * self.tokens**2 * self.heads * self.head_size
 
         def kernels():
-            for _ in range(KERNELS):
-                small.add_(0)
+            for _ in range(KERNELS // 2):
+                F.layer_norm(F.linear(small, weight), (64,))
 
         attention = self.seconds(lambda: F.scaled_dot_product_attention(q, q, q))
         copied = self.seconds(x.clone)

@@ -156,11 +156,13 @@ def _by_memory(option: Option) -> tuple[float, float]:
 
 
 def _kept(ordered: list[Option], running: ParallelConfig | None, method: str) -> Option | None:
-    """Return the running plan where it may stay."""
+    """Return the running plan where it may stay, else the best one for as many ranks: others would start."""
     if running is None or method == MEMORY:
         return None
-    found = next((each for each in ordered if each.plan == running), None)
-    return found if found and found.score <= STAYS * ordered[0].score else None
+    near = [each for each in ordered if each.score <= STAYS * ordered[0].score]
+    same = [each for each in near if each.plan == running]
+    as_many = [each for each in near if each.plan.world_size == running.world_size]
+    return next(iter(same + as_many), None)
 
 
 def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:

@@ -93,7 +93,7 @@ class Cost:
         if divided > 1:
             device += self.machine.overhead * len(blocks)
         launches = self.machine.launch * sum(block.streams for block in blocks) / self._speed
-        return max(device, launches)
+        return device + launches if self.machine.on_host else max(device, launches)
 
     @property
     def _uneven_heads(self) -> float:

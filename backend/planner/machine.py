@@ -18,7 +18,7 @@ class Machine:
     seconds of a block whose tokens are divided. half_rate: tokens at which matrix products run at half their
     rate. alone: how many times as fast a rank computes while no other does (1 on GPUs; ranks on the CPU
     share its cores). ranks: how many ranks were measured. memory: free bytes of each GPU in order, or of the
-    host, which all ranks share.
+    host. on_host: ranks run on the CPU, share its memory, and nothing hides the start of kernels.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Machine:
     alone: float = 1.0
     ranks: int = 8
     memory: tuple[int, ...] = field(default=())
-    shares_memory: bool = False
+    on_host: bool = False
 
     def speed(self, ranks: int) -> float:
         """Return how many times the measured rates a rank has while ``ranks`` work."""
@@ -47,7 +47,7 @@ class Machine:
 
     def room(self, ranks: int) -> int:
         """Return the bytes that each of ``ranks`` may hold: of the smallest of their GPUs."""
-        if self.shares_memory:
+        if self.on_host:
             return sum(self.memory) // ranks
         return min(self.memory[:ranks]) - RESERVE
 

@@ -9,8 +9,8 @@ from .model_shape import BlockShape, ModelShape, modulation_of, stages_of
 
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
-#: As rank_plan/activations.py counts: tensors of the width of the stream outside of the blocks, and those that
-#: ranks exchange around attention.
+#: As rank_plan/activations.py counts: tensors of the width of the stream outside of the blocks, and those
+#: that ranks exchange around attention.
 OUTSIDE = 4
 EXCHANGED = 4
 
