@@ -15,7 +15,7 @@ from .config import ParallelConfig
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
-from .loading.compute_dtype import default_dtype
+from .loading.compute_dtype import chosen_dtype
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse
@@ -40,10 +40,8 @@ from .sampling.model_runner import LoadedModel, Runner, running
 from .sampling.request import Request, build
 from .sampling.step_loop import Callbacks, Denoiser
 from .sampling.tensor_validation import check_numbers, check_result
-from .sampling.validation import check_family, check_model, check_sample, check_workload, refusing
+from .sampling.validation import check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
-
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Engine:
@@ -65,12 +63,9 @@ class Engine:
     @refusing("the model")
     def check_load(self, path: str, weight_dtype: str, matmul: str = AUTO) -> Checkpoint:
         """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
-        if weight_dtype not in ("default", *WEIGHT_DTYPES):
-            raise UnsupportedError(
-                f"weight_dtype is {weight_dtype!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}."
-            )
         checkpoint = open_checkpoint(path, self.folders)
-        self._check_degrees(checkpoint)
+        check_degrees(checkpoint, self.config)
+        chosen_dtype(weight_dtype, checkpoint, self.mesh.device, self.capability)
         self._choices(checkpoint, self._cuts(checkpoint), matmul)
         return checkpoint
 
@@ -79,11 +74,6 @@ class Engine:
         return choose_all(
             checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
         )
-
-    def _check_degrees(self, checkpoint: Checkpoint):
-        check_family(checkpoint.family, self.config)
-        heads = checkpoint.family.blocks.heads(checkpoint.config)
-        check_model(checkpoint.name, checkpoint.block_count, heads, self.config)
 
     def load(
         self,
@@ -101,7 +91,7 @@ class Engine:
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype, matmul)
         transformer = checkpoint.empty
-        dtype = self.weight_dtype(checkpoint, weight_dtype)
+        dtype = chosen_dtype(weight_dtype, checkpoint, self.mesh.device, self.capability)
         stages = checkpoint.stages(self.config)
         own = self.mesh.pp.rank
         blocks = stages.blocks[own]
@@ -172,7 +162,7 @@ class Engine:
 
     def _fits(self, model: LoadedModel) -> bool:
         try:
-            self._check_degrees(model.weights.checkpoint)
+            check_degrees(model.weights.checkpoint, self.config)
         except UnsupportedError:
             return False
         return True
@@ -192,12 +182,6 @@ class Engine:
         elif staged:
             model.stage = Stage(model.transformer, model.family, self.mesh, range(*model.report.blocks))
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
-
-    def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
-        """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
-        if weight_dtype != "default":
-            return WEIGHT_DTYPES[weight_dtype]
-        return default_dtype(checkpoint, self.mesh.device, self.capability)
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -249,16 +233,16 @@ class Engine:
         }
 
     @refusing("what is to be described")
-    def describe(self, message: Describe, path: str) -> tuple[int, list[str]]:
-        """Count the latent's tokens, and describe each rank in a line, for a loaded model that was read from
-        ``path``. Raises UnsupportedError or ConfigError."""
+    def describe(self, message: Describe, path: str) -> tuple[int, list[dict]]:
+        """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model that was
+        read from ``path``. Raises UnsupportedError or ConfigError."""
         dtype = self._loaded(message.model).dtype
         checkpoint = open_checkpoint(path, self.folders)
         settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
         config = replace(self.config, **settings)
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
         plans = describe(config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype)
-        return tokens, [str(plan) for plan in plans]
+        return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
     @refusing("the request")

@@ -10,19 +10,24 @@ from pathlib import Path
 
 import torch
 
-from .config import ParallelConfig
-from .engine import Engine
+from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .errors import UnsupportedError
-from .parallel import mesh
+from .loading.compute_dtype import chosen_dtype
+from .loading.recognition import open_checkpoint
+from .quantization.matmul import capability_of
 from .rank_plan.shape_of import shape_of
+from .sampling.validation import refusing
 
 
+@refusing("the model")
 def read(path: str, weight_dtype: str, device: str) -> dict:
     """Return the shape of the transformer at ``path`` for JSON. Raises UnsupportedError."""
-    engine = Engine(ParallelConfig(), mesh.single(device))
-    checkpoint = engine.check_load(path, weight_dtype)
+    where = torch.device(device)
+    checkpoint = open_checkpoint(path)
     with torch.inference_mode():
-        return shape_of(checkpoint, engine.weight_dtype(checkpoint, weight_dtype)).as_dict()
+        return shape_of(
+            checkpoint, chosen_dtype(weight_dtype, checkpoint, where, capability_of(where))
+        ).as_dict()
 
 
 def main():

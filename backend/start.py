@@ -13,6 +13,7 @@ import select
 import stat
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,8 @@ def begin() -> Start:
     options = arguments().parse_args()
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
+    if options.store:
+        ready_file(options.store, os.environ["RANK"]).touch()
     if options.parent_pipe:
         _end_with_parent()
         text, token = _from_parent(store, leads)
@@ -76,6 +79,11 @@ def arguments() -> argparse.ArgumentParser:
         help="folders below which clients may have files loaded; without this option, any file",
     )
     return parser
+
+
+def ready_file(store: str, rank: str) -> Path:
+    """Return the file next to ``store`` that says that a rank has imported everything."""
+    return Path(f"{store}.ready-{rank}")
 
 
 def own_token(path: str | None) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from . import start
+from . import lean_imports, start  # noqa: F401  # the first one before all that imports diffusers
 from .config import ConfigError, ParallelConfig
 from .engine import Engine
 from .errors import UnsupportedError

@@ -10,10 +10,12 @@ from comfy_api.latest import io
 
 from ..backend.client.dependencies import require_dependencies
 from ..backend.protocol import RefusedError
-from .diffusers_folder.pipelines import open_text, open_vae
+from .diffusers_folder.pipelines import has_encoders, open_text, open_vae
 from .diffusers_folder.text_encoder import diffusers_clips
 from .diffusers_folder.vae import DiffusersVAE
 from .host.model_files import diffusers_folders
+from .host.refusals import on_node
+from .host.schema import schema
 
 
 class LoadDiffusersCLIPVAE(io.ComfyNode):
@@ -21,17 +23,22 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            "text encoder",
+            "vae",
+            "diffusers",
+            "sana",
+            "cogview",
+            "flux.3",
             node_id="LoadDiffusersCLIPVAE",
-            display_name="Load CLIP and VAE (diffusers folder)",
-            category="parallel",
+            display_name="Load CLIP and VAE (diffusers)",
             description="Text encoders and VAE of a diffusers folder, for models that ComfyUI has no "
             "loader for (SANA, FLUX.3, CogView 4, ...). Prompts are encoded by diffusers' own "
             "pipeline.",
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list(diffusers_folders()),
+                    options=[name for name, path in diffusers_folders().items() if has_encoders(Path(path))],
                     tooltip="A pipeline's folder in models/diffusers; that of Load Parallel DiT.",
                 ),
                 io.Combo.Input(
@@ -58,6 +65,7 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
         )
 
     @classmethod
+    @on_node
     def execute(cls, model_name, device="default") -> io.NodeOutput:
         path = diffusers_folders().get(model_name)
         if path is None or not os.path.isdir(path):

@@ -1,5 +1,6 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
+import asyncio
 import os
 from functools import partial
 
@@ -7,18 +8,23 @@ from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
-from ..backend.config import ParallelConfig
+from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig
 from ..backend.protocol import RefusedError
 from .host import handle
 from .host.auto_plan import plan_for
-from .host.graph import fed_by, guidance_of, other_loaders, request_of_graph
-from .host.guidance import skips_negative
+from .host.graph import other_loaders, request_of_graph
+from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths
-from .host.plan import plan
+from .host.plan import loaded_lines, plan
 from .host.progress import node_text
+from .host.queued import queued, samplers_of, source, validated, values
+from .host.refusals import on_node
+from .host.report import shown
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
+from .parallel_config import config_in
 
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
 MATMULS = ["auto", "weight only", "native"]
@@ -29,10 +35,10 @@ class LoadParallelDiT(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="LoadParallelDiT",
             display_name="Load Parallel DiT",
-            category="parallel",
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
                 ParallelConfigType.Input(
@@ -76,11 +82,30 @@ class LoadParallelDiT(io.ComfyNode):
         )
 
     @classmethod
+    async def validate_inputs(cls) -> bool:
+        """Refuse before the graph runs what the model's headers tell. Raises RefusedError or ConfigError."""
+        graph = queued()
+        inputs = values(graph, validated())
+        try:
+            config = config_in(graph, source(graph, validated(), "config"))
+        except ConfigError:  # which its own node says
+            return True
+        path = model_paths().get(inputs.get("model_name", ""))
+        if not isinstance(config, ParallelConfig) or path is None or not os.path.exists(path):
+            return True
+        if not config.address:
+            require_dependencies()
+        pool.allow(*model_folders())
+        kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
+        await asyncio.to_thread(handle.check_model, config, (os.path.abspath(path), *kinds))
+        return True
+
+    @classmethod
+    @on_node
     def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
         prompt, key = cls.hidden.prompt or {}, cls.hidden.unique_id
         config = config or AutoConfig()
-        # a refusal comes before minutes of loading
-        guidance = [found for node in fed_by(prompt, key) if (found := guidance_of(node))]
+        guidance = guidance_of_samplers(prompt, key)
         if isinstance(config, ParallelConfig):
             for cfg, sampler_name in guidance:
                 config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
@@ -96,9 +121,9 @@ class LoadParallelDiT(io.ComfyNode):
         model = (os.path.abspath(path), weight_dtype)
         dit = _load(config, model, matmul, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        ranks = [rank["text"] for rank in dit.loaded.info["ranks"]]
-        node_text()("\n".join([*dit.lines, *ranks, *plan(dit, max(prompts, dit.config.cfg_degree))]))
-        return io.NodeOutput(dit)
+        lines = [*dit.lines, *loaded_lines(dit), plan(dit, max(prompts, dit.config.cfg_degree))]
+        node_text()("\n".join(lines))
+        return io.NodeOutput(dit, ui=shown(lines))
 
 
 def _load(
@@ -117,3 +142,10 @@ def _load(
     further = tuple(sorted(others - {model}))
     plan, lines = plan_for(config, model, partial(request_of_graph, prompt, key), further)
     return handle.load(plan, *model, matmul, auto=config, others=further, lines=lines)
+
+
+def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:
+    """Return cfg and sampler_name of every sampler that this loader feeds, where they are known, so that a
+    refusal comes before minutes of loading."""
+    found = [guidance_of(inputs) for _, inputs in samplers_of(graph, loader)]
+    return [guidance for guidance in found if guidance]

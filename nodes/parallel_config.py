@@ -5,9 +5,12 @@ from dataclasses import replace
 import torch
 from comfy_api.latest import io
 
-from ..backend.config import AXES, CHOICES, ParallelConfig
+from ..backend.config import AXES, CHOICES, ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, sets_degrees
 from ..backend.planner.choose import AUTO, MANUAL, METHODS
+from .host.queued import queued, validated, values
+from .host.refusals import on_node
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType
 
 #: The largest values that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
@@ -78,10 +81,10 @@ class ParallelConfigNode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelConfig",
             display_name="Parallel Config",
-            category="parallel",
             description="How many GPUs, and how they share the work: auto chooses for each sampler, unless a "
             "degree is set. Then the number of ranks (one per GPU) is the product of the degrees.",
             inputs=[_input(name, tooltip) for name, tooltip in TOOLTIPS.items()],
@@ -89,16 +92,40 @@ class ParallelConfigNode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, method=AUTO, gpus="", **inputs) -> io.NodeOutput:
-        config = ParallelConfig(**inputs).validate()
-        gpus_here = torch.cuda.device_count()
-        if method != MANUAL and not config.address and not sets_degrees(config):
-            auto = AutoConfig(method, gpus, config)
-            auto.devices(gpus_here)
-            return io.NodeOutput(auto)
-        # one number is how many, which the degrees say too
-        listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
-        config = replace(config, gpus=listed).validate()
-        if not config.address:
-            config.resolve_device(gpus_here)
-        return io.NodeOutput(config)
+    def validate_inputs(cls) -> bool:
+        """Raise ConfigError before the graph runs; inputs that are linked are seen when it does."""
+        config_in(queued(), validated())
+        return True
+
+    @classmethod
+    @on_node
+    def execute(cls, **inputs) -> io.NodeOutput:
+        return io.NodeOutput(config_of(**inputs))
+
+
+def config_of(method: str = AUTO, gpus: str = "", **inputs) -> ParallelConfig | AutoConfig:
+    """Return the configuration of a node's inputs; ConfigError for one that cannot run on this machine."""
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
+    config = ParallelConfig(**inputs).validate()
+    gpus_here = torch.cuda.device_count()
+    if method != MANUAL and not config.address and not sets_degrees(config):
+        auto = AutoConfig(method, gpus, config)
+        auto.devices(gpus_here)
+        return auto
+    # one number is how many, which the degrees say too
+    listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
+    config = replace(config, gpus=listed).validate()
+    if not config.address:
+        config.resolve_device(gpus_here)
+    return config
+
+
+def config_in(graph: dict, node: str | None) -> ParallelConfig | AutoConfig | None:
+    """Return the configuration of a Parallel Config in a queued graph; None where there is none, or where it
+    is not known yet. ConfigError as ``config_of``."""
+    known = graph.get(node or "", {})
+    inputs = values(graph, node or "")
+    if known.get("class_type") != "ParallelConfig" or len(inputs) < len(known["inputs"]):
+        return None
+    return config_of(**inputs)

@@ -4,6 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..demo import shapes
+from .host.schema import schema
 
 
 class DemoTextEncoder:
@@ -35,10 +36,11 @@ class ParallelDemoLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            "demo",
+            "parallel demo",
             node_id="ParallelDemoLoader",
             display_name="Parallel Demo Loader",
-            category="parallel",
             description='Text encoder and VAE for the demo model shapes-flux, which paints prompts like "a '
             'red circle left of a blue square on black".',
             inputs=[],

@@ -9,6 +9,8 @@ from comfy_api.latest import io
 
 from ..backend.protocol import RefusedError
 from .host.handle import with_lora
+from .host.refusals import on_node
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
 
@@ -17,10 +19,11 @@ class ParallelLoRA(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
+            "lora",
             node_id="ParallelLoRA",
             display_name="Parallel LoRA",
-            category="parallel",
             description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of "
             "these nodes to add several.",
             inputs=[
@@ -52,6 +55,7 @@ class ParallelLoRA(io.ComfyNode):
         )
 
     @classmethod
+    @on_node
     def execute(cls, dit, lora_name, strength) -> io.NodeOutput:
         if not math.isfinite(strength):
             raise RefusedError(f"strength is {strength}; use a number.")

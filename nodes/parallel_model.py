@@ -25,6 +25,8 @@ from .comfy_models.registry import ElsewhereModule, family_named, weightless_pat
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
 from .host.progress import NodeStatus
+from .host.refusals import on_node
+from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
@@ -56,10 +58,10 @@ class ParallelModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelModel",
             display_name="Parallel Model",
-            category="parallel",
             description="A Parallel DiT as a MODEL: ComfyUI's own samplers, guiders and schedulers, with "
             "each call of the model on several GPUs. PipeFusion runs drained here: its stages "
             "wait for each other at every step, so Parallel Sampler is faster with it.",
@@ -82,6 +84,7 @@ class ParallelModel(io.ComfyNode):
         )
 
     @classmethod
+    @on_node
     def execute(cls, dit) -> io.NodeOutput:
         return io.NodeOutput(remote_model(dit))
 

@@ -3,7 +3,10 @@
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
+from .host.refusals import on_node
 from .host.remote_solver import sample_on_ranks
+from .host.schema import ALIASES, schema
+from .queued_checks import check_queued
 
 
 class ParallelSampler(io.ComfyNode):
@@ -11,10 +14,10 @@ class ParallelSampler(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelSampler",
             display_name="Parallel Sampler",
-            category="parallel",
             description="KSampler with the denoising loop on several GPUs: same inputs, same latent.",
             inputs=[
                 inputs.DIT,
@@ -40,5 +43,11 @@ class ParallelSampler(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls) -> bool:
+        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
+        return check_queued()
+
+    @classmethod
+    @on_node
     def execute(cls, dit, shift=0.0, **values) -> io.NodeOutput:
         return sample_on_ranks("KSampler", dit, shift, values)

@@ -4,7 +4,10 @@ import comfy.samplers
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
+from .host.refusals import on_node
 from .host.remote_solver import sample_on_ranks
+from .host.schema import ALIASES, schema
+from .queued_checks import check_queued
 
 
 class ParallelSamplerAdvanced(io.ComfyNode):
@@ -12,10 +15,10 @@ class ParallelSamplerAdvanced(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelSamplerAdvanced",
             display_name="Parallel Sampler (Advanced)",
-            category="parallel",
             description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, "
             "for models in two stages.",
             inputs=[
@@ -56,5 +59,11 @@ class ParallelSamplerAdvanced(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls) -> bool:
+        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
+        return check_queued()
+
+    @classmethod
+    @on_node
     def execute(cls, dit, shift=0.0, **values) -> io.NodeOutput:
         return sample_on_ranks("KSamplerAdvanced", dit, shift, values)

@@ -5,8 +5,12 @@ from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
 from .host.auto_plan import planned
+from .host.refusals import on_node
 from .host.remote_solver import model_on_ranks
+from .host.report import shown
 from .host.sampling_checks import check_inputs
+from .host.schema import ALIASES, schema
+from .queued_checks import check_queued
 
 
 class ParallelSamplerCustom(io.ComfyNode):
@@ -14,10 +18,10 @@ class ParallelSamplerCustom(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
-        return io.Schema(
+        return schema(
+            *ALIASES,
             node_id="ParallelSamplerCustom",
             display_name="Parallel Sampler (Custom)",
-            category="parallel",
             description="The custom sampler with the denoising loop on several GPUs: noise from a NOISE "
             "node, any SIGMAS.",
             inputs=[
@@ -53,6 +57,12 @@ class ParallelSamplerCustom(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls) -> bool:
+        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
+        return check_queued()
+
+    @classmethod
+    @on_node
     def execute(
         cls, dit, noise, cfg, sampler_name, sigmas, positive, negative, latent_image, shift=0.0
     ) -> io.NodeOutput:
@@ -65,6 +75,6 @@ class ParallelSamplerCustom(io.ComfyNode):
         guider = comfy.samplers.CFGGuider(model)
         guider.set_conds(positive, negative)
         guider.set_cfg(cfg)
-        return SamplerCustomAdvanced.execute(
-            noise, guider, comfy.samplers.sampler_object(sampler_name), sigmas, latent_image
-        )
+        solver = comfy.samplers.sampler_object(sampler_name)
+        output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
+        return io.NodeOutput(*output.args, ui=shown(remote.lines))

@@ -136,7 +136,9 @@ class ComfyServer:
             status, reply = self.post("/prompt", {"prompt": prompt, "client_id": client})
             run.node_errors = reply.get("node_errors", {})
             if status != 200:
-                run.status, run.message = "rejected", json.dumps(reply)
+                found = [error for node in run.node_errors.values() for error in node["errors"]]
+                run.status = "rejected"
+                run.message = found[0]["details"] if found else json.dumps(reply)
                 return run
             while not run.status:
                 assert time.monotonic() - began < seconds, f"the graph still runs after {seconds} s"

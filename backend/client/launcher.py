@@ -23,6 +23,8 @@ from .private_folder import PrivateFolder
 PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
+#: Where the ranks meet, in their private folder; each leaves STORE.ready-RANK there (backend/start.py).
+STORE = "ranks-store"
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
@@ -93,7 +95,7 @@ def launch_command(
     agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
     loaded from below ``models`` alone."""
     agent = agent_command(config.world_size, folder)
-    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / "ranks-store")]
+    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
     return [*agent, *rank, "--parent-pipe", "--models", *models]
 
 
@@ -185,6 +187,11 @@ class BackendProcess:
             raise self.failure() from None
         except BackendError as error:
             raise self.failure() from error
+
+    @property
+    def ready_ranks(self) -> int:
+        """How many ranks have imported everything and wait for the others."""
+        return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
 
     @property
     def running(self) -> bool:

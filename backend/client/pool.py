@@ -187,6 +187,11 @@ def backend_for(
         return backend
 
 
+def folders() -> list[str]:
+    """Return from below which folders backends that we launch may load files."""
+    return sorted(_folders)
+
+
 def keeps_weights(config: ParallelConfig) -> bool:
     """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
     return any(
@@ -261,12 +266,15 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     began = time.monotonic()
 
-    def wait():
-        show(f"starting {ranks}, {time.monotonic() - began:.0f} s")
-        check()
-
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
+
+    def wait():
+        ready = process.ready_ranks
+        state = f": {ready} of {config.world_size} ready" if ready else ""
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{state}")
+        check()
+
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
     try:
         return Backend(config, process.wait_ready(check=wait), process)

@@ -5,10 +5,13 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from ..errors import UnsupportedError
 from ..quantization.formats import PLAIN_FLOAT8
 from ..quantization.matmul import Capability
 from .checkpoint import Checkpoint
 
+#: The choices of LoadParallelDiT's ``weight_dtype`` but for default.
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Type -> the least compute capability of an NVIDIA GPU with fast products in it.
 LEAST = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 
@@ -34,6 +37,17 @@ def fast_dtypes(device: torch.device, capability: Capability) -> tuple[torch.dty
     if device.type != "cuda":
         return ()
     return tuple(dtype for dtype, least in LEAST.items() if capability is None or capability >= least)
+
+
+def chosen_dtype(
+    name: str, checkpoint: Checkpoint, device: torch.device, capability: Capability
+) -> torch.dtype:
+    """Return the type that ``weight_dtype`` names, or the default. Raises UnsupportedError for another."""
+    if name == "default":
+        return default_dtype(checkpoint, device, capability)
+    if name not in WEIGHT_DTYPES:
+        raise UnsupportedError(f"weight_dtype is {name!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}.")
+    return WEIGHT_DTYPES[name]
 
 
 def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability) -> torch.dtype:

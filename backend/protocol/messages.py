@@ -117,7 +117,7 @@ class Describe:
 
 @dataclass(frozen=True)
 class Described:
-    """``image_rows``: tokens of the latent; ``ranks``: a line for each (rank_plan.RankPlan)."""
+    """``image_rows``: tokens of the latent; ``ranks``: rank_plan.RankPlan.as_dict() of each."""
 
     image_rows: int
     ranks: list

@@ -70,8 +70,8 @@ class RankPlan:
         return self.weight_bytes + self.kv_bytes + self.modulation_bytes + transient
 
     def as_dict(self) -> dict:
-        """For JSON."""
-        return {**asdict(self), "device_bytes": self.device_bytes}
+        """For JSON; ``text`` is the plan as one line."""
+        return {**asdict(self), "device_bytes": self.device_bytes, "text": str(self)}
 
 
 def _mb(size: int) -> str:
@@ -100,13 +100,15 @@ def describe(
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     work = Workload(config, checkpoint, image_tokens, text_tokens, batch, branches, dtype, calls)
-    ranks = layout(config)
     stages = checkpoint.stages(config)
-    plans = []
-    for rank in range(config.world_size):
-        place = dict(zip(config.degrees, (ranks == rank).nonzero()[0].tolist()))
-        plans.append(_plan(work, rank, place, stages))
-    return plans
+    return [_plan(work, rank, place, stages) for rank, place in enumerate(places(config))]
+
+
+def places(config: ParallelConfig) -> list[Place]:
+    """Return where each rank stands: its index on every mesh axis."""
+    ranks = layout(config)
+    found = ((ranks == rank).nonzero()[0].tolist() for rank in range(config.world_size))
+    return [dict(zip(config.degrees, place)) for place in found]
 
 
 def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:

@@ -7,6 +7,7 @@ import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError, reason
+from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel import attention_kernels
@@ -209,6 +210,13 @@ def _check_prompts(sample):
                 f"{key} has the shape {tuple(sample.tensors[key].shape)}, which does not fit the latent's "
                 f"{tuple(noise.shape)}; make the mask of the size of the image."
             ) from None
+
+
+def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
+    """Refuse a configuration whose ranks cannot run a checkpoint. Raises UnsupportedError."""
+    check_family(checkpoint.family, config)
+    heads = checkpoint.family.blocks.heads(checkpoint.config)
+    check_model(checkpoint.name, checkpoint.block_count, heads, config)
 
 
 def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):

@@ -81,6 +81,12 @@ def pipeline_class(folder: Path) -> str:
     return name
 
 
+def has_encoders(folder: Path) -> bool:
+    """Return whether a folder holds a pipeline with text encoders and a VAE; nothing is read."""
+    is_pipeline = any((folder / name).is_file() for name in INDEXES)
+    return is_pipeline and (folder / "vae").is_dir() and any(folder.glob("text_encoder*/"))
+
+
 def open_text(folder: Path) -> TextPipeline:
     """Open the text encoders of a pipeline's folder on the CPU and in the precision of their files.
     RefusedError where a part is missing or cannot be read."""

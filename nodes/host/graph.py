@@ -1,10 +1,9 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
-from collections.abc import Iterator
-
 from ...backend.planner.machine import Request
 from ...backend.planner.model_shape import ModelShape
-from .guidance import skips_negative
+from .guidance import guidance_of, skips_negative
+from .queued import loader_of
 
 #: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
 SPATIAL = {"flux2": 16, "flux3": 16, "hunyuan-image-2.1": 32, "hunyuan-video-1.5": 16, "ltxv": 32, "ltx2": 32}
@@ -12,24 +11,7 @@ SPATIAL |= {"sana": 32}
 TEMPORAL = {"ltxv": 8, "ltx2": 8}
 #: Assumed of what is linked and not known: an image, 20 steps, both prompts.
 SIDE, FRAMES, STEPS, TEXT = 1024, 1, 20, 512
-LOADER, LORA, MODEL = "LoadParallelDiT", "ParallelLoRA", "ParallelModel"
-
-
-def fed_by(prompt: dict, key: str) -> Iterator[dict]:
-    """Yield the sampler nodes and Parallel Models that the loader ``key`` feeds, through Parallel LoRAs."""
-    for other, node in prompt.items():
-        if node["inputs"].get("dit") != [key, 0]:
-            continue
-        if node["class_type"] == LORA:
-            yield from fed_by(prompt, other)
-        elif node["class_type"].startswith("ParallelSampler") or node["class_type"] == MODEL:
-            yield node
-
-
-def guidance_of(node: dict) -> tuple[float, str] | None:
-    """Return cfg and sampler_name of a sampler node, None where one of them is linked."""
-    cfg, sampler_name = (node["inputs"].get(name) for name in ("cfg", "sampler_name"))
-    return (cfg, sampler_name) if isinstance(cfg, (int, float)) and isinstance(sampler_name, str) else None
+LOADER, MODEL = "LoadParallelDiT", "ParallelModel"
 
 
 def other_loaders(prompt: dict, key: str) -> list[dict]:
@@ -39,12 +21,13 @@ def other_loaders(prompt: dict, key: str) -> list[dict]:
 
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     """Return the request of the first sampler that the loader ``key`` feeds, as far as constants tell it."""
-    node = next(fed_by(prompt, key), {"class_type": "", "inputs": {}})
+    fed = [node for other, node in prompt.items() if loader_of(prompt, other) == key]
+    node = next((each for each in fed if _samples(each)), {"class_type": "", "inputs": {}})
     latent = _linked(prompt, node["inputs"].get("latent_image"))
     space = SPATIAL.get(shape.family, 8)
     frames = 1 + (_number(latent, "length", FRAMES) - 1) // TEMPORAL.get(shape.family, 4)
     sides = (frames, _number(latent, "height", SIDE) // space, _number(latent, "width", SIDE) // space)
-    guidance = guidance_of(node)
+    guidance = guidance_of(node["inputs"])
     drained = node["class_type"] == MODEL
     return Request(
         image_tokens=tokens_of(sides, shape.patch),
@@ -62,6 +45,10 @@ def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
     for side, size in zip(sides, patch):
         tokens *= max(1, -(-side // size))
     return tokens
+
+
+def _samples(node: dict) -> bool:
+    return node["class_type"].startswith("ParallelSampler") or node["class_type"] == MODEL
 
 
 def _linked(prompt: dict, link) -> dict:

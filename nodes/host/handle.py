@@ -21,8 +21,10 @@ from ...backend.client.pool import (
     backend_at_hand,
     backend_for,
     backend_holding,
+    folders,
     keeps_weights,
 )
+from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded
@@ -77,6 +79,15 @@ def load(
     return handle
 
 
+def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):
+    """Refuse from its headers a model that the ranks of ``config`` could not load, before they are started or
+    others end for them. Ranks that run so already refuse it themselves, at once. Errors as in ``load``."""
+    at_hand = backend_at_hand(config)
+    if config.address or (at_hand is not None and at_hand.alive()):
+        return
+    check_headers(config, *wanted, folders(), check)
+
+
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
@@ -123,6 +134,11 @@ def _load_or_fail(
         if status.interrupted("cancelling: the ranks end"):
             comfy.model_management.throw_exception_if_processing_interrupted()
 
+    def while_asking():
+        status.show("reading the model's headers")
+        check()
+
+    check_model(config, wanted, while_asking)
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
     if make_room and starts and not keeps_weights(config) and config.device != "cpu":

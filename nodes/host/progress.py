@@ -9,6 +9,7 @@ from comfy_execution.utils import get_executing_context
 from tqdm.auto import tqdm
 
 from ...backend.protocol import Progress
+from .report import pace
 
 #: Shown until the ranks have stopped.
 CANCELLING = "cancelling: the ranks end the call of the model in progress"
@@ -64,13 +65,10 @@ class Reporter:
     reported by ``last`` alone.
     """
 
-    def __init__(
-        self, callback, latent: torch.Tensor, total: int, ranks: int, disable_pbar: bool, holds_last: bool
-    ):
+    def __init__(self, callback, latent: torch.Tensor, total: int, disable_pbar: bool, holds_last: bool):
         self.callback = callback
         self.latest = latent
         self.total = total
-        self.ranks = ranks
         self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
         self.status = NodeStatus()
@@ -100,7 +98,7 @@ class Reporter:
         now = time.monotonic()
         if step == self.total or now - self.said >= TEXT_SECONDS:
             self.said = now
-            self.status.show(status(step, self.total, now - self.began, self.ranks))
+            self.status.show(status(step, self.total, now - self.began))
         if self.callback is None:
             return
         try:
@@ -110,13 +108,10 @@ class Reporter:
             raise
 
 
-def status(step: int, total: int, seconds: float, ranks: int) -> str:
+def status(step: int, total: int, seconds: float) -> str:
     """Return one line: how far, how fast and how long still."""
     each = seconds / step
-    pace = f"{each:.2f} s/step" if each >= 1 else f"{1 / each:.1f} steps/s"
-    if step == total:
-        return f"{total} steps in {seconds:.1f} s ({pace}, {ranks} rank{'s' * (ranks > 1)})"
-    return f"step {step}/{total}, {tqdm.format_interval(each * (total - step))} left ({pace})"
+    return f"step {step}/{total}, {tqdm.format_interval(each * (total - step))} left ({pace(each)})"
 
 
 def bytes_of(done: int, total: int) -> str:

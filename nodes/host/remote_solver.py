@@ -17,11 +17,13 @@ from comfy_api.latest import io
 from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
+from . import one_rank
 from .auto_plan import planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded, make_no_room
 from .progress import Reporter
+from .report import run_lines, shown
 from .sampling_checks import check_inputs
 from .shift import apply_shift
 
@@ -43,6 +45,8 @@ class RemoteSolver:
         self.sampler_name = sampler_name
         self.wants_denoised = wants_denoised
         self.backend, self.loaded = ensure_loaded(dit)
+        #: How the last run went.
+        self.lines: list[str] = []
 
     def __call__(
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
@@ -55,8 +59,8 @@ class RemoteSolver:
             )
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
         management = comfy.model_management
-        ranks = self.backend.welcome.world_size
-        report = Reporter(callback, noise, len(sigmas) - 1, ranks, disable_pbar, self.wants_denoised)
+        steps = len(sigmas) - 1
+        report = Reporter(callback, noise, steps, disable_pbar, self.wants_denoised)
         with report as reporter:
             result = self.backend.sample(request, reporter, reporter.status.interrupted)
             if result is None:
@@ -65,7 +69,17 @@ class RemoteSolver:
             samples = result.tensors["samples"].to(noise.device)
             if self.wants_denoised:
                 reporter.last(result.tensors["denoised"].to(noise.device), samples)
+            self.lines = self._report(request, steps, result.stats["seconds"])
+            reporter.status.show("\n".join(self.lines))
         return samples
+
+    def _report(self, request: Sample, steps: int, seconds: float) -> list[str]:
+        """Return how the run went, against one rank where that has run before; remember it if it is one."""
+        device = self.loaded.info["device"]
+        digest = one_rank.key(self.dit, request, device)
+        if self.dit.config.world_size == 1:
+            one_rank.remember(digest, seconds / steps)
+        return run_lines(self.dit.config, steps, seconds, device, one_rank.known(digest))
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:
         prompts, conditioning = self._prompts(guider, noise)
@@ -142,5 +156,6 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
     steps = min(inputs.get("end_at_step", inputs["steps"]), inputs["steps"]) - inputs.get("start_at_step", 0)
     sampled = ("cfg", "sampler_name", "positive", "latent_image")
     dit = planned(dit, steps, *(inputs[name] for name in sampled))
-    model, _ = model_on_ranks(dit, inputs["sampler_name"], shift)
-    return io.NodeOutput(*sampler.sample(model=model, **inputs))
+    model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
+    samples = sampler.sample(model=model, **inputs)
+    return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))

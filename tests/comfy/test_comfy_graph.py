@@ -250,18 +250,14 @@ def test_other_degrees_load_again_and_say_why(comfy, ranks):
     piped = {"pipefusion_degree": 2, "num_pipeline_patch": 5, "device": "cpu"}
     again = comfy.run(graph(config=piped, cfg=1.0))
     assert again.status == "success" and not again.loaded
-    told = [next(text for text in each.texts if "rank 0:" in text) for each in (run, again)]
-    assert all(
-        text.count("rank 1:") == 2
-        and re.search(r"an? (image of 1024 x 1024|latent of 128 x 128) \(4096 tokens\)", text)
-        for text in told
-    )
-    assert (
-        "two prompts" in told[0]
-        and ", 1 patch:" in told[0]
-        and "one prompt" in told[1]
-        and "5 patches" in told[1].splitlines()[-1]
-    )
+    told = [next(text for text in each.texts if "rank 0 · " in text) for each in (run, again)]
+    for each, text in zip((run, again), told):
+        first, second, plan = text.splitlines()
+        assert re.fullmatch(r"rank 1 · [\d.]+ MB · blocks \d+–\d+", second) and first.startswith("rank 0")
+        assert re.match(r"(1024 x 1024|latent 128 x 128)(, two prompts)?: about [\d.]+ MB more · sends", plan)
+        assert each.outputs["3"]["parallel_dit"] == [text]  # which the page keeps
+    assert "two prompts" in told[0] and told[0].endswith(" · 1 patch")
+    assert "two prompts" not in told[1] and told[1].endswith(" · 5 patches (reuse)")
 
 
 def test_gguf_files_are_listed(comfy):
@@ -293,9 +289,9 @@ def test_what_one_sees(comfy, ranks):
     before = len(comfy.log.read_text(errors="replace"))
     run = comfy.run(graph(steps=60, seed=5))
     assert run.status == "success" and run.steps == [(step, 60) for step in range(1, 61)]
-    assert re.fullmatch(r"60 steps in [\d.]+ s \([\d.]+ (steps/s|s/step), 2 ranks\)", run.texts[-1]), (
-        run.texts
-    )
+    line = r"60 steps in [\d.]+ s · [\d.]+ (steps/s|s/step) · 2 ranks( · [\d.]+x one rank)?"
+    assert re.fullmatch(line, run.texts[-1]), run.texts
+    assert run.outputs["4"]["parallel_dit"] == [run.texts[-1]]
     assert re.fullmatch(r"step \d+/60, \d\d:\d\d left \([\d.]+ (steps/s|s/step)\)", run.texts[0]), run.texts
     assert "60/60 [" in comfy.log.read_text(errors="replace")[before:]
 
@@ -368,16 +364,36 @@ def test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once(comfy, 
     ],
 )
 def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arguments):
+    before = len(comfy.log.read_text(errors="replace"))
     run = comfy.run(graph(**arguments))
-    assert run.status == "error"
+    known = "config" in arguments and not {"address", "num_pipeline_patch"} & arguments["config"].keys()
+    assert run.status == ("rejected" if known else "error")
     message = run.message.strip()
     assert re.search(expected, message) and "\n" not in message, message
+    if known:
+        kind = "ParallelSampler" if "cfg" in arguments else "ParallelConfig"
+        assert [node["class_type"] for node in run.node_errors.values()] == [kind]
+    else:
+        assert message in run.texts
+    assert "Traceback" not in comfy.log.read_text(errors="replace")[before:]
     assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "degrees, words",
+    [({"pipefusion_degree": 13}, "has 12 blocks"), ({"tensor_parallel_degree": 3}, "attention heads")],
+)
+def test_degrees_that_do_not_fit_the_model_are_refused_before_ranks_end(comfy, ranks, degrees, words):
+    """Only the model's headers tell, and the ranks that run stay for the next graph."""
+    run = comfy.run(graph(config={**degrees, "device": "cpu"}))
+    assert run.status == "rejected" and words in run.message
+    assert [node["class_type"] for node in run.node_errors.values()] == ["LoadParallelDiT"]
+    assert ranks_of(comfy) == ranks
 
 
 def test_cfg_degree_without_guidance_is_refused_before_anything_is_launched(comfy, ranks):
     run = comfy.run(graph(cfg=1.0, config={"cfg_degree": 2, "ulysses_degree": 2, "device": "cpu"}))
-    assert run.status == "error" and "skips the negative prompt" in run.message
+    assert run.status == "rejected" and "skips the negative prompt" in run.message
     assert ranks_of(comfy) == ranks  # the four ranks would have taken their place
 
 

@@ -34,12 +34,21 @@ def test_pack_loads_quickly(comfy):
 @pytest.mark.parametrize("name", NODES)
 def test_node(comfy, name):
     info = comfy.get(f"/object_info/{name}")[name]
-    assert info["category"] == "parallel" and info["description"]
+    assert info["category"] == "Parallel DiT" and info["description"]
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     for key, (_, options) in inputs.items():
         assert options.get("tooltip"), key
     assert all(info["output_tooltips"])
     assert comfy.fetch(f"/extensions/parallel-dit/docs/{name}.md")
+
+
+@pytest.mark.parametrize("word", ["multi gpu", "gpu", "xdit", "usp", "ulysses", "ring", "raylight", "fsdp"])
+def test_the_search_finds_the_three_main_nodes(comfy, word):
+    for name in ("ParallelConfig", "LoadParallelDiT", "ParallelSampler"):
+        info = comfy.get(f"/object_info/{name}")[name]
+        if "search_aliases" not in info:
+            pytest.skip("this ComfyUI does not search by aliases")
+        assert word in info["search_aliases"]
 
 
 def test_config_inputs_all_have_defaults(comfy):

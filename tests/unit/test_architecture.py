@@ -17,6 +17,7 @@ SOURCES = {
 LAYERS = [
     "backend",
     "backend.errors",
+    "backend.lean_imports",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -28,6 +29,7 @@ LAYERS = [
     "backend.sampling",
     "backend.client",
     "backend.rank_plan",
+    "backend.preflight",
     "backend.engine",
     "backend.start",
     "backend.probe",

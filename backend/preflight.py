@@ -1,0 +1,121 @@
+"""Refuses from a model's headers what its ranks would refuse, before any of them is started.
+
+    python -m backend.preflight < QUESTION
+
+client/preflight.py asks: the question is JSON on standard input, the answer {"refused": SENTENCE} on standard
+output, the sentence empty where ranks can load the model. Nothing is read but headers and scales, and no GPU
+is touched.
+"""
+
+import json
+import sys
+
+import torch
+
+from . import lean_imports  # noqa: F401  # before all that imports diffusers
+from .config import ConfigError, ParallelConfig
+from .errors import UnsupportedError, quoted
+from .loading.allowed_folders import ANYWHERE, Folders
+from .loading.checkpoint import Checkpoint
+from .loading.compute_dtype import chosen_dtype
+from .loading.recognition import open_checkpoint
+from .loading.scale_values import check_scales
+from .loading.weight_loading import matrices
+from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .quantization.matmul import Capability, choose_all
+from .rank_plan.describe import places
+from .rank_plan.workload import Workload
+from .sampling.validation import check_degrees, refusing
+
+
+def check_before_start(
+    config: ParallelConfig,
+    path: str,
+    weight_dtype: str = "default",
+    matmul: str = "auto",
+    device: str = "cpu",
+    capability: Capability = None,
+    memory: list[int] | None = None,
+    folders: Folders = ANYWHERE,
+):
+    """Refuse what the ranks of ``config`` could not load. Raises UnsupportedError or ConfigError.
+
+    ``device``: "cuda" or "cpu"; ``capability``: the least of the ranks' GPUs. ``memory``: bytes of each
+    rank's GPU, or of the whole machine as one number where ranks run on the CPU; nothing where it is unknown.
+    """
+    where = torch.device(device)
+    folders.check(path)
+    with refusing("the model"):
+        checkpoint = open_checkpoint(path, folders)
+        check_degrees(checkpoint, config.validate())
+        dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
+        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1)
+        for rank in range(config.tensor_parallel_degree):
+            choose_all(
+                checkpoint.name, matrices(checkpoint, work.cuts({"tp": rank})), matmul, where, capability
+            )
+        check_memory(work, device, memory or [])
+        check_scales(checkpoint)
+
+
+def check_memory(work: Workload, device: str, memory: list[int]):
+    """Refuse weights that are larger than the memory that they are for. Raises UnsupportedError."""
+    if not memory:
+        return
+    stages = work.checkpoint.stages(work.config)
+    held = [work.weights(place, stages) for place in places(work.config)]
+    needed = [each.device + each.scratch + each.gathered for each in held]
+    if device == "cpu":
+        total = sum(needed) + sum(each.host for each in held)
+        if total > memory[0]:
+            raise UnsupportedError(
+                f"{_weights_of(work.checkpoint)} need {_gb(total)} on {len(held)} ranks together, but this "
+                f"machine has {_gb(memory[0])}; {_remedy(work.config)}."
+            )
+        return
+    for rank, (size, most) in enumerate(zip(needed, memory)):
+        if size > most:
+            raise UnsupportedError(
+                f"{_weights_of(work.checkpoint)} need {_gb(size)} on rank {rank}, whose GPU has {_gb(most)}; "
+                f"{_remedy(work.config)}."
+            )
+
+
+def _weights_of(checkpoint: Checkpoint) -> str:
+    return f"the weights of {quoted(checkpoint.name)}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _remedy(config: ParallelConfig) -> str:
+    if config.device == "cpu":
+        return "choose a smaller or quantized file, or fewer ranks"
+    if config.shard_weights:
+        return "choose a quantized file, or shard over more GPUs"
+    return (
+        "raise pipefusion_degree or tensor_parallel_degree, which divide the weights, switch shard_weights "
+        "on, or choose a quantized file"
+    )
+
+
+def main():
+    """Answer the question on standard input."""
+    question = json.load(sys.stdin)
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    config = ParallelConfig(**question.pop("config"))
+    folders = Folders.of(question.pop("folders"))
+    capability = question.pop("capability")
+    capability = tuple(capability) if capability else None
+    refused = ""
+    try:
+        check_before_start(config, capability=capability, folders=folders, **question)
+    except (UnsupportedError, ConfigError) as error:
+        refused = str(error)
+    json.dump({"refused": refused}, answers)
+
+
+if __name__ == "__main__":
+    main()

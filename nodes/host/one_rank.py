@@ -1,0 +1,56 @@
+"""How long a step takes on one rank of this machine, so that several can be compared with it.
+
+Every run on one rank is remembered in a file of ComfyUI's user folder; nothing is measured for its sake.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import folder_paths
+
+from ...backend.protocol import Sample
+from .handle import ParallelDiT
+
+#: Requests that are remembered, the latest ones.
+MOST = 500
+
+
+def path() -> Path:
+    """Return the file: digest of a request -> least seconds of a step."""
+    return Path(folder_paths.get_user_directory()) / "parallel-dit" / "one_rank.json"
+
+
+def key(dit: ParallelDiT, sample: Sample, device: str) -> str:
+    """Return what tells requests apart whose steps take other times on one rank."""
+    file = Path(dit.path)
+    size = file.stat().st_size if file.is_file() else 0
+    shapes = {name: list(value.shape) for name, value in sorted(sample.tensors.items()) if name != "sigmas"}
+    kind = (dit.path, size, dit.loaded.info["dtype"], dit.matmul, len(dit.loras), device)
+    request = (sample.sampler, sample.attention, sample.latent_shapes, shapes)
+    return hashlib.sha256(json.dumps([kind, request]).encode()).hexdigest()[:32]
+
+
+def known(digest: str) -> float | None:
+    """Return the least seconds of a step that one rank took; None where it has never run."""
+    return _read().get(digest)
+
+
+def remember(digest: str, seconds: float):
+    """Keep the seconds of a step on one rank, unless an earlier run was faster."""
+    times = _read()
+    times[digest] = min(seconds, times.pop(digest, seconds))
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
+    os.replace(partial, file)
+
+
+def _read() -> dict[str, float]:
+    try:
+        found = json.loads(path().read_text())
+    except (FileNotFoundError, ValueError):  # none yet, or somebody has edited it
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,58 @@
+"""The graph that somebody queues, while ComfyUI validates it.
+
+``validate_inputs`` of a node is given its own values alone. ComfyUI hands a graph to every prompt handler
+right before it validates it, in the same task, so a context variable brings it there.
+"""
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from comfy_execution.utils import get_executing_context
+
+_queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
+#: Nodes that hand a PARALLEL_DIT on.
+THROUGH = ("ParallelLoRA",)
+
+
+def remember(request: dict) -> dict:
+    """Keep the graph of a POST to /prompt; ComfyUI's prompt handler."""
+    _queued.set(request.get("prompt") or {})
+    return request
+
+
+def queued() -> dict:
+    """Return the graph that is validated now, node id -> {"class_type", "inputs"}; empty outside of that."""
+    return _queued.get() or {}
+
+
+def validated() -> str:
+    """Return the id of the node that is validated now; empty outside of that."""
+    context = get_executing_context()
+    return context.node_id if context else ""
+
+
+def values(graph: dict, node: str) -> dict:
+    """Return the inputs of a node that are values, not links."""
+    inputs = graph.get(node, {}).get("inputs", {})
+    return {name: value for name, value in inputs.items() if not isinstance(value, list)}
+
+
+def source(graph: dict, node: str, name: str) -> str | None:
+    """Return the id of the node that an input is linked to; None where it is not."""
+    link = graph.get(node, {}).get("inputs", {}).get(name)
+    return link[0] if isinstance(link, list) and len(link) == 2 and link[0] in graph else None
+
+
+def loader_of(graph: dict, node: str) -> str | None:
+    """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node."""
+    found = source(graph, node, "dit")
+    while found and graph[found].get("class_type") in THROUGH:
+        found = source(graph, found, "dit")
+    return found if found and graph[found].get("class_type") == "LoadParallelDiT" else None
+
+
+def samplers_of(graph: dict, loader: str) -> Iterator[tuple[str, dict]]:
+    """Yield the id and the values of every sampler of this pack that a Load Parallel DiT feeds."""
+    for key, node in graph.items():
+        if node.get("class_type", "").startswith("ParallelSampler") and loader_of(graph, key) == loader:
+            yield key, values(graph, key)

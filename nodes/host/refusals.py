@@ -1,0 +1,39 @@
+"""Refusals where they are seen: on the node, and in the console as one sentence."""
+
+import functools
+import logging
+
+from ...backend.client.dependencies import MissingDependencyError
+from ...backend.config import ConfigError
+from ...backend.errors import SHORT, UnsupportedError
+from ...backend.protocol import BackendError, RefusedError
+from .progress import node_text
+
+#: What a user can put right: the message is a sentence that says how.
+MISTAKES = (ConfigError, MissingDependencyError, RefusedError, UnsupportedError)
+_NAMES = tuple(f"{SHORT}.{error.__name__}: " for error in MISTAKES)
+
+
+def on_node(execute):
+    """Show on the node, under which progress is shown, why its ``execute`` fails."""
+
+    @functools.wraps(execute)
+    def run(cls, **inputs):
+        try:
+            return execute(cls, **inputs)
+        except (*MISTAKES, BackendError) as error:
+            node_text()(str(error))
+            raise
+
+    return run
+
+
+class NoTracebackOfMistakes(logging.Filter):
+    """ComfyUI logs the sentence of an exception, then its traceback, which of a mistake says nothing more."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop the traceback of a mistake."""
+        text = record.msg
+        if not isinstance(text, str) or not text.startswith("Traceback (most recent call last)"):
+            return True
+        return not text.rstrip().rpartition("\n")[2].startswith(_NAMES)

@@ -1,0 +1,90 @@
+"""The lines under the nodes: what each rank holds, what a request would take, and how a run went."""
+
+from collections.abc import Sequence
+
+from ...backend.config import ParallelConfig
+from ...backend.protocol import Described
+
+#: Key of the text in what a node shows (web/report.js reads it).
+UI_KEY = "parallel_dit"
+
+
+def shown(lines: Sequence[str]) -> dict:
+    """Return what a node hands to the page to keep ``lines`` under it."""
+    return {UI_KEY: ["\n".join(lines)]}
+
+
+def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]) -> list[str]:
+    """Return a line for each rank: its device, its weights, its blocks.
+
+    ``ranks``: LoadReports as dictionaries. ``gpus``: number of each rank's GPU; ``memory``: bytes of each.
+    Both are empty where ranks have none, or are elsewhere.
+    """
+    found = []
+    for index, rank in enumerate(ranks):
+        name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
+        of_all = f" of {memory[index] / 2**30:.0f}" if memory else ""
+        held = rank["weight_bytes"]
+        weights = f"{held / 2**30:.1f}{of_all} GB" if memory or held >= 1e9 else f"{held / 1e6:.1f} MB"
+        found.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
+    return found
+
+
+def _blocks(blocks: Sequence[int]) -> str:
+    first, end = blocks
+    return f"blocks {first}–{end - 1}" if end > first else "all blocks"
+
+
+def quantized_lines(quantized: Sequence[dict]) -> list[str]:
+    """Return a line for each kind of quantized layers, and how they multiply."""
+    return [f"{kind['layers']} {kind['format']} layers, {kind['multiplication']}" for kind in quantized]
+
+
+def plan_line(config: ParallelConfig, prompts: int, what: str, described: Described) -> str:
+    """Return one line: what a request of ``prompts`` prompts adds to the weights, and sends in a step."""
+    ranks = described.ranks
+    more = max(rank["device_bytes"] - rank["weight_bytes"] for rank in ranks)
+    sent = max(sum(rank["bytes_per_step"].values()) for rank in ranks)
+    parts = [f"about {_size(more)} more", f"sends {_size(sent)} a step" if sent else "sends nothing"]
+    host = max(rank["host_bytes"] for rank in ranks)
+    if host:
+        parts.append(f"{_size(host)} of weights in host memory")
+    if config.pipefusion_degree > 1:
+        patches = f"{config.patches} patch{'es' * (config.patches > 1)}"
+        parts.append(f"{patches} ({config.stale_kv})" if config.patches > 1 else patches)
+    cfg = ", two prompts" if prompts == 2 else ""
+    return f"{what}{cfg}: {' · '.join(parts)}"
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def pace(each: float) -> str:
+    """Write the seconds of a step, or steps of a second."""
+    return f"{each:.2f} s/step" if each >= 1 else f"{1 / each:.1f} steps/s"
+
+
+def run_lines(
+    config: ParallelConfig, steps: int, seconds: float, device: str, one_rank: float | None
+) -> list[str]:
+    """Return how a run went. ``one_rank``: seconds a step of the same request on one rank, as it was measured
+    here; None where it never was."""
+    each = seconds / steps
+    ranks = config.world_size
+    unit = "GPU" if device == "cuda" else "rank"
+    count = f"{ranks} {unit}{'s' * (ranks > 1)}"
+    parts = [f"{steps} step{'s' * (steps > 1)} in {seconds:.1f} s", pace(each), count]
+    if one_rank and ranks > 1:
+        parts.append(f"{one_rank / each:.1f}x one {unit}")
+    return [" · ".join(parts), *idle_pipeline(config, steps)]
+
+
+def idle_pipeline(config: ParallelConfig, steps: int) -> list[str]:
+    """Return a sentence where every step of a run was one of the warm-up, so that no patch was pipelined."""
+    if config.pipefusion_degree == 1 or config.patches == 1 or steps > config.warmup_steps:
+        return []
+    return [
+        f"PipeFusion had no effect: steps {steps}, all of them warm-up (warmup_steps {config.warmup_steps}); "
+        f"take more steps, a smaller warmup_steps, or ulysses_degree."
+    ]

@@ -1,0 +1,92 @@
+"""What a model's headers refuse before ranks are started."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import write_checkpoint
+
+from backend.client import preflight
+from backend.config import ParallelConfig
+from backend.errors import UnsupportedError
+from backend.preflight import check_before_start
+from backend.protocol import RefusedError
+from backend.rank_plan import describe
+
+#: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.
+CANNOT = {
+    "pipefusion_degree": (13, "has 12 blocks"),
+    "ulysses_degree": (9, "has 8 attention heads"),
+    "tensor_parallel_degree": (3, "does not divide the 8 attention heads"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors"))
+
+
+@pytest.mark.parametrize("field", CANNOT)
+def test_degrees_that_do_not_fit_are_refused(model, field):
+    degree, words = CANNOT[field]
+    with pytest.raises(UnsupportedError, match=words):
+        check_before_start(ParallelConfig(**{field: degree}), model)
+
+
+@pytest.mark.parametrize("config", [{}, {"pipefusion_degree": 4}, {"tensor_parallel_degree": 2}])
+def test_what_fits_is_accepted(model, config):
+    check_before_start(ParallelConfig(**config), model, memory=[1 << 40] * 4)
+
+
+@pytest.mark.parametrize("change", [{"weight_dtype": "fp8"}, {"matmul": "native"}])
+def test_settings_of_the_loader_are_checked(model, change):
+    with pytest.raises(UnsupportedError, match=next(iter(change))):
+        check_before_start(ParallelConfig(), model, **change)
+
+
+def test_weights_that_no_gpu_holds_are_refused(model):
+    """By the bytes that ``describe`` counts: one less is refused, as many are accepted."""
+    config = ParallelConfig(pipefusion_degree=2, device="cuda")
+    plans = describe(config, model, dtype=torch.float32)
+    needed = [plan.weight_bytes + plan.scratch_bytes + plan.gathered_bytes for plan in plans]
+    check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=needed)
+    short = [needed[0], needed[1] - 1]
+    with pytest.raises(UnsupportedError, match="on rank 1, whose GPU has .* raise pipefusion_degree"):
+        check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=short)
+
+
+def test_ranks_on_the_cpu_share_its_memory(model):
+    config = ParallelConfig(ulysses_degree=2, device="cpu")
+    needed = sum(plan.weight_bytes for plan in describe(config, model, dtype=torch.float32))
+    check_before_start(config, model, memory=[needed])
+    with pytest.raises(UnsupportedError, match="on 2 ranks together"):
+        check_before_start(config, model, memory=[needed - 1])
+
+
+def test_a_short_process_answers(model, tmp_path):
+    """One accepted question, which is not asked again, one refused, and a file of another kind."""
+    config = ParallelConfig(device="cpu")
+    question = (model, "default", "auto", [str(tmp_path.parent), str(tmp_path)])
+    preflight.check_headers(config, *question[:3], [str(model).rpartition("/")[0]])
+    asked = []
+    preflight.check_headers(config, *question[:3], [], asked.append)
+    assert not asked
+    with pytest.raises(RefusedError, match="has 12 blocks"):
+        preflight.check_headers(
+            replace(config, pipefusion_degree=13), *question[:3], [str(model).rpartition("/")[0]]
+        )
+
+
+def test_its_question_is_json(monkeypatch, tmp_path):
+    """Nothing of the configuration is left out, and no GPU is asked for where ranks run on the CPU."""
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(1)}, path)
+    asked = []
+    monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question) or "")
+    preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), str(path), "bf16", "auto", ["/x"])
+    (question,) = asked
+    assert json.loads(json.dumps(question)) == question
+    assert question["config"]["ulysses_degree"] == 2 and question["device"] == "cpu"
+    assert question["capability"] is None and question["folders"] == ["/x"]

@@ -1,0 +1,49 @@
+"""The lines under the nodes."""
+
+import pack  # noqa: F401  # makes parallel_dit importable
+import pytest
+from parallel_dit.backend.config import ParallelConfig
+from parallel_dit.backend.protocol import Described
+from parallel_dit.nodes.host import report
+
+RANK = {"rank": 0, "weight_bytes": int(12.3 * 2**30), "blocks": (0, 29)}
+
+
+def test_a_line_a_rank():
+    ranks = [RANK, {**RANK, "rank": 1, "blocks": (29, 57)}]
+    lines = report.rank_lines(ranks, [0, 3], [24 * 2**30] * 2)
+    assert lines == ["GPU 0 · 12.3 of 24 GB · blocks 0–28", "GPU 3 · 12.3 of 24 GB · blocks 29–56"]
+
+
+def test_ranks_without_gpus():
+    (line,) = report.rank_lines([{"rank": 1, "weight_bytes": 9_400_000, "blocks": (0, 0)}], [], [])
+    assert line == "rank 1 · 9.4 MB · all blocks"
+
+
+def test_one_line_for_the_plan():
+    rank = {"device_bytes": 5_000_000_000, "weight_bytes": 4_000_000_000, "host_bytes": 0}
+    ranks = [{**rank, "bytes_per_step": {"ulysses": 30_000_000, "cfg": 5_000_000}}]
+    config = ParallelConfig(pipefusion_degree=2)
+    line = report.plan_line(config, 2, "1024 x 1024", Described(4096, ranks))
+    assert line == "1024 x 1024, two prompts: about 1.0 GB more · sends 35.0 MB a step · 2 patches (reuse)"
+
+
+@pytest.mark.parametrize(
+    "ranks, one, line",
+    [
+        (2, 1.8, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs · 1.8x one GPU"),
+        (2, None, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs"),
+        (1, 1.0, "10 steps in 10.0 s · 1.00 s/step · 1 GPU"),
+    ],
+)
+def test_a_run_is_compared_with_one_rank_where_that_is_known(ranks, one, line):
+    assert report.run_lines(ParallelConfig(ulysses_degree=ranks), 10, 10.0, "cuda", one) == [line]
+
+
+@pytest.mark.parametrize("steps, idle", [(4, True), (5, False)])
+def test_steps_within_the_warm_up_are_named(steps, idle):
+    config = ParallelConfig(pipefusion_degree=2, warmup_steps=4)
+    assert [line.split(":")[0] for line in report.idle_pipeline(config, steps)] == (
+        ["PipeFusion had no effect"] * idle
+    )
+    assert not report.idle_pipeline(ParallelConfig(), steps)
