@@ -20,8 +20,8 @@ SPOKEN_SCENE = (
 )
 LTX2 = "ltx-2-19b-dev-fp8.safetensors"
 QUANTIZED = (
-    "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do "
-    "not fit: `tensor_parallel_degree` 2, `ulysses_degree` 1, or `shard_weights`."
+    "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do not fit, "
+    "auto divides them."
 )
 
 
@@ -432,7 +432,7 @@ RECIPES = {
 
 
 def note_of(recipe: dict) -> str:
-    """Which files go where, and how to share the work on more or fewer GPUs."""
+    """Which files go where, and how many GPUs share the work."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
     holds = (
         ("VAEs and the prompt's projection" if "audio" in recipe else "VAE")
@@ -470,16 +470,10 @@ def note_of(recipe: dict) -> str:
     ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
     how = (
-        "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two "
-        "do not fit."
-        if "second_model" in recipe
-        else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: "
-        "`ulysses_degree` or `pipefusion_degree` 2 as well."
-        if recipe["solve"]["cfg"] != 1.0
-        else "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, "
-        "`ulysses_degree` 1."
+        "*Parallel Config* shares the work among all GPUs, in the way that is fastest for this model and "
+        "sampler: set `gpus` to use fewer, or `method`."
     )
-    return "\n".join(["Two GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
+    return "\n".join(["All GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
 
 
 def graph_of(name: str) -> tuple[str, str, dict]:
@@ -510,9 +504,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     )
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
-    is_one_branch = settings["cfg"] == 1.0 or "second_model" in recipe
-    method = "ulysses_degree" if is_one_branch else "cfg_degree"
-    config = add("ParallelConfig", None, **{method: 2})
+    config = add("ParallelConfig", None, gpus="", method="auto")
     vae = (
         [folder, 1]
         if folder
