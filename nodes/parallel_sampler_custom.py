@@ -77,4 +77,4 @@ class ParallelSamplerCustom(io.ComfyNode):
         guider.set_cfg(cfg)
         solver = comfy.samplers.sampler_object(sampler_name)
         output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
-        return io.NodeOutput(*output.args, ui=shown(remote.lines))
+        return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))

@@ -85,18 +85,23 @@ def model_shape(
 
 
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
-    """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": those of the
-    host, once for each rank's share of it."""
+    """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
     if device == "cpu":
         return (_host_memory(),)
     told = _told_by_driver()
     found = []
-    for index in indices:
-        total = torch.cuda.get_device_properties(index).total_memory
+    for index, usual in zip(indices, usual_memory(device, indices)):
         own = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
         free = told.get(_physical(index))
-        found.append(int(total * USABLE) if free is None else min(total, free + own))
+        found.append(usual if free is None else free + own)
     return tuple(found)
+
+
+def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
+    """Return the bytes of each GPU, or of the host, that are free where nobody else needs much."""
+    if device == "cpu":
+        return (int(_host_bytes() * USABLE),)
+    return tuple(int(torch.cuda.get_device_properties(each).total_memory * USABLE) for each in indices)
 
 
 def _stamp(path: Path) -> list:
@@ -179,4 +184,9 @@ def _host_memory() -> int:
         sizes = dict(line.split(":", 1) for line in lines)
         return int(sizes["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(_host_bytes() * USABLE)
+
+
+def _host_bytes() -> int:
+    """Return the bytes of host memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -89,6 +89,6 @@ def _sides(latent: dict, dit: ParallelDiT) -> tuple[int, tuple[int, int, int]]:
 def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     """Return the bytes that our ranks may have on each GPU: what is free, or was before ours ran there."""
     key = (device, *devices)
-    if key not in _memory or pool.launched() is None:
+    if pool.launched() is None:
         _memory[key] = measurements.free_memory(device, devices)
-    return _memory[key]
+    return _memory.get(key) or measurements.usual_memory(device, devices)
