@@ -59,4 +59,5 @@ def test_degrees_that_are_set_are_taken(comfy, config):
 
 def test_more_than_there_are_is_refused(comfy):
     run = comfy.run(graph(config={"gpus": "99", "device": "cpu"}))
-    assert run.status == "error" and "on the CPU this machine runs at most 16" in run.message
+    assert run.status == "rejected"
+    assert "on the CPU this machine runs at most 16" in f"{run.message} {run.node_errors}"
