@@ -6,6 +6,7 @@ main(FOLDER-OF-FILES, [ids of runs], OUT.json)
 
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,11 +55,15 @@ CONFIGS = {
         "cfg2 u2 fsdp": ParallelConfig(cfg_degree=2, ulysses_degree=2, shard_weights=True),
     },
 }
-#: What the fast tier runs: int8 under each of these, and each other format under one of the first three.
+#: Blocks of either kind of the tiny Flux here: one for each of two stages.
+BLOCKS = 2
+#: Methods that hold and cut no matrix otherwise than another does: one format shows them.
+LIKE_OTHERS = ("u2", "ring2", "cfg2", "dp2", "pp2 offload", "dp2 fsdp", "tp2 pp2", "tp2 u2", "cfg2 u2 fsdp")
+#: The format that runs under every method, and in the fast tier under each of CUTS; the fast tier runs every
+#: other format under one of the first three.
+FIRST = "int8"
 CUTS = ("tp2", "u2 fsdp", "pp2", "row", "pp2 offload")
-#: Methods of which every rank holds all weights.
-WHOLE = ("u2", "ring2", "cfg2", "dp2")
-STEPS, STRENGTH = 2, 0.5
+STEPS, STRENGTH = 1, 0.5
 
 
 @dataclass(frozen=True)
@@ -79,19 +84,26 @@ class Run:
 
     @property
     def is_fast(self) -> bool:
-        if self.ranks > 2 or self.format == "int8":
+        if self.ranks > 2 or self.format == FIRST:
             return self.ranks == 2 and self.method in CUTS
         return self.method == CUTS[list(FILES).index(self.format) % 3]
 
 
 def runs() -> list[Run]:
-    """Every format under every configuration."""
+    """Every format under every way to cut matrices, and one under every method."""
     return [
         Run(ranks, method, format)
         for ranks, configs in CONFIGS.items()
         for format in FILES
         for method in configs
+        if format == FIRST or method not in LIKE_OTHERS
     ]
+
+
+def has_block(key: str) -> bool:
+    """Is a tensor of the tiny Flux outside its blocks, or in one that is taken here?"""
+    block = re.match(r"(?:double|single)_blocks\.(\d+)\.", key)
+    return block is None or int(block[1]) < BLOCKS
 
 
 def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from backend.parallel import mesh
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
 #: Ranks give way to the tests of one process, which run at the same time.
-NICE = 10
+NICE = 19
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
 AT_ONCE = 2
 
