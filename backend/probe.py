@@ -8,7 +8,9 @@ reads the result; client/machine_rates.py starts this and keeps what it found.
 import argparse
 import json
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -163,4 +165,11 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # at once, as a rank of a backend ends (worker.py)

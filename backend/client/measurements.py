@@ -148,8 +148,8 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
                 process.wait()
         if process.returncode:
             log.seek(0)
-            words = log.read().decode(errors="replace").strip().splitlines()[-1:]
-            last = words[0][:300] if words else f"code {process.returncode}"
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
             raise BackendError(
                 f"Auto could not measure this machine or the model ({last}); set the degrees of Parallel "
                 f"Config by hand (method manual)."

@@ -3,7 +3,12 @@
 import json
 
 import pytest
+from comfy_modules import comfy_modules
+from published import FLUX
 from test_comfy_graph import error_of, graph, ranks_of
+
+with comfy_modules():
+    from parallel_dit.nodes.host.graph import request_of_graph
 
 from backend.planner.choose import METHODS
 
@@ -61,3 +66,36 @@ def test_more_than_there_are_is_refused(comfy):
     run = comfy.run(graph(config={"gpus": "99", "device": "cpu"}))
     assert run.status == "rejected"
     assert "on the CPU this machine runs at most 16" in f"{run.message} {run.node_errors}"
+
+
+def queued(sampler: dict, kind: str = "ParallelSampler") -> dict:
+    """A graph of which the planner knows constants alone."""
+    return {
+        "1": {"class_type": "LoadParallelDiT", "inputs": {"model_name": "a"}},
+        "2": {"class_type": "ParallelLoRA", "inputs": {"dit": ["1", 0]}},
+        "3": {"class_type": "EmptyImage", "inputs": {"width": 512, "height": 768, "batch_size": 3}},
+        "4": {"class_type": "BasicScheduler", "inputs": {"steps": 12}},
+        "5": {"class_type": kind, "inputs": {"dit": ["2", 0], "latent_image": ["3", 0], **sampler}},
+    }
+
+
+@pytest.mark.parametrize(
+    "sampler, steps, prompts",
+    [
+        ({"steps": 9, "cfg": 4.0, "sampler_name": "euler"}, 9, 2),
+        ({"steps": 9, "cfg": 1.0, "sampler_name": "euler"}, 9, 1),
+        ({"steps": ["9", 0], "cfg": ["9", 0], "sampler_name": "euler"}, 20, 2),
+        ({"steps": 9, "start_at_step": 4, "end_at_step": 10000}, 5, 2),
+        ({"sigmas": ["4", 0], "cfg": 1.0, "sampler_name": "euler"}, 12, 1),
+    ],
+    ids=["two prompts", "one prompt", "linked", "range of steps", "sigmas of a scheduler"],
+)
+def test_a_graph_tells_its_request(sampler, steps, prompts):
+    request = request_of_graph(queued(sampler), "1", FLUX)
+    assert (request.steps, request.prompts, request.drained) == (steps, prompts, False)
+    assert (request.image_tokens, request.batch) == (32 * 48, 3)
+
+
+def test_parallel_model_is_drained():
+    request = request_of_graph(queued({}, "ParallelModel"), "1", FLUX)
+    assert request.drained and request.prompts == 1

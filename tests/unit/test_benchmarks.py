@@ -45,7 +45,9 @@ def start(monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("name", ["drift", "load", "memory", "overhead", "peers", "scaling", "transport"])
+@pytest.mark.parametrize(
+    "name", ["auto", "drift", "load", "memory", "overhead", "peers", "scaling", "transport"]
+)
 def test_every_command_tells_its_options(start, name, capsys):
     with pytest.raises(SystemExit) as end:
         start(name, "--help")
