@@ -14,20 +14,23 @@ from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .errors import UnsupportedError
 from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
-from .quantization.matmul import capability_of
+from .loading.weight_loading import matrices
+from .quantization.matmul import capability_of, choose_all
 from .rank_plan.shape_of import shape_of
 from .sampling.validation import refusing
 
 
 @refusing("the model")
-def read(path: str, weight_dtype: str, device: str) -> dict:
+def read(path: str, weight_dtype: str, matmul: str, device: str) -> dict:
     """Return the shape of the transformer at ``path`` for JSON. Raises UnsupportedError."""
     where = torch.device(device)
+    capability = capability_of(where)
     checkpoint = open_checkpoint(path)
+    choices = choose_all(checkpoint.name, matrices(checkpoint, {}), matmul, where, capability)
+    native = frozenset(name for name, choice in choices.items() if choice.kernel is not None)
+    dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
     with torch.inference_mode():
-        return shape_of(
-            checkpoint, chosen_dtype(weight_dtype, checkpoint, where, capability_of(where))
-        ).as_dict()
+        return shape_of(checkpoint, dtype, native).as_dict()
 
 
 def main():
@@ -35,11 +38,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path")
     parser.add_argument("--weight-dtype", default="default")
+    parser.add_argument("--matmul", default="auto")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     try:
-        found = {"shape": read(options.path, options.weight_dtype, options.device)}
+        found = {"shape": read(options.path, options.weight_dtype, options.matmul, options.device)}
     except UnsupportedError as error:
         found = {"refused": str(error)}
     Path(options.out).write_text(json.dumps(found))

@@ -118,30 +118,26 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies()
         pool.allow(*model_folders())
-        model = (os.path.abspath(path), weight_dtype)
-        dit = _load(config, model, matmul, prompt, key)
+        dit = _load(config, (os.path.abspath(path), weight_dtype, matmul), prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         lines = [*dit.lines, *loaded_lines(dit), plan(dit, max(prompts, dit.config.cfg_degree))]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
 
 
-def _load(
-    config: ParallelConfig | AutoConfig, model: tuple[str, str], matmul: str, prompt: dict, key: str
-) -> ParallelDiT:
+def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict, key: str) -> ParallelDiT:
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
-        return handle.load(config, *model, matmul)
+        return handle.load(config, *wanted)
     paths = model_paths()
-    loaders = other_loaders(prompt, key)
     others = {
-        (os.path.abspath(paths[name]), inputs.get("weight_dtype", "default"))
-        for inputs in loaders
+        (os.path.abspath(paths[name]), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
+        for inputs in other_loaders(prompt, key)
         if isinstance(name := inputs.get("model_name"), str) and name in paths
     }
-    further = tuple(sorted(others - {model}))
-    plan, lines = plan_for(config, model, partial(request_of_graph, prompt, key), further)
-    return handle.load(plan, *model, matmul, auto=config, others=further, lines=lines)
+    further = tuple(sorted(others - {wanted}))
+    plan, lines = plan_for(config, wanted, partial(request_of_graph, prompt, key), further)
+    return handle.load(plan, *wanted, auto=config, others=further, lines=lines)
 
 
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:

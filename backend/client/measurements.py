@@ -20,10 +20,11 @@ from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError, RefusedError
 from .launcher import agent_command, sanitized_environment
+from .pool import Wanted
 from .private_folder import PrivateFolder
 
 #: Changes where what is kept has another meaning.
-VERSION = 2
+VERSION = 3
 #: A machine, or a file's headers, that take longer than this to measure are not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
@@ -62,25 +63,25 @@ def machine_rates(device: str, indices: list[int], check: Check, show: Callable[
     return _kept("machine", key, measure, Machine.from_dict)
 
 
-def model_shape(
-    path: str, weight_dtype: str, device: str, check: Check, show: Callable[[str], None]
-) -> ModelShape:
-    """Return the shape of the transformer at ``path``, read once for each state of the file. ``check`` and
-    ``show`` as above. Raises RefusedError where it cannot be loaded, and BackendError."""
+def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
+    """Return the shape of a transformer, read once for each state of its file. ``check`` and ``show`` as
+    above. Raises RefusedError where it cannot be loaded, and BackendError."""
+    path, weight_dtype, matmul = wanted
 
     def measure() -> dict:
         show("reading the model's headers")
         with tempfile.TemporaryDirectory(prefix="parallel-dit-shape-") as folder:
             out = Path(folder) / "shape.json"
-            where = ["--device", device, "--weight-dtype", weight_dtype, "--out", str(out)]
-            command = [sys.executable, "-m", "backend.shape_reader", path, *where]
+            kinds = ["--weight-dtype", weight_dtype, "--matmul", matmul]
+            where = ["--device", device, "--out", str(out)]
+            command = [sys.executable, "-m", "backend.shape_reader", path, *kinds, *where]
             _run(command, ParallelConfig(), device, check)
             found = json.loads(out.read_text())
         if "refused" in found:
             raise RefusedError(found["refused"])
         return found["shape"]
 
-    key = [path, weight_dtype, device, _stamp(Path(path))]
+    key = [*wanted, device, _stamp(Path(path))]
     return _kept("shape", key, measure, ModelShape.from_dict)
 
 

@@ -23,15 +23,17 @@ TWO = 2
 FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 
-def shape_of(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelShape:
-    """Measure a transformer that computes in ``dtype``. Raises UnsupportedError as loading does."""
-    return _Measured(checkpoint, dtype).shape()
+def shape_of(checkpoint: Checkpoint, dtype: torch.dtype, native: frozenset[str] = frozenset()) -> ModelShape:
+    """Measure a transformer that computes in ``dtype``. ``native``: quantized parameters that are multiplied
+    as they are, so never dequantized. Raises UnsupportedError as loading does."""
+    return _Measured(checkpoint, dtype, native).shape()
 
 
 @dataclass(frozen=True)
 class _Measured:
     checkpoint: Checkpoint
     dtype: torch.dtype
+    native: frozenset[str]
 
     def shape(self) -> ModelShape:
         """Return the whole transformer's."""
@@ -111,7 +113,7 @@ class _Measured:
                 counts["modulation"] += each.bytes
                 continue
             counts["weights"] += each.bytes
-            counts["unpacked"] += each.unpacked
+            counts["unpacked"] += 0 if f"{each.module}.weight" in self.native else each.unpacked
             counts["cut"] += each.bytes if each.module in self._cuts else 0
         return found
 

@@ -8,6 +8,7 @@ import comfy.model_management
 import torch
 
 from ...backend.client import measurements, pool
+from ...backend.client.pool import Wanted
 from ...backend.config import ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question, choose
@@ -18,14 +19,12 @@ from .guidance import skips_negative
 from .handle import ParallelDiT, with_plan
 from .progress import NodeStatus
 
-#: Path and weight_dtype of a model.
-Model = tuple[str, str]
 #: GPUs -> free bytes of each before our ranks took theirs.
 _memory: dict[tuple, tuple[int, ...]] = {}
 
 
 def plan_for(
-    auto: AutoConfig, model: Model, request: Callable[[ModelShape], Request], others: tuple[Model, ...] = ()
+    auto: AutoConfig, model: Wanted, request: Callable[[ModelShape], Request], others: tuple[Wanted, ...] = ()
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model and say why, in a line for the choice and one for each runner-up.
 
@@ -43,7 +42,7 @@ def plan_for(
             if status.interrupted("cancelling"):
                 comfy.model_management.throw_exception_if_processing_interrupted()
 
-        shapes = [measurements.model_shape(*each, device, check, status.show) for each in (model, *others)]
+        shapes = [measurements.model_shape(each, device, check, status.show) for each in (model, *others)]
         machine = measurements.machine_rates(device, devices, check, status.show)
     machine = replace(machine, memory=_free_memory(device, devices))
     running = pool.launched()
@@ -69,7 +68,7 @@ def planned(
         text = positive[0][0].shape[1]
         return Request(tokens_of(sides, shape.patch), text, max(1, steps), prompts, batch)
 
-    config, lines = plan_for(dit.auto, (dit.path, dit.weight_dtype), request, dit.others)
+    config, lines = plan_for(dit.auto, dit.wanted, request, dit.others)
     return with_plan(dit, config, lines)
 
 

@@ -3,7 +3,7 @@
 from ...backend.planner.machine import Request
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
-from .queued import loader_of
+from .queued import loader_of, values
 
 #: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
 SPATIAL = {"flux2": 16, "flux3": 16, "hunyuan-image-2.1": 32, "hunyuan-video-1.5": 16, "ltxv": 32, "ltx2": 32}
@@ -15,8 +15,9 @@ LOADER, MODEL = "LoadParallelDiT", "ParallelModel"
 
 
 def other_loaders(prompt: dict, key: str) -> list[dict]:
-    """Return the inputs of the other loaders of a graph, whose models stay on the same ranks."""
-    return [node["inputs"] for other, node in prompt.items() if other != key and node["class_type"] == LOADER]
+    """Return the values of the other loaders of a graph, whose models stay on the same ranks."""
+    others = [other for other, node in prompt.items() if other != key and node.get("class_type") == LOADER]
+    return [values(prompt, other) for other in others]
 
 
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:

@@ -42,7 +42,7 @@ class ParallelDiT:
     that are added, (path, strength) each.
 
     ``auto``: what chose ``config``, for one request, and chooses again for another; None where the degrees
-    are set. ``others``: (path, weight_dtype) of models that stay on the same ranks. ``lines``: why this plan.
+    are set. ``others``: models that stay on the same ranks. ``lines``: why this plan.
     """
 
     config: ParallelConfig
@@ -53,7 +53,7 @@ class ParallelDiT:
     loras: tuple[tuple[str, float], ...] = ()
     matmul: str = "auto"
     auto: AutoConfig | None = None
-    others: tuple[tuple[str, str], ...] = ()
+    others: tuple[Wanted, ...] = ()
     lines: tuple[str, ...] = ()
 
     @property

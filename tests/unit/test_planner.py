@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+import torch
+from headers import opened
 from published import A100, CASES, FLUX, H100, L40, QWEN, SD3, WAN
 from tiny import write_checkpoint
 
@@ -191,6 +193,32 @@ def test_a_plan_takes_the_first_of_the_devices():
 )
 def test_degrees_that_are_set_are_manual(fields):
     assert sets_degrees(ParallelConfig(**fields)) and not sets_degrees(ParallelConfig(warmup_steps=4))
+
+
+def test_a_released_file_has_its_published_shape():
+    """Flux.1 dev, by the header of a file: FLOPs and weights to 2 % of those that papers give."""
+    shape = shape_of(opened("saved__flux1-dev"), torch.bfloat16)
+    assert (len(shape.blocks), shape.heads, shape.width, shape.joint) == (57, 24, 3072, True)
+    for part in ("linear", "attention"):
+        counted, given = (
+            sum(getattr(block, part)(4096, 512) for block in model.blocks) for model in (shape, FLUX)
+        )
+        assert counted == pytest.approx(given, rel=0.02)
+    assert shape.weights == pytest.approx(FLUX.weights, rel=0.02)
+    reduced = [
+        [(block.reduced_image, block.reduced_text) for block in model.blocks] for model in (shape, FLUX)
+    ]
+    assert reduced[0] == reduced[1]
+
+
+def test_weights_that_multiply_as_stored_are_not_dequantized():
+    checkpoint = opened("var__flux1-kontext_fp8_scaled_legacy")
+    parameters = frozenset(checkpoint.parameters)
+    stored, native = (shape_of(checkpoint, torch.bfloat16, names) for names in (frozenset(), parameters))
+    assert all(block.unpacked > 1.9 * block.weights for block in stored.blocks)
+    assert not any(block.unpacked for block in native.blocks) and native.weights == stored.weights
+    plan, request = ParallelConfig(), Request(1024, 128, 4, 1)
+    assert Cost(native, plan, L40, request).total < Cost(stored, plan, L40, request).total
 
 
 @pytest.fixture(scope="module")
