@@ -26,12 +26,14 @@ RUNNERS_UP = 2
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold."""
+    """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
+    unit: what a rank has to itself, for messages."""
 
     plan: ParallelConfig
     seconds: float
     bytes: int
     room: int
+    unit: str = "GPU"
 
     @property
     def fits(self) -> bool:
@@ -56,7 +58,7 @@ class Option:
     @property
     def name(self) -> str:
         """The inputs of Parallel Config that make it."""
-        words = [in_words(self.plan.degrees)] if self.plan.world_size > 1 else ["one GPU"]
+        words = [in_words(self.plan.degrees)] if self.plan.world_size > 1 else [f"one {self.unit}"]
         if self.plan.pipefusion_degree > 1:
             words.append("1 patch" if self.plan.patches == 1 else f"{self.plan.patches} patches")
         if self.plan.shard_weights:
@@ -78,15 +80,15 @@ class Choice:
     def lines(self) -> list[str]:
         """One line for the choice, and one for each runner-up."""
         chosen = self.option
-        kind = "same result as one GPU" if is_exact(chosen.plan) else "PipeFusion drifts a little"
+        kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
         return [first, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
 
     def _figures(self, option: Option) -> str:
-        memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per GPU"
+        memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per {option.unit}"
         if option.plan.world_size == 1:
             return memory
-        speed = f"about {self.one.seconds / option.seconds:.1f}x one GPU (projected)"
+        speed = f"about {self.one.seconds / option.seconds:.1f}x one {option.unit} (projected)"
         if not self.one.fits:
             speed += ", which it does not fit"
         return f"{speed}, {memory}"
@@ -108,7 +110,8 @@ class Question:
         """Estimate one plan."""
         seconds = Cost(self.shape, plan, self.machine, self.request).total
         size = held(self.shape, plan, self.request, self.others).bytes
-        return Option(plan, seconds, size, self.machine.room(plan.world_size))
+        unit = "rank" if self.machine.on_host else "GPU"
+        return Option(plan, seconds, size, self.machine.room(plan.world_size), unit)
 
     def options(self, exact: bool = False) -> list[Option]:
         """Estimate every plan of one to ``gpus`` ranks; ``exact``: of those whose result is one GPU's."""
@@ -180,8 +183,9 @@ def _why_not(question: Question, options: list[Option]) -> str:
     """Say in one sentence what the request would need, and what would help."""
     least = min(options, key=_missing)
     ranks = least.plan.world_size
-    each = "the GPU" if ranks == 1 else f"each of {ranks} GPUs"
-    remedies = ["a quantized file", "a smaller latent", "free memory", f"more than {question.gpus} GPUs"]
+    each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
+    more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
+    remedies = ["a quantized file", "a smaller latent", "free memory", more]
     request = question.request
     if request.steps < LEAST_STEPS:
         remedies.insert(0, f"{LEAST_STEPS} steps or more, which PipeFusion needs")

@@ -44,7 +44,7 @@ def test_one_loader_fits_one_prompt_and_two(comfy):
     chosen = plans(comfy, since)
     print("\n".join(chosen))
     assert len(chosen) == 3  # the load and two samplers
-    assert all("same result as one GPU" in line and "per GPU" in line for line in chosen)
+    assert all("same result as one rank" in line and "per rank" in line for line in chosen)
 
 
 def test_without_a_config_the_cpu_has_one_rank(comfy):
