@@ -230,6 +230,7 @@ class Engine:
             "device": self.mesh.device.type,
             "bytes_read": model.bytes_read,
             "quantized": model.report.quantized,
+            "weights": model.weights.checkpoint.comfy_shapes,
         }
 
     @refusing("what is to be described")

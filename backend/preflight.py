@@ -1,14 +1,16 @@
 """Refuses from a model's headers what its ranks would refuse, before any of them is started.
 
-    python -m backend.preflight < QUESTION
+    python -m backend.preflight < QUESTIONS
 
-client/preflight.py asks: the question is JSON on standard input, the answer {"refused": SENTENCE} on standard
-output, the sentence empty where ranks can load the model. Nothing is read but headers and scales, and no GPU
-is touched.
+client/preflight.py asks: a question is a line of JSON on standard input, the answer {"refused": SENTENCE} on
+standard output, the sentence empty where ranks can load the model. Nothing is read but headers and scales,
+and no GPU is touched.
 """
 
 import json
+import os
 import sys
+import threading
 
 import torch
 
@@ -26,6 +28,9 @@ from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
 from .rank_plan.workload import Workload
 from .sampling.validation import check_degrees, refusing
+
+#: A process that nobody asks for so long ends; degrees are changed several times in a row.
+IDLE_SECONDS = 300.0
 
 
 def check_before_start(
@@ -100,21 +105,33 @@ def _remedy(config: ParallelConfig) -> str:
     )
 
 
-def main():
-    """Answer the question on standard input."""
-    question = json.load(sys.stdin)
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+def answer(question: dict) -> dict:
+    """Return {"refused": why, or nothing}."""
     config = ParallelConfig(**question.pop("config"))
     folders = Folders.of(question.pop("folders"))
     capability = question.pop("capability")
-    capability = tuple(capability) if capability else None
-    refused = ""
     try:
-        check_before_start(config, capability=capability, folders=folders, **question)
+        check_before_start(
+            config, capability=tuple(capability) if capability else None, folders=folders, **question
+        )
     except (UnsupportedError, ConfigError) as error:
-        refused = str(error)
-    json.dump({"refused": refused}, answers)
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def main():
+    """Answer questions, one a line, until standard input ends or nobody has asked for IDLE_SECONDS."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    while True:
+        idle = threading.Timer(IDLE_SECONDS, os._exit, (0,))
+        idle.daemon = True
+        idle.start()
+        line = sys.stdin.readline()
+        idle.cancel()
+        if not line:
+            return
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ at the node that does it where that can be.
 """
 
 import logging
+import uuid
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -22,8 +24,9 @@ from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
+from .host import stock_loras
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with
+from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with, with_lora
 from .host.progress import NodeStatus
 from .host.refusals import on_node
 from .host.schema import ALIASES, schema
@@ -49,8 +52,10 @@ REFUSED_OPTIONS = {
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
 HARMLESS_OPTIONS = set(
     "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars easycache lazycache "
-    "context_window qwen_image21_cache".split()
+    "context_window qwen_image21_cache parallel_dit".split()
 )
+#: Entry of transformer_options with the handle whose LoRAs ComfyUI's own loaders have added.
+HANDLE = "parallel_dit"
 
 
 class ParallelModel(io.ComfyNode):
@@ -76,9 +81,9 @@ class ParallelModel(io.ComfyNode):
             outputs=[
                 io.Model.Output(
                     display_name="model",
-                    tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. Nodes "
-                    "that change weights (LoRA, which Parallel LoRA adds to dit; merges) or reach "
-                    "into the transformer (ControlNet, attention patches) are refused.",
+                    tooltip="For KSampler, SamplerCustom, guiders, ModelSampling nodes and so on. LoRA "
+                    "loaders too. Nodes that change weights otherwise (merges) or reach into the "
+                    "transformer (ControlNet, attention patches) are refused.",
                 )
             ],
         )
@@ -129,10 +134,19 @@ class RemoteTransformer(ElsewhereModule):
                 f"reads diffusion_model.{name} cannot be used with it."
             ) from None
 
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        """Name the weights as ComfyUI's model does, without values: its LoRA loaders look for the names."""
+        found = OrderedDict() if destination is None else destination
+        found.update(
+            (prefix + name, torch.empty(0, device="meta")) for name in self.dit.loaded.info["weights"]
+        )
+        return found
+
     def hold_backend(self, executor, *args, **kwargs):
         """Hold one live backend for a whole sampling; if it ends, so does the sampling."""
         before = self.held
-        self.held = ensure_loaded(self.dit)
+        options = executor.class_obj.model_options.get("transformer_options", {})
+        self.held = ensure_loaded(options.get(HANDLE, self.dit))
         try:
             return executor(*args, **kwargs)
         finally:
@@ -150,7 +164,8 @@ class RemoteTransformer(ElsewhereModule):
     def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
-        backend, loaded = self.held or ensure_loaded(self.dit, make_room=False)
+        dit = (transformer_options or {}).get(HANDLE, self.dit)
+        backend, loaded = self.held or ensure_loaded(dit, make_room=False)
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
@@ -253,9 +268,23 @@ def _refused(what: str):
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
 
-    add_patches = _refused(
-        "a LoRA (add it with Parallel LoRA, before Parallel Model) or another patch of weights"
-    )
+    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches."""
+        transformer = self.model.diffusion_model
+        if strength_model != 1.0:
+            _refused("a patch that scales the weights")(self)
+        options = self.model_options.setdefault("transformer_options", {})
+        dit = options.get(HANDLE, transformer.dit)
+        if dit.config.address:
+            _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
+        path = stock_loras.write(patches, dit.loaded.info["weights"])
+        if not patches:
+            _refused("a LoRA without a weight of this transformer")(self)
+        if path and strength_patch:
+            options[HANDLE] = with_lora(dit, path, strength_patch)
+            self.patches_uuid = uuid.uuid4()
+        return list(patches)
+
     add_hook_patches = _refused("a LoRA hook or another hook on weights")
     add_weight_wrapper = _refused("a wrapper of weights")
     get_key_patches = _refused("a merge of models")

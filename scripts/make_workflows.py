@@ -8,29 +8,43 @@ and their order and defaults.
 """
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
-from workflow_recipes import RECIPES, graph_of
+from workflow_recipes import NAMES, graph_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-#: Column of a node by what it makes; the rest is where it is sampled.
-COLUMNS = {
-    0: {"CLIP", "VAE", "PARALLEL_CONFIG", "MODEL", "IMAGE", "CLIP_VISION"},
-    1: {"PARALLEL_DIT", "CONDITIONING", "LATENT", "NOISE", "SIGMAS"},
+#: Groups from left to right: title, colour, and what their nodes make (or which they are).
+GROUPS = (
+    ("Encoders, VAE, images", "#3f789e", {"CLIP", "VAE", "IMAGE", "CLIP_VISION"}),
+    ("GPUs and model", "#8a8", {"PARALLEL_CONFIG", "PARALLEL_DIT", "MODEL"}),
+    ("Prompt and latent", "#b58b2a", {"CONDITIONING", "LATENT", "NOISE", "SIGMAS", "SAMPLER", "GUIDER"}),
+    ("Sample on all GPUs", "#a1309b", {"ParallelSampler", "SamplerCustom", "KSampler", "LTXVSeparate"}),
+    ("Result", "#444", {"VAEDecode", "Save", "CreateVideo", "LTXVAudioVAEDecode", "PreviewImage"}),
+)
+#: Loader -> the folder of models in which its files are.
+DIRECTORIES = {
+    "LoadParallelDiT": "diffusion_models",
+    "ParallelLoRA": "loras",
+    "CLIPLoader": "text_encoders",
+    "DualCLIPLoader": "text_encoders",
+    "TripleCLIPLoader": "text_encoders",
+    "QuadrupleCLIPLoader": "text_encoders",
+    "LTXAVTextEncoderLoader": "text_encoders",
+    "VAELoader": "vae",
+    "CheckpointLoaderSimple": "checkpoints",
+    "LTXVAudioVAELoader": "checkpoints",
+    "CLIPVisionLoader": "clip_vision",
 }
-LAST = {
-    "VAEDecode",
-    "SaveImage",
-    "SaveAnimatedWEBP",
-    "SaveVideo",
-    "CreateVideo",
-    "LTXVAudioVAEDecode",
-    "VAEDecodeAudio",
-}
+#: File -> where it is published, as in the templates of ComfyUI.
+URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())
+#: Nodes under which a report of several lines stands.
+REPORTING = ("LoadParallelDiT", "ParallelSampler")
 COLOURS = {
     "CLIP": "#ffd500",
     "VAE": "#ff6e6e",
@@ -40,7 +54,11 @@ COLOURS = {
     "PARALLEL_DIT": "#9fd49f",
     "PARALLEL_CONFIG": "#9fb0d4",
 }
-WIDTH, GAP, TITLE = 320, 60, 30
+WIDTH, GAP, TITLE = 340, 80, 30
+#: Heights of a slot and of a widget in the renderer that takes more (Nodes 2.0), of a box of text and of a
+#: picture, of a report, and what a node has besides.
+SLOT, WIDGET, TEXT, PICTURE, REPORT, FRAME = 24, 30, 90, 260, 90, 40
+ROW = 24
 
 
 def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
@@ -92,29 +110,91 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list[tuple[str, 
 
 
 def column_of(kind: str, outputs: list[str]) -> int:
-    if kind in LAST:
-        return 3
-    if kind.startswith(("ParallelSampler", "SamplerCustom", "LTXVSeparate")):
-        return 2
-    return next((column for column, makes in COLUMNS.items() if outputs and outputs[0] in makes), 2)
+    """The group of a node: that which names it, else that of what it makes."""
+    for column in (4, 3):
+        if kind.startswith(tuple(GROUPS[column][2])):
+            return column
+    return next((i for i, (_, _, makes) in enumerate(GROUPS) if outputs and outputs[0] in makes), 3)
+
+
+def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int) -> int:
+    """A node's height with so many rows of slots and of ``shown`` widgets. Nodes 2.0 folds advanced ones
+    away, the other renderer shows them in rows that are lower."""
+    advanced = sum(bool(options.get("advanced")) for _, options in widgets)
+    rows = max(WIDGET * (shown - advanced), ROW * shown)
+    texts = sum(bool(options.get("multiline")) for _, options in widgets)
+    return (
+        FRAME
+        + SLOT * slots
+        + rows
+        + TEXT * texts
+        + PICTURE * kind.startswith(("Save", "LoadImage", "ParallelSampler", "SamplerCustom", "KSampler"))
+        + REPORT * kind.startswith(REPORTING)
+    )
+
+
+def models_of(kind: str, inputs: dict) -> list[dict]:
+    """What the page offers to download for a loader: name, url and folder of each of its files."""
+    names = [value for value in inputs.values() if isinstance(value, str) and value in URLS]
+    own = DIRECTORIES.get(kind, "")
+    return [
+        {"name": name, "url": URLS[name], "directory": "checkpoints" if key == "ckpt_name" else own}
+        for key, name in ((key, inputs[key]) for key in inputs)
+        if name in names and own
+    ]
+
+
+def ranks_of(graph: dict) -> str:
+    """How many GPUs a graph asks for."""
+    configs = [node["inputs"] for node in graph.values() if node["class_type"] == "ParallelConfig"]
+    if configs[0].get("method") == "auto":
+        return configs[0]["gpus"] or "All"
+    return str(math.prod(value for name, value in configs[0].items() if name.endswith("_degree")))
+
+
+def note_node(title: str, note: str) -> dict:
+    """The note above a graph."""
+    rows = len(wrap_note(note, 100)) + note.count("\n\n")
+    height = 60 + 22 * rows
+    return {
+        "id": 1,
+        "type": "MarkdownNote",
+        "title": title,
+        "pos": [0, -height - 130],
+        "size": [2 * WIDTH + GAP, height],
+        "inputs": [],
+        "outputs": [],
+        "properties": {},
+        "widgets_values": [note],
+    }
+
+
+def groups_of(nodes: list[dict]) -> list[dict]:
+    """A box around the nodes of each column."""
+    found = []
+    for column, (title, colour, _) in enumerate(GROUPS):
+        left = column * (WIDTH + GAP)
+        inside = [node for node in nodes if node["pos"][0] == left and node["type"] != "MarkdownNote"]
+        if inside:
+            bottom = max(node["pos"][1] + node["size"][1] for node in inside)
+            bounding = [left - 20, -TITLE - 60, WIDTH + 40, bottom + TITLE + 80]
+            found.append(
+                {
+                    "id": column + 1,
+                    "title": title,
+                    "bounding": bounding,
+                    "color": colour,
+                    "font_size": 24,
+                    "flags": {},
+                }
+            )
+    return found
 
 
 def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     """The form that ComfyUI's page opens, of the form that /prompt takes."""
-    nodes = [
-        {
-            "id": 1,
-            "type": "MarkdownNote",
-            "title": title,
-            "pos": [0, -230],
-            "size": [700, 170],
-            "inputs": [],
-            "outputs": [],
-            "properties": {},
-            "widgets_values": [note],
-        }
-    ]
-    links, heights = [], [0, 0, 0, 0]
+    nodes = [note_node(title, note)]
+    links, heights = [], [0] * len(GROUPS)
     for key, node in graph.items():
         kind = node["class_type"]
         linked, widgets = inputs_of(info[kind], node["inputs"])
@@ -129,13 +209,8 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         ]
         column = column_of(kind, info[kind]["output"])
         values = values_of(widgets, node["inputs"])
-        height = (
-            46
-            + 22 * max(len(linked), len(outputs))
-            + 25 * len(values)
-            + 70 * sum(bool(options.get("multiline")) for _, options in widgets)
-            + 260 * (kind in ("SaveImage", "SaveAnimatedWEBP", "SaveVideo", "LoadImage"))
-        )
+        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values))
+        models = models_of(kind, node["inputs"])
         made = {
             "id": int(key),
             "type": kind,
@@ -143,10 +218,10 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
             "size": [WIDTH, height],
             "inputs": [],
             "outputs": outputs,
-            "properties": {"Node name for S&R": kind},
+            "properties": {"Node name for S&R": kind} | ({"models": models} if models else {}),
             "widgets_values": [value for _, value in values],
         }
-        heights[column] += height + TITLE + 20
+        heights[column] += height + TITLE + 30
         if "_meta" in node:
             made["title"] = node["_meta"]["title"]
         for slot, (name, type_) in enumerate([*linked, *fed]):
@@ -170,9 +245,9 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "last_link_id": len(links),
         "nodes": nodes,
         "links": links,
-        "groups": [],
+        "groups": groups_of(nodes),
         "config": {},
-        "extra": {"ds": {"scale": 0.7, "offset": [60, 260]}},
+        "extra": {"ds": {"scale": 0.6, "offset": [60, 100 - nodes[0]["pos"][1]]}},
         "version": 0.4,
     }
 
@@ -185,11 +260,12 @@ def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
     """The graph as boxes and links, for the template browser."""
     right = max(node["pos"][0] + node["size"][0] for node in page["nodes"])
     bottom = max(node["pos"][1] + node["size"][1] for node in page["nodes"])
-    scale = 2 * min((size[0] - 24) / right, (size[1] - 24) / (bottom + 290))
+    top = page["nodes"][0]["pos"][1] - TITLE
+    scale = 2 * min((size[0] - 24) / right, (size[1] - 24) / (bottom - top))
     left = (2 * size[0] - right * scale) / 2
 
     def at(x, y):
-        return left + x * scale, 24 + (y + 265) * scale
+        return left + x * scale, 24 + (y - top) * scale
 
     image = Image.new("RGB", (2 * size[0], 2 * size[1]), "#202020")
     draw = ImageDraw.Draw(image)
@@ -243,8 +319,10 @@ def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
 
 def main():
     info = json.loads(Path(sys.argv[1]).read_text())
-    for name in sys.argv[2:] or RECIPES:
+    for name in sys.argv[2:] or NAMES:
         title, note, graph = graph_of(name)
+        # bold, since Nodes 2.0 shows code in dark blue on brown
+        note = re.sub("`([^`]+)`", r"**\1**", f"**{ranks_of(graph)} GPUs.** {note}")
         page = page_form(title, note, graph, info)
         (FOLDER / f"{name}.json").write_text(json.dumps(page, indent=2) + "\n")
         (FOLDER / "api" / f"{name}.json").write_text(

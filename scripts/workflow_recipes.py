@@ -6,6 +6,17 @@ CogVideoX), the defaults of the diffusers pipeline, with ComfyUI's solver and th
 timesteps where the published scheduler does (linspace: sgm_uniform, leading: ddim_uniform, trailing: simple).
 """
 
+import json
+from pathlib import Path
+
+FLUX_FILES = (
+    "Files:\n- `models/diffusion_models/flux1-dev.safetensors`, `models/vae/ae.safetensors`\n"
+    "- `models/text_encoders/clip_l.safetensors`, `t5xxl_fp16.safetensors`"
+)
+FITS = (
+    "*Parallel Config* shares the work in the way that is fastest for this model and sampler: set `gpus` to "
+    "use fewer, or `method`."
+)
 PHOTO = "a lighthouse on a cliff at dusk, long exposure of the sea, warm light in one window"
 CLIP_SCENE = "a red fox trots through fresh snow at sunrise, camera follows from the side"
 EDIT = "Make it a snowy winter evening, keep everything else as it is."
@@ -431,6 +442,74 @@ RECIPES = {
 }
 
 
+#: Workflows whose graph is workflows/api/NAME.json -> title and note.
+WRITTEN = {
+    "demo": (
+        "Parallel DiT demo",
+        "Two processes share every denoising step of a small Flux, on the CPU, so this runs "
+        "anywhere.\n\nWith "
+        "two GPUs set `device` to `auto`. Try `pipefusion_degree` 2 and `ulysses_degree` 1, or both 2 (four "
+        "ranks). The model knows circles, squares and triangles, left of, right of, above and below "
+        "each other.",
+    ),
+    "flux_txt2img": ("Flux.1 dev on several GPUs", FLUX_FILES + "\n\n" + FITS),
+    "flux_img2img": (
+        "Image to image on several GPUs",
+        FLUX_FILES + "\n\n`denoise` says how much of the image is made anew: 0.6 keeps its layout.",
+    ),
+    "flux_inpaint": (
+        "Inpainting on several GPUs",
+        FLUX_FILES
+        + "\n\nRight-click the image, *Open in MaskEditor*, and paint over what should change; the "
+        "rest of the latent stays as it is.",
+    ),
+    "parallel_model": (
+        "Any sampler on several GPUs",
+        "ComfyUI's own sampling nodes: **Parallel Model** makes a MODEL of a Parallel DiT. "
+        + FLUX_FILES
+        + "\n\nEvery sampler, guider and scheduler can follow.",
+    ),
+    "wan21_t2v": (
+        "Wan 2.1 text to video on several GPUs",
+        "Files:\n- `models/diffusion_models/wan2.1_t2v_14B_fp16.safetensors` (or 1.3B), "
+        "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`\n\n"
+        "`shift` 0 is the model's own (8).",
+    ),
+    "wan21_i2v": (
+        "Wan 2.1 image to video on several GPUs",
+        "Files:\n- `models/diffusion_models/wan2.1_i2v_480p_14B_fp16.safetensors`, "
+        "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`, "
+        "`models/clip_vision/clip_vision_h.safetensors`\n\nThe image is the first frame.",
+    ),
+    "wan22_t2v_two_stage": (
+        "Wan 2.2: two experts on the same GPUs",
+        "Files:\n- `models/diffusion_models/wan2.2_t2v_high_noise_14B_fp16.safetensors` and "
+        "`..._low_noise_...`\n- `models/vae/wan_2.1_vae.safetensors`, "
+        "`models/text_encoders/umt5_xxl_fp16.safetensors`\n\nBoth loaders have one Parallel Config, "
+        "so both models "
+        "stay loaded on the same GPUs, and auto counts both.",
+    ),
+}
+#: Input that a node feeds -> its title, where the graph alone is kept.
+TITLES = {"positive": "Positive", "negative": "Negative"}
+#: All workflows, the demo first.
+NAMES = [*WRITTEN, *RECIPES]
+API = Path(__file__).resolve().parents[1] / "workflows/api"
+
+
+def written(name: str) -> tuple[str, str, dict]:
+    """Return what ``graph_of`` does, of a graph that is kept as it is; prompts get titles."""
+    graph = json.loads((API / f"{name}.json").read_text())
+    for node in graph.values():
+        for key, title in TITLES.items():
+            link = node["inputs"].get(key)
+            fed = graph[link[0]] if isinstance(link, list) else {}
+            if fed.get("class_type") in ("CLIPTextEncode", "ConditioningZeroOut"):
+                unused = " (unused at cfg 1.0)" if fed["class_type"] == "ConditioningZeroOut" else ""
+                fed["_meta"] = {"title": title + unused}
+    return *WRITTEN[name], graph
+
+
 def note_of(recipe: dict) -> str:
     """Which files go where, and how many GPUs share the work."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
@@ -469,16 +548,14 @@ def note_of(recipe: dict) -> str:
         if key in recipe
     ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
-    how = (
-        "*Parallel Config* shares the work among all GPUs, in the way that is fastest for this model and "
-        "sampler: set `gpus` to use fewer, or `method`."
-    )
-    return "\n".join(["All GPUs. Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
+    return "\n".join(["Files:", *files, "", FITS, *([recipe["note"]] if "note" in recipe else [])])
 
 
 def graph_of(name: str) -> tuple[str, str, dict]:
     """(title, note, the graph as /prompt takes it, with titles under ``_meta``); nodes are numbered from 2,
     after the note."""
+    if name in WRITTEN:
+        return written(name)
     recipe, graph = RECIPES[name], {}
 
     def add(kind: str, title: str | None = None, **inputs) -> str:

@@ -11,7 +11,7 @@ function addWidget(node) {
   const element = document.createElement("div");
   element.style.cssText =
     "white-space: pre-wrap; overflow: auto; font-size: 11px; line-height: 1.35; padding: 2px 6px; user-select: text;";
-  return node.addDOMWidget(WIDGET, "progressText", element, {
+  return node.addDOMWidget(WIDGET, "report", element, {
     getValue: () => element.textContent,
     setValue: (value) => {
       element.textContent = value;
@@ -23,9 +23,16 @@ function addWidget(node) {
 
 function show(node, text) {
   let widget = node.widgets?.find(({ name }) => name === WIDGET);
+  if (widget && !widget.isReport) {
+    // ComfyUI's own, which puts all lines into one
+    widget.onRemove?.();
+    node.widgets.splice(node.widgets.indexOf(widget), 1);
+    widget = undefined;
+  }
   if (!widget) {
     widget = addWidget(node);
     widget.serialize = false;
+    widget.isReport = true;
   }
   widget.value = text;
   node.setDirtyCanvas?.(true, true);

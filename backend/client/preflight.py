@@ -1,10 +1,13 @@
-"""Asks a short process what a model's headers refuse, before ranks are started or ended for it."""
+"""Asks a process of its own what a model's headers refuse, before ranks are started or ended for it."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
-from .launcher import sanitized_environment
+from .launcher import PACK, sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
@@ -70,29 +73,60 @@ def _hardware(config: ParallelConfig, device: str) -> dict:
     return {"capability": capability, "memory": [gpu.total_memory for gpu in gpus]}
 
 
-def _ask(question: dict, config: ParallelConfig, check) -> str:
-    """Return why the model is refused, empty where it is not."""
-    command = [sys.executable, "-m", "backend.preflight"]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
-    ) as process:
-        sent: bytes | None = json.dumps(question).encode()
-        while True:
-            try:
-                answer, errors = process.communicate(sent, timeout=POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                sent = None  # communicate has it, and goes on with it
+class _Reader:
+    """The process that reads headers: what it imports takes seconds, so it stays for further questions."""
+
+    def __init__(self, config: ParallelConfig):
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "backend.preflight"],
+            cwd=PACK,  # whatever is called backend where we run is not ours
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
+        )
+        self.waiting = ThreadPoolExecutor(1)
+
+    def ask(self, question: dict, check) -> dict | None:
+        """Return the answer, None where the process has ended. What ``check`` raises ends it."""
+        pipes = self.process.stdin, self.process.stdout
+        assert pipes[0] is not None and pipes[1] is not None  # they were opened as pipes
+        try:
+            pipes[0].write(json.dumps(question).encode() + b"\n")
+            pipes[0].flush()
+        except OSError:  # nobody had asked for a while
+            return None
+        line = self.waiting.submit(pipes[1].readline)
+        while not line.done():
+            wait([line], POLL_SECONDS)
             try:
                 check()
             except BaseException:
-                process.kill()
+                self.process.kill()
                 raise
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise BackendError(f"The model's headers could not be checked, and ranks would fail likewise: {last}")
-    return json.loads(answer)["refused"]
+        return json.loads(line.result()) if line.result() else None
+
+    def last_words(self) -> str:
+        """Return the last line that the process wrote to standard error."""
+        self.process.wait()
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+
+
+_reader: _Reader | None = None
+_lock = threading.Lock()
+
+
+def _ask(question: dict, config: ParallelConfig, check) -> str:
+    """Return why the model is refused, empty where it is not."""
+    global _reader
+    with _lock:
+        found = _reader.ask(question, check) if _reader else None
+        if found is None:
+            reader = _reader = _Reader(config)
+            found = reader.ask(question, check)
+            if found is None:
+                what = "The model's headers could not be read, and ranks would fail likewise"
+                raise BackendError(f"{what}: {reader.last_words()}")
+        return found["refused"]

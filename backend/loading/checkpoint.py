@@ -29,6 +29,8 @@ from .config_limits import build, check_config
 from .parameter_sources import (
     Source,
     check_shape,
+    from_diffusers,
+    numbered,
     read_packed,
     read_shard,
     read_whole,
@@ -139,6 +141,13 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole parameters and stored tables."""
         return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
+
+    @property
+    def comfy_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole parameters by ComfyUI's names; none of a transformer without a family file."""
+        if self.family.name not in FAMILIES:
+            return {}
+        return from_diffusers(self.family.layout, self.shapes, numbered(self.shapes))
 
     @cached_property
     def parameters(self) -> list[str]:

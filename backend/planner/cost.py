@@ -89,7 +89,8 @@ class Cost:
         device = products + self._dequantize(blocks)
         device += self._ring(attention / (self.machine.attention * efficiency), len(blocks), patches)
         device += self._exchange(len(blocks), patches) + self._reduce(blocks, patches)
-        device = max(device, self._gather_weights(blocks))
+        gathered = self._gather_weights(blocks)
+        device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
         launches = self.machine.launch * sum(block.streams for block in blocks) / self._speed
@@ -128,6 +129,8 @@ class Cost:
         if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
             return attention + travelling
         hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
+        if self.machine.on_host:
+            hidden = attention + travelling
         return hidden + (r - 1) * blocks * self._merge(patches)
 
     def _merge(self, patches: int) -> float:

@@ -18,7 +18,7 @@ class Machine:
     seconds of a block whose tokens are divided. half_rate: tokens at which matrix products run at half their
     rate. alone: how many times as fast a rank computes while no other does (1 on GPUs; ranks on the CPU
     share its cores). ranks: how many ranks were measured. memory: free bytes of each GPU in order, or of the
-    host. on_host: ranks run on the CPU, share its memory, and nothing hides the start of kernels.
+    host. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
     """
 
     name: str

@@ -5,6 +5,7 @@ import os
 import folder_paths
 
 from ..diffusers_folder.pipelines import INDEXES
+from . import stock_loras
 
 #: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
 GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
@@ -35,9 +36,10 @@ def model_paths() -> dict[str, str]:
 
 
 def model_folders() -> list[str]:
-    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name."""
+    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name, and where
+    LoRAs of its own loaders are put."""
     kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, "diffusers", "loras"}
-    return [root for kind in kinds for root in folder_paths.get_folder_paths(kind)]
+    return [*(root for kind in kinds for root in folder_paths.get_folder_paths(kind)), stock_loras.folder()]
 
 
 def diffusers_folders() -> dict[str, str]:

@@ -266,7 +266,8 @@ def test_gguf_files_are_listed(comfy):
     options = comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]["required"]["model_name"]
     assert "some/model-Q4_K.gguf" in str(options)
     run = comfy.run(graph(model="some/model-Q4_K.gguf"))
-    assert run.status == "error" and "model-Q4_K.gguf" in run.message and "\n" not in run.message.strip()
+    assert run.status in ("error", "rejected")  # rejected where no ranks run that say it
+    assert "model-Q4_K.gguf" in run.message and "\n" not in run.message.strip()
 
 
 def test_interrupt_half_way_and_again(comfy, ranks):
@@ -417,7 +418,8 @@ def test_bad_files(comfy, name, content):
         content = save({"some.other.weight": zeros(4, 4)})
     (models / name).write_bytes(content)
     run = comfy.run(graph(model=name))
-    assert run.status == "error" and name in run.message and "\n" not in run.message.strip(), run.message
+    assert run.status in ("error", "rejected"), run.status  # rejected where no ranks run that say it
+    assert name in run.message and "\n" not in run.message.strip(), run.message
     assert error_of(comfy.run(graph("euler_simple"))) < 1e-4
 
 

@@ -41,6 +41,7 @@ LEFT_OUT = {
     "comfy/test_native_products.py": "samples 20 seeds of every format; unit/test_matmul.py has the bits",
     "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
+    "comfy/test_stock_loras.py": "a backend in ComfyUI's process",
     "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
     "comfy/test_quantized_graphs.py": "two loads of every file, and ComfyUI's model of it",
     "comfy/test_samplers.py": "a backend in ComfyUI's process, for every family",

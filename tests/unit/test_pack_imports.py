@@ -1,6 +1,7 @@
 """What the pack imports where, what it says when a dependency is missing, and the bundled workflows."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,61 @@ def test_every_template_is_a_graph_of_the_page():
     for name, prompt in prompts.items():
         nodes = {str(node["id"]): node["type"] for node in pages[name]["nodes"]}
         assert {key: node["class_type"] for key, node in prompt.items()}.items() <= nodes.items(), name
+
+
+PAGES = sorted((ROOT / "workflows").glob("*.json"))
+
+
+def box(node: dict) -> tuple[float, float, float, float]:
+    """Left, top (with its title), right and bottom of a node."""
+    (x, y), (width, height) = node["pos"], node["size"]
+    return x, y - 30, x + width, y + height
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_a_template_is_laid_out(path):
+    """No two nodes overlap, every node is in one group, and the note says for how many GPUs it is."""
+    page = json.loads(path.read_text())
+    note, *nodes = page["nodes"]
+    assert re.match(r"\*\*\d+ GPUs\.\*\*", note["widgets_values"][0]) and "`" not in note["widgets_values"][0]
+    boxes = [box(node) for node in page["nodes"]]
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        assert not [
+            other
+            for other in boxes[:i]
+            if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom
+        ]
+    for left, top, right, bottom in map(box, nodes):
+        inside = [
+            group
+            for group in page["groups"]
+            if group["bounding"][0] <= left
+            and right <= group["bounding"][0] + group["bounding"][2]
+            and group["bounding"][1] <= top
+            and bottom <= group["bounding"][1] + group["bounding"][3]
+        ]
+        assert len(inside) == 1
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_the_page_can_offer_every_file(path):
+    """Each file that a loader names is offered, but those that are published for no ComfyUI before 0.37, and
+    folders of diffusers."""
+    for node in json.loads(path.read_text())["nodes"]:
+        files = {value for value in node["widgets_values"] if str(value).endswith(".safetensors")}
+        offered = node["properties"].get("models", [])
+        assert {entry["name"] for entry in offered} == {
+            name
+            for name in files
+            if "2.1_int8" not in name and "qwen_image_2.1" not in name and "8b_int8" not in name
+        }
+        for entry in offered:
+            assert entry["url"].startswith("https://huggingface.co/") and entry["url"].endswith(entry["name"])
+            assert entry["directory"] in (
+                "diffusion_models",
+                "loras",
+                "text_encoders",
+                "vae",
+                "checkpoints",
+                "clip_vision",
+            )

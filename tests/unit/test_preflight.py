@@ -12,7 +12,7 @@ from backend.client import preflight
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.preflight import check_before_start
-from backend.protocol import RefusedError
+from backend.protocol import BackendError, RefusedError
 from backend.rank_plan import describe
 
 #: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.
@@ -65,21 +65,34 @@ def test_ranks_on_the_cpu_share_its_memory(model):
         check_before_start(config, model, memory=[needed - 1])
 
 
-def test_a_short_process_answers(model, tmp_path):
-    """One accepted question, which is not asked again, one refused, and a file of another kind."""
+def test_a_process_answers_several_questions(model):
+    """One is accepted, and not asked again; one is refused; once the process has ended, another answers."""
     config = ParallelConfig(device="cpu")
-    question = (model, "default", "auto", [str(tmp_path.parent), str(tmp_path)])
-    preflight.check_headers(config, *question[:3], [str(model).rpartition("/")[0]])
+    question = (model, "default", "auto", [model.rpartition("/")[0]])
+    preflight.check_headers(config, *question)
     asked = []
-    preflight.check_headers(config, *question[:3], [], asked.append)
+    preflight.check_headers(config, *question, asked.append)
     assert not asked
+    first = preflight._reader
+    deep = replace(config, pipefusion_degree=13)
     with pytest.raises(RefusedError, match="has 12 blocks"):
-        preflight.check_headers(
-            replace(config, pipefusion_degree=13), *question[:3], [str(model).rpartition("/")[0]]
-        )
+        preflight.check_headers(deep, *question)
+    assert preflight._reader is first and first is not None
+    first.process.kill()
+    first.process.wait()
+    with pytest.raises(RefusedError, match="has 12 blocks"):
+        preflight.check_headers(deep, *question)
+    assert preflight._reader is not first
 
 
-def test_its_question_is_json(monkeypatch, tmp_path):
+def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
+    monkeypatch.setattr(preflight, "_reader", None)
+    monkeypatch.setattr(preflight, "sanitized_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
+    with pytest.raises(BackendError, match="could not be read, .*: .+"):
+        preflight.check_headers(ParallelConfig(device="cpu"), model, "bf16", "auto", [])
+
+
+def test_a_question_is_json(monkeypatch, tmp_path):
     """Nothing of the configuration is left out, and no GPU is asked for where ranks run on the CPU."""
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(1)}, path)

@@ -1,0 +1,98 @@
+"""LoRAs that ComfyUI's own loaders add to the MODEL of Parallel Model, handed to the ranks as a file."""
+
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+
+import comfy.weight_adapter
+import folder_paths
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...backend.protocol import RefusedError
+
+#: In front of a weight's name in ComfyUI's model.
+PREFIX = "diffusion_model."
+_REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyUI's own loader"
+
+
+def folder() -> str:
+    """Return where the files are, which ComfyUI empties when it starts."""
+    return str(Path(folder_paths.get_temp_directory()).resolve() / "parallel-dit")
+
+
+def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
+    """Write patches of ComfyUI's ``add_patches`` as a LoRA file and return its path; None where they change
+    nothing of the transformer.
+
+    ``shapes``: the transformer's weights by ComfyUI's names. RefusedError for what is no plain LoRA.
+    """
+    tensors: dict[str, Tensor] = {}
+    products = defaultdict(list)
+    for key, patch in patches.items():
+        whole, *part = [key] if isinstance(key, str) else key  # (name, rows, what is done to them)
+        offset, function, *_ = [*part, None, None]
+        name = whole.removeprefix(PREFIX)
+        if name not in shapes:  # of a text encoder, which is patched in ComfyUI
+            continue
+        if function is not None:
+            raise _refusal(name, "a LoRA whose rows are put in another order")
+        if isinstance(patch, comfy.weight_adapter.LoRAAdapter):
+            products[name].append((_factors(name, patch), offset))
+        elif isinstance(patch, tuple) and patch[0] == "diff" and offset is None and len(patch[1]) == 1:
+            ending = "diff_b" if name.endswith(".bias") else "diff"
+            tensors[f"{PREFIX}{name.rpartition('.')[0]}.{ending}"] = patch[1][0]
+        else:
+            kind = patch[0] if isinstance(patch, tuple) else type(patch).__name__.removesuffix("Adapter")
+            raise _refusal(name, f"a patch of the kind {kind}")
+    for name, found in products.items():
+        module = PREFIX + name.removesuffix(".weight")
+        up, down = _joined(found, shapes[name])
+        tensors |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
+    return _saved(tensors) if tensors else None
+
+
+def _refusal(name: str, what: str) -> RefusedError:
+    return RefusedError(
+        f"{name} gets {what}, which cannot be handed to the ranks behind Parallel Model; {_REMEDY}."
+    )
+
+
+def _factors(name: str, adapter: comfy.weight_adapter.LoRAAdapter) -> tuple[Tensor, Tensor]:
+    """Return up (rows, rank), scaled by alpha, and down (rank, columns)."""
+    up, down, alpha, mid, dora_scale, reshape = adapter.weights
+    for value, what in ((mid, "Tucker"), (dora_scale, "DoRA"), (reshape, "a reshaping")):
+        if value is not None:
+            raise _refusal(name, f"{what} LoRA")
+    if up.ndim != 2 or down.ndim != 2:
+        raise _refusal(name, "a LoRA of convolutions")
+    return (up.float() * (alpha / down.shape[0]) if alpha is not None else up), down
+
+
+def _joined(
+    found: list[tuple[tuple[Tensor, Tensor], tuple[int, int, int] | None]], shape: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return one product of several that are added, each to rows (dimension, first, count) of a weight."""
+    ups = []
+    for (up, _), offset in found:
+        if offset is not None:
+            _, first, count = offset
+            up = torch.nn.functional.pad(up, (0, 0, first, shape[0] - first - count))
+        ups.append(up)
+    dtype = max((up.dtype for up in ups), key=lambda dtype: dtype.itemsize)
+    up = torch.cat([up.to(dtype) for up in ups], dim=1)
+    return up.contiguous(), torch.cat([down.to(dtype) for (_, down), _ in found]).contiguous()
+
+
+def _saved(tensors: dict[str, Tensor]) -> str:
+    """Write a file whose name tells its content, unless it is there."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    path = Path(folder(), f"{digest.hexdigest()[:24]}.safetensors")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    return str(path)

@@ -1,0 +1,79 @@
+"""ComfyUI's own LoRA loaders on the MODEL of Parallel Model: handed to the ranks, or refused by name."""
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+from loras import lora
+from pairs import ksampler
+from parallel_dit.backend.protocol import RefusedError
+from parallel_dit.nodes.host import stock_loras
+
+with comfy_modules():
+    import comfy.sd
+
+#: Spelling -> modules of the tiny Flux that a LoRA changes. ComfyUI maps diffusers' names to rows of its own.
+MODULES = {
+    "comfyui": {"double_blocks.0.img_attn.qkv": (768, 256), "single_blocks.1.linear2": (256, 1280)},
+    "kohya": {"double_blocks.1.txt_attn.proj": (256, 256)},
+    "diffusers": {
+        "transformer_blocks.0.attn.to_k": (256, 256),
+        "transformer_blocks.0.attn.to_v": (256, 256),
+        "single_transformer_blocks.0.attn.to_q": (256, 256),
+    },
+}
+
+
+@pytest.fixture
+def flux(flux, monkeypatch, tmp_path):
+    """The pair of models, with files of LoRAs where the ranks of tests may read."""
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+    return flux
+
+
+def with_loras(model, *files, strength=0.8):
+    for file in files:
+        model, _ = comfy.sd.load_lora_for_models(model, None, dict(file), strength, 0.0)
+    return model
+
+
+@pytest.mark.parametrize("spelling", MODULES)
+def test_it_is_ksamplers_image(flux, spelling):
+    file, _ = lora(MODULES[spelling], spelling)
+    sample = ksampler(flux, steps=2)
+    assert flux.error(lambda model: sample(with_loras(model, file))) <= 1e-4
+    plain, changed = sample(flux.ours), sample(with_loras(flux.ours, file))
+    assert (plain - changed).abs().max() / plain.std() > 1e-2
+
+
+def test_several_are_added_and_the_model_without_them_stays(flux):
+    files = [lora(MODULES[spelling], spelling, seed=5)[0] for spelling in ("comfyui", "diffusers")]
+    sample = ksampler(flux, steps=2)
+    plain = sample(flux.ours)
+    assert flux.error(lambda model: sample(with_loras(model, *files))) <= 1e-4
+    assert torch.equal(sample(flux.ours), plain)
+
+
+REFUSED = {
+    "another kind": (
+        {
+            "diffusion_model.double_blocks.0.img_attn.proj.lokr_w1": torch.ones(2, 2),
+            "diffusion_model.double_blocks.0.img_attn.proj.lokr_w2": torch.ones(128, 128),
+        },
+        "double_blocks.0.img_attn.proj.weight gets a patch of the kind LoKr",
+    ),
+    "no weight": ({"some.lora_up.weight": torch.ones(2, 2)}, "a LoRA without a weight of this transformer"),
+    "not a number": (
+        {
+            "diffusion_model.double_blocks.0.img_attn.proj.lora_up.weight": torch.full((256, 2), torch.nan),
+            "diffusion_model.double_blocks.0.img_attn.proj.lora_down.weight": torch.ones(2, 256),
+        },
+        "NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("file, says", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_plain_lora_is_refused_at_its_node(flux, file, says):
+    with pytest.raises(RefusedError, match=says) as error:
+        with_loras(flux.ours, file)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,59 @@
+"""ComfyUI's own nodes that wrap sampling, on the MODEL of Parallel Model: as on its own MODEL, or refused."""
+
+import importlib
+
+import pytest
+from comfy_modules import comfy_modules
+from pairs import ksampler
+from parallel_dit.backend.protocol import RefusedError
+
+with comfy_modules():
+    from comfy_api.latest import io
+
+#: Node -> (module, its further inputs); docs/models.md lists them.
+WORK = {
+    "EasyCacheNode": ("nodes_easycache", (0.2, 0.15, 0.95, False)),
+    "LazyCacheNode": ("nodes_easycache", (0.2, 0.15, 0.95, False)),
+    "CFGNorm": ("nodes_cfg", (1.0,)),
+    "CFGZeroStar": ("nodes_cfg", ()),
+    "RescaleCFG": ("nodes_model_advanced", (0.7,)),
+    "TCFG": ("nodes_tcfg", ()),
+    "APG": ("nodes_apg", (1.0, 5.0, 0.0)),
+    "Mahiro": ("nodes_mahiro", ()),
+    "EpsilonScaling": ("nodes_eps", (1.005,)),
+    "FreSca": ("nodes_fresca", (1.0, 1.25, 20)),
+    "ModelSamplingFlux": ("nodes_model_advanced", (1.2, 0.5, 1024, 1024)),
+    "DifferentialDiffusion": ("nodes_differential_diffusion", (1.0,)),
+}
+REFUSED = {
+    "NAGuidance": ("nodes_nag", (5.0, 0.5, 1.5)),
+    "SkipLayerGuidanceDiT": ("nodes_slg", (3.0, 0.0, 1.0, "0", "0", 0.0)),
+    "PerturbedAttentionGuidance": ("nodes_pag", (3.0,)),
+    "ScaleROPE": ("nodes_rope", (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)),
+}
+
+
+def patched(model, module: str, node: str, inputs: tuple):
+    """The MODEL after one of ComfyUI's nodes; the test is skipped where this ComfyUI has none of the name."""
+    try:
+        cls = getattr(importlib.import_module(f"comfy_extras.{module}"), node)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this ComfyUI has no {node}")
+    if issubclass(cls, io.ComfyNode):
+        return cls.execute(model, *inputs).result[0]
+    return getattr(cls(), cls.FUNCTION)(model, *inputs)[0]
+
+
+@pytest.mark.parametrize("node", WORK)
+def test_it_does_what_it_does_elsewhere(flux, node):
+    module, inputs = WORK[node]
+    sample = ksampler(flux, steps=5)
+    assert flux.error(lambda model: sample(patched(model, module, node, inputs))) <= 1e-4
+
+
+@pytest.mark.parametrize("node", REFUSED)
+def test_what_reaches_into_the_transformer_is_refused(flux, node):
+    module, inputs = REFUSED[node]
+    with pytest.raises(RefusedError) as error:
+        ksampler(flux, steps=2)(patched(flux.ours, module, node, inputs))
+    assert "\n" not in str(error.value)
