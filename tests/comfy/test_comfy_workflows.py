@@ -306,14 +306,6 @@ def test_workflow_makes_a_picture(comfy, files, name):
     assert picture[start:].startswith(kind)
 
 
-def test_new_graphs_are_parallel():
-    """Every bundled workflow but the demo, which the CPU runs too, leaves the degrees to auto."""
-    for path in (PACK / "workflows" / "api").glob("*.json"):
-        (config,) = nodes_of(json.loads(path.read_text()), "ParallelConfig")
-        assert config["inputs"].get("method") == "auto" or path.stem == "demo"
-        assert path.stem == "demo" or not any("degree" in name for name in config["inputs"])
-
-
 def test_both_experts_stay_loaded(comfy, files):
     """Two loaders, one backend: the second stage and a second run load nothing."""
     graph = stand_in(read("wan22_t2v_two_stage"), "wan")

@@ -1,7 +1,9 @@
 """The planner: properties of its choice, published tables, and its counts against describe()."""
 
+import json
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from backend.planner.model_shape import ModelShape
 from backend.rank_plan import describe
 from backend.rank_plan.shape_of import shape_of
 
+API = Path(__file__).parents[2] / "workflows/api"
 GB = 1_000_000_000
 #: Published seconds that differ by less say nothing of an order.
 TIE = 1.02
@@ -193,6 +196,19 @@ def test_a_plan_takes_the_first_of_the_devices():
 )
 def test_degrees_that_are_set_are_manual(fields):
     assert sets_degrees(ParallelConfig(**fields)) and not sets_degrees(ParallelConfig(warmup_steps=4))
+
+
+@pytest.mark.parametrize("path", sorted(API.glob("*.json")), ids=lambda path: path.stem)
+def test_bundled_workflows_are_parallel(path):
+    """All leave the degrees to auto, but the demo, which runs on two ranks of a CPU too."""
+    (config,) = (
+        node["inputs"]
+        for node in json.loads(path.read_text()).values()
+        if node["class_type"] == "ParallelConfig"
+    )
+    degrees = {name for name in config if name.endswith("_degree")}
+    assert config["ulysses_degree"] == 2 if path.stem == "demo" else config["method"] == AUTO
+    assert path.stem == "demo" or not degrees
 
 
 def test_a_released_file_has_its_published_shape():
