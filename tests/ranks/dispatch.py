@@ -1,5 +1,5 @@
 """Rank 0 tells the others bodies of all sizes, faster than they can copy them; every rank says what it
-heard."""
+heard. Then all of them measure their rates for the planner."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from backend.probe import Probe
 from backend.protocol import Ping, Result
 from backend.serving import shared_memory
 from backend.serving.broadcast import Dispatcher
@@ -51,6 +52,7 @@ def main(out: str):
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
     alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}
+    results["rates"] = Probe("cpu").measure().as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()

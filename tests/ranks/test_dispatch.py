@@ -4,6 +4,7 @@ import pytest
 import torch
 from launch import run_ranks
 
+from backend.planner.machine import Machine
 from backend.serving import shared_memory
 from backend.serving.shared_memory import SharedBuffer
 
@@ -13,6 +14,10 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     results = run_ranks("ranks.dispatch", ranks, tmp_path)
     assert all(results["shared"]["right"]) and all(results["by broadcast"]["right"])
     assert results["shared"]["shared"] >= 1 and results["by broadcast"]["shared"] is None
+    rates = Machine.from_dict(results["rates"])
+    assert rates.ranks == ranks and rates.on_host and set(rates.all_to_all) == {ranks}
+    slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())
+    assert slowest > 1e5 and 0 < rates.latency < 10 and rates.alone >= 1
 
 
 def pair(ranks: int = 2) -> list[SharedBuffer]:
