@@ -28,7 +28,7 @@ from .host import stock_loras
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with, with_lora
 from .host.progress import NodeStatus
-from .host.refusals import on_node
+from .host.refusals import errors_on_node, on_node
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -155,11 +155,12 @@ class RemoteTransformer(ElsewhereModule):
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of
         the family gives its transformer -> the output of x's form in float32."""
-        transformer_options = transformer_options or {}
-        self._check_options(control, transformer_options)
-        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
-        executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
-        return executor.execute(x, timestep, context, transformer_options=transformer_options, **arguments)
+        options = transformer_options or {}
+        with errors_on_node():
+            self._check_options(control, options)
+            wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
+            executor = WrapperExecutor.new_class_executor(self._call, self, wrappers)
+            return executor.execute(x, timestep, context, transformer_options=options, **arguments)
 
     def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)

@@ -144,12 +144,11 @@ def models_of(kind: str, inputs: dict) -> list[dict]:
     ]
 
 
-def ranks_of(graph: dict) -> str:
-    """How many GPUs a graph asks for."""
+def gpus_of(graph: dict) -> str:
+    """How many GPUs a graph asks for, all of them where it sets no degree."""
     configs = [node["inputs"] for node in graph.values() if node["class_type"] == "ParallelConfig"]
-    if configs[0].get("method") == "auto":
-        return configs[0]["gpus"] or "All"
-    return str(math.prod(value for name, value in configs[0].items() if name.endswith("_degree")))
+    degrees = [value for name, value in configs[0].items() if name.endswith("_degree")] if configs else []
+    return f"{math.prod(degrees) if degrees else 'All'} GPUs"
 
 
 def note_node(title: str, note: str) -> dict:
@@ -322,7 +321,7 @@ def main():
     for name in sys.argv[2:] or NAMES:
         title, note, graph = graph_of(name)
         # bold, since Nodes 2.0 shows code in dark blue on brown
-        note = re.sub("`([^`]+)`", r"**\1**", f"**{ranks_of(graph)} GPUs.** {note}")
+        note = re.sub("`([^`]+)`", r"**\1**", f"**{gpus_of(graph)}.** {note}")
         page = page_form(title, note, graph, info)
         (FOLDER / f"{name}.json").write_text(json.dumps(page, indent=2) + "\n")
         (FOLDER / "api" / f"{name}.json").write_text(

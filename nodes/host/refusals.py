@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from contextlib import contextmanager
 
 from ...backend.client.dependencies import MissingDependencyError
 from ...backend.config import ConfigError
@@ -14,16 +15,23 @@ MISTAKES = (ConfigError, MissingDependencyError, RefusedError, UnsupportedError)
 _NAMES = tuple(f"{SHORT}.{error.__name__}: " for error in MISTAKES)
 
 
+@contextmanager
+def errors_on_node():
+    """Show under the node that runs now, where progress is shown, why it fails."""
+    try:
+        yield
+    except (*MISTAKES, BackendError) as error:
+        node_text()(str(error))
+        raise
+
+
 def on_node(execute):
-    """Show on the node, under which progress is shown, why its ``execute`` fails."""
+    """Show why a node's ``execute`` fails under it."""
 
     @functools.wraps(execute)
     def run(cls, **inputs):
-        try:
+        with errors_on_node():
             return execute(cls, **inputs)
-        except (*MISTAKES, BackendError) as error:
-            node_text()(str(error))
-            raise
 
     return run
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict
+from urllib.error import HTTPError
 
 import pytest
 from comfy_server import PACK
@@ -104,6 +105,29 @@ def test_inputs_are_those_of_comfyuis_sampler(comfy, ours, theirs):
 def test_templates_are_exactly_the_workflows(comfy):
     """ComfyUI lists every file of workflows/ as a template, and a graph for /prompt opens empty."""
     assert sorted(comfy.get("/workflow_templates")["parallel-dit"]) == WORKFLOWS
+
+
+def test_blueprint_is_offered_and_wired_as_the_nodes_are(comfy):
+    """ComfyUI lists it, and its links end at inputs and outputs of those names and types."""
+    name = "Load + sample on all GPUs"
+    try:
+        listed = comfy.get("/global_subgraphs")
+    except HTTPError:
+        pytest.skip("this ComfyUI takes no blueprints of packs")
+    (key,) = [key for key, entry in listed.items() if entry["name"] == name]
+    page = json.loads(comfy.get(f"/global_subgraphs/{key}")["data"])
+    (inside,) = page["definitions"]["subgraphs"]
+    known = comfy.get("/object_info")
+    nodes = {node["id"]: node for node in inside["nodes"]}
+    for link in inside["links"]:
+        if link["target_id"] in nodes:
+            entry = nodes[link["target_id"]]["inputs"][link["target_slot"]]
+            assert entry["link"] == link["id"] and entry["type"] == link["type"]
+        if link["origin_id"] in nodes:
+            kind = nodes[link["origin_id"]]["type"]
+            assert known[kind]["output"][link["origin_slot"]] == link["type"]
+    for node, widget in page["nodes"][0]["properties"]["proxyWidgets"]:
+        assert widget in widgets_of(known[nodes[int(node)]["type"]])
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -88,7 +88,10 @@ def test_a_template_is_laid_out(path):
     """No two nodes overlap, every node is in one group, and the note says for how many GPUs it is."""
     page = json.loads(path.read_text())
     note, *nodes = page["nodes"]
-    assert re.match(r"\*\*\d+ GPUs\.\*\*", note["widgets_values"][0]) and "`" not in note["widgets_values"][0]
+    assert (
+        re.match(r"\*\*(\d+|All) GPUs\.\*\*", note["widgets_values"][0])
+        and "`" not in note["widgets_values"][0]
+    )
     boxes = [box(node) for node in page["nodes"]]
     for i, (left, top, right, bottom) in enumerate(boxes):
         assert not [
