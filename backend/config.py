@@ -4,6 +4,7 @@ Shared by the nodes and the backend; standard library only.
 """
 
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 
 from .errors import SHORT
@@ -190,6 +191,11 @@ class ParallelConfig:
         device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
+        if device == "cuda" and sys.platform == "win32":
+            raise ConfigError(
+                "the ranks would run on GPUs under Windows, where torch has no NCCL to join them; run "
+                "ComfyUI under Linux or WSL2, or set device to cpu."
+            )
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
             raise ConfigError(
                 f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered "

@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from .config import ParallelConfig
+from .device_memory import DeviceMemory
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
@@ -22,23 +22,23 @@ from .loading.lora_keys import LoraUse
 from .loading.recognition import open_checkpoint
 from .loading.weight_loading import matrices
 from .models.family import Family
-from .parallel import comm, fsdp, tensor_parallel
+from .parallel import fsdp, tensor_parallel
 from .parallel.cached_layers import cache_layers
+from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
 from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
-from .parallel.sequence import Span
 from .parallel.stage_split import Stages
-from .parallel.tensor_parallel import Shard
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, Choice
 from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
-from .sampling.model_call import OneCall, build_call, check_call, samples_of_replica
-from .sampling.model_runner import LoadedModel, Runner, running
-from .sampling.request import Request, build
-from .sampling.step_loop import Callbacks, Denoiser
+from .sampling.model_call import build_call, check_call, samples_of_replica
+from .sampling.model_runner import LoadedModel
+from .sampling.request import build
+from .sampling.runs import Prepared, run_call, run_request
+from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
 from .sampling.validation import check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
@@ -57,22 +57,30 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        self.capability = capability_of(mesh.device)
+        self.capabilities = {capability_of(mesh.device)} - {None}
+        self.memory = DeviceMemory(mesh.device)
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
-    def check_load(self, path: str, weight_dtype: str, matmul: str = AUTO) -> Checkpoint:
-        """Open a checkpoint and refuse what cannot run, reading headers only. Raises UnsupportedError."""
-        checkpoint = open_checkpoint(path, self.folders)
+    def check_load(
+        self, path: str, weight_dtype: str, matmul: str = AUTO, trial: Mapping | None = None
+    ) -> Checkpoint:
+        """Open a checkpoint and refuse what cannot run, reading headers only. ``trial`` as in
+        open_checkpoint. Raises UnsupportedError."""
+        checkpoint = open_checkpoint(path, self.folders, trial)
         check_degrees(checkpoint, self.config)
-        chosen_dtype(weight_dtype, checkpoint, self.mesh.device, self.capability)
+        self.weight_dtype(checkpoint, weight_dtype)
         self._choices(checkpoint, self._cuts(checkpoint), matmul)
         return checkpoint
 
     def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
         return choose_all(
-            checkpoint.name, matrices(checkpoint, cuts), matmul, self.mesh.device, self.capability
+            checkpoint.name,
+            matrices(checkpoint, cuts),
+            matmul,
+            self.mesh.device,
+            min(self.capabilities, default=None),
         )
 
     def load(
@@ -81,17 +89,18 @@ class Engine:
         path: str,
         weight_dtype: str,
         matmul: str = AUTO,
+        trial: Mapping | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``on_progress`` as in
-        Checkpoint.load."""
+        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``trial`` as in open_checkpoint,
+        ``on_progress`` as in Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
-        checkpoint = self.check_load(path, weight_dtype, matmul)
+        checkpoint = self.check_load(path, weight_dtype, matmul, trial)
         transformer = checkpoint.empty
-        dtype = chosen_dtype(weight_dtype, checkpoint, self.mesh.device, self.capability)
+        dtype = self.weight_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
         own = self.mesh.pp.rank
         blocks = stages.blocks[own]
@@ -123,14 +132,11 @@ class Engine:
         report = LoadReport(
             self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost, quantized
         )
-        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights)
+        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
-        if self.mesh.tp.size == 1:
-            return {}
-        scheme = self.config.split_scheme
-        return tensor_parallel.shards(checkpoint.empty, checkpoint.family, scheme, self.mesh)
+        return checkpoint.cut_plan(self.config).shards(self.mesh)
 
     def _cache_layers(self, checkpoint: Checkpoint, stages: Stages, dtype: torch.dtype) -> LayerCache:
         own = stages.blocks[self.mesh.pp.rank]
@@ -169,8 +175,7 @@ class Engine:
 
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
-        hosted = chain(*model.cache.hosted)  # of blocks that this rank does not have
-        for module in (model.transformer, *hosted):
+        for module in model.modules:
             tensor_parallel.regroup(module, old, self.mesh)
         model.cache.mesh = self.mesh
         staged = self._is_staged(model.family)
@@ -182,6 +187,11 @@ class Engine:
         elif staged:
             model.stage = Stage(model.transformer, model.family, self.mesh, range(*model.report.blocks))
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
+
+    def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
+        """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
+        capability = min(self.capabilities, default=None)
+        return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, capability)
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -203,20 +213,28 @@ class Engine:
     def ready(self, name: str) -> LoadedModel:
         """Return the model of that name, with its LoRAs and no others in the weights."""
         model = self.models[name]
+        model.unpark(self.mesh.device)
         model.weights.fuse(self.stacks.get(name, ()))
         return model
+
+    def park(self, model: LoadedModel):
+        """Move a model's weights to host memory until it is ``ready`` again. The process groups stay."""
+        model.park()
+        self._free_leftovers()
 
     def unload(self, key: str):
         """Free a model under all its names; no error where it is not loaded."""
         model = self.models.get(key)
         self.models = {name: other for name, other in self.models.items() if other is not model}
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
-        self.argument_cache.clear()
         del model
+        self._free_leftovers()
+
+    def _free_leftovers(self):
+        self.argument_cache.clear()
         gc.collect()  # a stage and its blocks know each other
         free_scratch()
-        if self.mesh.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.memory.release()
 
     def facts(self, key: str) -> dict:
         """Return what a client needs to know of a loaded model (Loaded.info)."""
@@ -234,76 +252,71 @@ class Engine:
         }
 
     @refusing("what is to be described")
-    def describe(self, message: Describe, path: str) -> tuple[int, list[dict]]:
-        """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model that was
-        read from ``path``. Raises UnsupportedError or ConfigError."""
-        dtype = self._loaded(message.model).dtype
-        checkpoint = open_checkpoint(path, self.folders)
+    def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[dict]]:
+        """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model;
+        ``checkpoint``: of the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
+        model = self.loaded(message.model)
         settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
         config = replace(self.config, **settings)
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
-        plans = describe(config, checkpoint, tokens, message.text_rows, branches=message.prompts, dtype=dtype)
+        request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
+        plans = describe(config, checkpoint, tokens, message.text_rows, **request)
         return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
     @refusing("the request")
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
-        model = self._loaded(sample.model)
-        check_sample(sample, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        model = self.loaded(sample.model)
+        device = self.mesh.device.type
+        check_sample(sample, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
-    def sample(self, sample: Sample, callbacks: Callbacks) -> tuple[Tensor, dict]:
+    def prepare_sample(self, sample: Sample) -> Prepared:
+        """Fuse the model's LoRAs and place the request's tensors on this rank. No collective."""
+        model = self.ready(sample.model)
+        settings = (self.config, model.family, model.config, model.dtype, self.mesh.device)
+        return Prepared(model, build(sample, *settings, self.mesh.dp.rank))
+
+    @torch.inference_mode()
+    def sample(
+        self, sample: Sample, callbacks: Callbacks, prepared: Prepared | None = None
+    ) -> tuple[Tensor, dict]:
         """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises Cancelled.
 
         callbacks.on_step gets the number of steps done and a function that makes x0 as a latent.
+        ``prepared``: by prepare_sample, where that was done before.
         """
-        comm.SENT.clear()
-        model = self.ready(sample.model)
-        request = build(
-            sample, self.config, model.family, model.config, model.dtype, self.mesh.device, self.mesh.dp.rank
-        )
-        started = time.perf_counter()
-
-        def on_step(step, x0):
-            return callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
-
-        with running(model, request) as runner:
-            denoiser = Denoiser(self.mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
-            tokens = self._all_replicas(denoiser.run(), request)
-            if sample.denoised:
-                callbacks.on_denoised(request.grid.to_latent(self._all_replicas(denoiser.x0, request)).cpu())
-        samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-        return samples.cpu(), _statistics(started, runner)
+        prepared = prepared or self.prepare_sample(sample)
+        return run_request(self.mesh, prepared, sample.denoised, callbacks)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall):
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
-        model = self._loaded(call.model)
+        model = self.loaded(call.model)
         check_numbers(call.tensors)
         filled = self.argument_cache.filled(call)
-        check_call(filled, self.config, model.family, model.config, model.dtype, self.mesh.device.type)
+        device = self.mesh.device.type
+        check_call(filled, self.config, model.family, model.config, model.dtype, device, self.capabilities)
 
     @torch.inference_mode()
-    def forward(self, call: ModelCall) -> tuple[Tensor, dict]:
-        """Call the model once; return its output as ``sample`` does its latent, and statistics."""
-        comm.SENT.clear()
+    def prepare_call(self, call: ModelCall) -> Prepared:
+        """As prepare_sample, of one call."""
         model = self.ready(call.model)
         mesh = self.mesh
-        started = time.perf_counter()
         batch = call.tensors["x"].shape[0]
         replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
         samples = samples_of_replica(batch, replica, mesh.dp.size * mesh.cfg.size)
         filled = self.argument_cache.filled(call)
-        self.argument_cache.update(call)
         request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
-        with running(model, request) as runner:
-            tokens = OneCall(mesh, request, runner).run()
-        output = request.grid.to_latent(tokens)
-        # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
-        for axis in (mesh.cfg, mesh.dp):
-            output = comm.gather(output, axis, "outputs")
-        return output[:batch].cpu(), _statistics(started, runner)
+        return Prepared(model, request)
+
+    @torch.inference_mode()
+    def forward(self, call: ModelCall, prepared: Prepared | None = None) -> tuple[Tensor, dict]:
+        """Call the model once; return its output as ``sample`` does its latent, and statistics."""
+        prepared = prepared or self.prepare_call(call)
+        self.argument_cache.update(call)
+        return run_call(self.mesh, prepared, call.tensors["x"].shape[0])
 
     def check_result(self, result: Tensor, name: str):
         """Refuse what the model ``name`` has computed where no value of it is a number. Raises
@@ -311,8 +324,8 @@ class Engine:
         model = self.models[name]
         check_result(result, model.weights.checkpoint.name, model.dtype)
 
-    def _loaded(self, name: str) -> LoadedModel:
-        """The model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
+    def loaded(self, name: str) -> LoadedModel:
+        """Return the model of that name, whose LoRAs fit it still. Raises UnsupportedError."""
         if name not in self.models:
             raise UnsupportedError(
                 f"the model {name!r:.100} is not loaded in this backend; run LoadParallelDiT again."
@@ -320,16 +333,3 @@ class Engine:
         if self.stacks.get(name, ()) != self.models[name].weights.stack:
             self.check_loras(name, self.stacks.get(name, ()))
         return self.models[name]
-
-    def _all_replicas(self, tokens: Tensor, request: Request) -> Tensor:
-        """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
-        replicas = self.mesh.dp.size
-        counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
-        shapes = [(count, *tokens.shape[1:]) for count in counts]
-        return torch.cat(comm.all_gather(tokens, shapes, self.mesh.dp, "outputs"))
-
-
-def _statistics(started: float, runner: Runner) -> dict:
-    """Return the seconds, the calls of the model and the bytes by purpose of one request."""
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "model_calls": runner.calls, "bytes_sent": dict(comm.SENT)}

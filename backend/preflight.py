@@ -54,7 +54,7 @@ def check_before_start(
         checkpoint = open_checkpoint(path, folders)
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
-        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1)
+        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1, {})
         for rank in range(config.tensor_parallel_degree):
             choose_all(
                 checkpoint.name, matrices(checkpoint, work.cuts({"tp": rank})), matmul, where, capability

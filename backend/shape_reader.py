@@ -27,10 +27,9 @@ def read(path: str, weight_dtype: str, matmul: str, device: str) -> dict:
     capability = capability_of(where)
     checkpoint = open_checkpoint(path)
     choices = choose_all(checkpoint.name, matrices(checkpoint, {}), matmul, where, capability)
-    native = frozenset(name for name, choice in choices.items() if choice.kernel is not None)
     dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
     with torch.inference_mode():
-        return shape_of(checkpoint, dtype, native).as_dict()
+        return shape_of(checkpoint, dtype, choices).as_dict()
 
 
 def main():

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import stat
+import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from .config import ConfigError, ParallelConfig
 from .loading.allowed_folders import ANYWHERE, Folders
 from .parallel import mesh
 from .protocol.handshake import MIN_TOKEN
+from .protocol.heartbeats import Heartbeats
 
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
 #: Key of the ranks' store under which rank 0 leaves the configuration that it has read.
@@ -43,6 +45,9 @@ class Start:
 def begin() -> Start:
     """Read the command line and what it points to; ConfigError for what cannot run here."""
     options = arguments().parse_args()
+    sys.stdout, sys.stderr = LossyLog(sys.stdout), LossyLog(sys.stderr)
+    if options.heartbeats:
+        _beat(options.heartbeats)
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
     if options.store:
@@ -72,6 +77,7 @@ def arguments() -> argparse.ArgumentParser:
         help="standard input is the launcher's pipe: token and configuration come through it, and every rank "
         "ends at its end; needs --store",
     )
+    parser.add_argument("--heartbeats", help="memory of the launcher in which the ranks of a machine count")
     parser.add_argument(
         "--models",
         nargs="*",
@@ -120,14 +126,50 @@ def _from_parent(store, leads: bool) -> tuple[str, str]:
     return text, sent["token"]
 
 
+def _beat(path: str):
+    """Beat where the launcher looks, or go on unwatched where its memory cannot be opened."""
+    try:
+        beats = Heartbeats.join(path)
+    except OSError as error:
+        print(f"No heartbeats: {error}. This rank is not watched.", file=sys.stderr)
+    else:
+        beats.start(int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"]))
+
+
+class LossyLog:
+    """Standard output or error, into a file whose disk may be full: what cannot be written is lost, and what
+    the rank was about to do is done."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As of a stream."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self):
+        """As of a stream."""
+        try:
+            self._stream.flush()
+        except OSError:
+            pass
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
 def _end_with_parent():
-    """End this rank when the launcher ends: its end of standard input closes, whatever ended it."""
+    """End this rank when the launcher ends: its end of standard input closes, whatever ended it. The exit
+    status is an error's, so that torchrun ends a peer that is stopped and cannot see it."""
 
     def watch():
         pipe = select.poll()
         pipe.register(0, 0)  # no read: the bytes in it are rank 0's
         pipe.poll()
-        os._exit(0)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -140,4 +182,10 @@ def _device(config: ParallelConfig) -> str:
     if config.world_size != ranks:
         raise ConfigError(f"{config.product}, but torchrun started {ranks}; give it --nproc-per-node to fit.")
     mine = config if here == ranks else ParallelConfig(device=config.device, data_parallel_degree=here)
-    return mine.resolve_device(torch.cuda.device_count())
+    device = mine.resolve_device(torch.cuda.device_count())
+    if device == "cuda" and not mesh.dist.is_nccl_available():
+        raise ConfigError(
+            "device is cuda, but this torch was built without NCCL, through which GPUs talk; install torch "
+            "from pytorch.org, or set device to cpu."
+        )
+    return device

@@ -7,8 +7,6 @@ rank 0 before the broadcast.
 """
 
 import gc
-import hashlib
-import json
 import os
 import sys
 import time
@@ -16,17 +14,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import lean_imports, start  # noqa: F401  # the first one before all that imports diffusers
+from .admission import OutOfRoom, Planned
 from .config import ConfigError, ParallelConfig
-from .engine import Engine
 from .errors import UnsupportedError
+from .loading.checkpoint import Checkpoint
 from .loading.lora_keys import LoraUse, lora_stack
+from .loading.model_key import model_key
 from .loading.scale_values import check_scales
-from .parallel import mesh as meshes
 from .protocol import (
     LORAS,
     Arrange,
@@ -38,91 +36,24 @@ from .protocol import (
     Loaded,
     ModelCall,
     Ping,
-    Progress,
+    Release,
     Result,
     Sample,
     Shutdown,
     Unload,
     Welcome,
 )
+from .rank import Worker
+from .rank_plan.request_size import planned_config, size_of
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
-from .serving.broadcast import Dispatcher
-from .serving.server import Job, Previews, Server, progress
+from .serving.progress import Previews, load_progress, progress
+from .serving.server import CANCELLABLE, Job, Server
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
-HEARTBEAT_SECONDS = 60.0
-#: Least time between two messages about a load's progress.
-LOAD_SECONDS = 0.1
+PING_SECONDS = 60.0
 Act = Callable[[], None]  # what all ranks do once a message was looked at
-
-
-class Worker:
-    """What every rank does with a message; rank 0 (Leader) adds the clients."""
-
-    def __init__(self, begun: start.Start):
-        self.device = begun.device
-        self.mesh = meshes.build(begun.config, begun.device, begun.store)
-        self.engine = Engine(begun.config, self.mesh, begun.folders)
-        self.dispatcher = Dispatcher(self.mesh.control)
-        self.pids = self.dispatcher.all_gather_object(os.getpid())
-        capabilities = self.dispatcher.all_gather_object(self.engine.capability)
-        self.engine.capability = min((tuple(each) for each in capabilities if each), default=None)
-        self.reports: dict[str, list[dict]] = {}
-        self.paths: dict[str, str] = {}
-
-    def follow(self):
-        """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
-        while not isinstance(message := self.dispatcher.receive(), Shutdown):
-            if isinstance(message, Load):
-                self.load(message)
-            elif isinstance(message, Unload):
-                self.engine.unload(message.model)
-            elif isinstance(message, Arrange):
-                self.arrange(ParallelConfig(**message.config))
-            elif isinstance(message, Sample):
-                try:
-                    self.engine.sample(message, Callbacks())
-                except Stopped:
-                    pass  # rank 0 answers the client
-            elif isinstance(message, ModelCall):
-                self.engine.forward(message)
-
-    def load(self, message: Load, on_progress=lambda done, total: None) -> list[str]:
-        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
-        no rank keeps it), else what it cost each is in ``reports``."""
-        key = model_key(message)
-        if key in self.engine.models:
-            self.engine.name(key, lora_stack(message.loras))
-            return []
-        reason = ""
-        try:
-            self.engine.load(key, message.path, message.weight_dtype, message.matmul, on_progress)
-            print(self.engine.models[key].report)
-        except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
-            traceback.print_exc()
-            reason = f"rank {self.mesh.rank}: {error}"
-        report = None if reason else self.engine.models[key].report.as_dict()
-        answers = self.dispatcher.all_gather_object([reason, report])
-        reasons = [why for why, _ in answers if why]
-        self.reports[key] = [report for _, report in answers]
-        if reasons:
-            self.engine.unload(key)
-        return reasons
-
-    def arrange(self, config: ParallelConfig):
-        """Change the process groups and what is loaded on them."""
-        old = self.mesh
-        self.mesh = meshes.build(config, self.device)
-        self.engine.rearrange(config, self.mesh)
-        meshes.close(old)
-        self.dispatcher = Dispatcher(self.mesh.control)
-        self.reports = {
-            key: self.dispatcher.all_gather_object(self.engine.models[key].report.as_dict())
-            for key in self.reports
-            if key in self.engine.models
-        }
 
 
 class Leader(Worker):
@@ -131,16 +62,25 @@ class Leader(Worker):
     def __init__(self, begun: start.Start):
         super().__init__(begun)
         config, device = begun.config, begun.device
-        welcome = Welcome(config.world_size, device, config.degrees, self.pids)
-        self.server = Server(begun.address, begun.token, welcome, models=self._models)
+        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned.
+        self.checkpoints: dict[str, Checkpoint] = {}
+        #: Loaded model -> its path.
+        self.paths: dict[str, str] = {}
+        welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)
 
-    def _models(self) -> list[str]:
-        return list(self.engine.models.keys() - self.engine.stacks.keys())
+    def _models(self) -> dict[str, str]:
+        loaded = self.engine.models.keys() - self.engine.stacks.keys()
+        return {key: self.paths.get(key, "") for key in loaded}
+
+    def _weight_bytes(self, rank: int) -> int:
+        loaded = self._models()
+        return sum(ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in loaded)
 
     def lead(self):
         """Serve until a client says Shutdown."""
         while True:
-            job = self.server.next_job(HEARTBEAT_SECONDS)
+            job = self.server.next_job(PING_SECONDS)
             if job is None:
                 self.dispatcher.broadcast(Ping())
                 continue
@@ -167,10 +107,13 @@ class Leader(Worker):
         except (UnsupportedError, ConfigError) as error:
             job.reply(Failure(str(error)))
             return
-        if job.cancelled.is_set() and kind in (Sample, ModelCall):
+        if job.cancelled.is_set() and kind in CANCELLABLE:
             job.reply(Cancelled(0))
             return
-        act()
+        try:
+            act()
+        except OutOfRoom as error:  # all ranks agree: none has begun, or there is this one alone
+            job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
 
     def on_arrange(self, job: Job, message: Arrange) -> Act:
         """Refuse what is no configuration of these ranks. Raises ConfigError."""
@@ -203,13 +146,17 @@ class Leader(Worker):
         checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
         with refusing("the model"):
             check_scales(checkpoint)
+            dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
+            planned = self.admission.plan_load(checkpoint, dtype)
+        told = replace(message, trial=dict(checkpoint.trial or {}))
 
         def act():
-            self.dispatcher.broadcast(message)
-            reasons = self.load(message, _reporter(job))
+            self.dispatcher.broadcast(told)
+            reasons = self.load(told, key, load_progress(job), planned)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
+            self.checkpoints[key] = checkpoint
             self.paths[key] = message.path
             self.run(job)  # now that it is loaded: the LoRAs
 
@@ -222,6 +169,7 @@ class Leader(Worker):
         def act():
             if stack:
                 self.dispatcher.broadcast(message)
+                self.load(message, key)
             name = self.engine.name(key, stack)
             info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
             job.reply(Loaded(name, self.engine.models[key].family.name, info))
@@ -230,15 +178,39 @@ class Leader(Worker):
 
     def on_describe(self, job: Job, message: Describe) -> Act:
         """Nothing runs. Raises UnsupportedError or ConfigError."""
-        path = self.paths.get(message.model.partition(LORAS)[0], "")
-        return partial(job.reply, Described(*self.engine.describe(message, path)))
+        return partial(job.reply, Described(*self.engine.describe(message, self._checkpoint(message.model))))
+
+    def _checkpoint(self, model: str) -> Checkpoint:
+        """The checkpoint of a model. Raises UnsupportedError where it is not loaded."""
+        base = model.partition(LORAS)[0]
+        self.engine.loaded(base)
+        return self.checkpoints[base]
+
+    def plan(self, message: Sample | ModelCall) -> Planned:
+        """Plan a checked request. Raises UnsupportedError."""
+        model = self.engine.models[message.model]
+        filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
+        config = planned_config(message, self.engine.config)
+        size = size_of(filled, config, model.family, model.config)
+        return self.admission.plan_request(config, self._checkpoint(message.model), size, model.dtype)
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """A model that is not loaded is no error."""
 
         def act():
             self.dispatcher.broadcast(message)
-            self.engine.unload(message.model)
+            self.unload(message)
+            self.checkpoints = {key: it for key, it in self.checkpoints.items() if key in self.engine.models}
+            job.reply(Result())
+
+        return act
+
+    def on_release(self, job: Job, message: Release) -> Act:
+        """Nothing is refused."""
+
+        def act():
+            self.dispatcher.broadcast(message)
+            self.release(message.ranks)
             job.reply(Result())
 
         return act
@@ -246,9 +218,9 @@ class Leader(Worker):
     def on_sample(self, job: Job, message: Sample) -> Act:
         """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
         self.engine.check_sample(message)
-        return partial(self.sample, job, message)
+        return partial(self.sample, job, message, self.plan(message))
 
-    def sample(self, job: Job, message: Sample):
+    def sample(self, job: Job, message: Sample, planned: Planned):
         """Denoise on all ranks."""
         self.dispatcher.broadcast(message)
         previews = Previews(message.preview_seconds, time.monotonic)
@@ -260,7 +232,7 @@ class Leader(Worker):
             lambda x0: tensors.update(denoised=x0),
         )
         try:
-            samples, stats = self.engine.sample(message, callbacks)
+            samples, stats = self.run_sample(message, callbacks, planned)
         except Stopped as stopped:
             job.reply(Cancelled(stopped.step))
             return
@@ -283,12 +255,12 @@ class Leader(Worker):
         if missing:
             return partial(job.reply, Result({"missing": missing}))
         self.engine.check_forward(message)
-        return partial(self.call, job, message)
+        return partial(self.call, job, message, self.plan(message))
 
-    def call(self, job: Job, message: ModelCall):
+    def call(self, job: Job, message: ModelCall, planned: Planned):
         """Call the model on all ranks."""
         self.dispatcher.broadcast(message)
-        output, stats = self.engine.forward(message)
+        output, stats = self.run_call(message, planned)
         self.reply(job, message.model, Result(stats, {"output": output}))
 
 
@@ -298,29 +270,10 @@ HANDLERS = {
     Load: (Leader.on_load, "the model"),
     Describe: (Leader.on_describe, "what is to be described"),
     Unload: (Leader.on_unload, "what is to be freed"),
+    Release: (Leader.on_release, "what is to be freed"),
     Sample: (Leader.on_sample, "the request"),
     ModelCall: (Leader.on_call, "the call"),
 }
-
-
-def _reporter(job: Job):
-    """Return a callback that reports to the client how many bytes of the file rank 0 has loaded."""
-    rate = Previews(LOAD_SECONDS, time.monotonic)
-
-    def report(done, total):
-        if rate.due() or done == total:
-            job.reply(Progress(done, total))
-
-    return report
-
-
-def model_key(message: Load) -> str:
-    """Names what a Load loads: a file that changed on disk is another model. The same on every rank of a
-    machine."""
-    path = Path(message.path).resolve()
-    stamp = [path.stat().st_mtime_ns, path.stat().st_size] if path.exists() else []
-    what = [str(path), message.weight_dtype, message.matmul, stamp]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 @record

@@ -1,5 +1,5 @@
 """Time and bytes with which each rank loads its part of a checkpoint: one rank, pipeline stages,
-tensor-parallel ranks.
+tensor-parallel ranks; and the time in which parked weights come back.
 
     python benchmarks/load.py [--ranks 2] [--cold] [--quick]
 
@@ -21,6 +21,8 @@ from backend.parallel import mesh
 
 #: Elements of the smallest page (4 KiB) of the widest dtype.
 PAGE = 512
+#: Name of the scenario of bring_back.
+PARKED = "1 rank, parked"
 
 
 def forget(model: str):
@@ -50,14 +52,33 @@ def load(engine: Engine, model: str, device: str) -> tuple[float, int]:
     return seconds, read
 
 
-def scenario(engine: Engine | None, model: str, options):
+def bring_back(engine: Engine, model: str, device: str) -> tuple[float, int]:
+    """Seconds until weights that were parked in host memory are on the device again, and no bytes read. On
+    the CPU nothing is parked: one copy of the weights stands for it."""
+    engine.load("model", model, "default")
+    loaded = engine.models["model"]
+
+    def copy():
+        for module in loaded.modules:
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.clone())
+
+    if device != "cpu":
+        engine.park(loaded)
+    action = copy if device == "cpu" else lambda: loaded.unpark(engine.mesh.device)
+    seconds, _ = common.timed(action, device)
+    engine.unload("model")
+    gc.collect()
+    return seconds, 0
+
+
+def scenario(engine: Engine | None, model: str, options, action=load):
     """A function that loads on the ranks with an engine: (seconds, bytes) of every rank."""
 
     def run():
         if options.cold:
             forget(model)
         common.meet()
-        found = load(engine, model, options.device) if engine else (0.0, 0)
+        found = action(engine, model, options.device) if engine else (0.0, 0)
         return common.of_all_ranks(*found)
 
     return run
@@ -67,7 +88,7 @@ def rows_of(found: dict[str, list], ranks: int) -> list[dict]:
     """One row for each scenario and rank that loads."""
     whole, rows = found["1 rank"][0][0][1], []
     for name, rounds in found.items():
-        sharers = 1 if name == "1 rank" else ranks
+        sharers = 1 if name in ("1 rank", PARKED) else ranks
         for rank in range(sharers):
             read = rounds[0][rank][1]
             rows.append(
@@ -134,6 +155,7 @@ def main():
         **engines,
     }
     scenarios = {name: scenario(engine, model, options) for name, engine in engines.items()}
+    scenarios[PARKED] = scenario(engines["1 rank"], model, options, bring_back)
     for run in scenarios.values():
         run()
     found, busy = common.interleave(scenarios, options.rounds, options.patience)

@@ -26,8 +26,9 @@ from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host import stock_loras
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, make_no_room, unload_with, with_lora
+from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, make_no_room, with_lora
 from .host.progress import NodeStatus
+from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
@@ -108,7 +109,6 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
     patcher.add_wrapper(WrappersMP.OUTER_SAMPLE, transformer.hold_backend)
     add_wrapper(WrappersMP.PREPARE_SAMPLING, make_no_room, patcher.model_options, is_model_options=True)
-    unload_with(patcher, dit)
     return patcher
 
 
@@ -119,6 +119,8 @@ class RemoteTransformer(ElsewhereModule):
         super().__init__(dtype, attributes)
         self.dit = dit
         self.held: tuple[Backend, Loaded] | None = None
+        #: Whether the next call asks ComfyUI for room: the first of a sampling.
+        self.asks = False
         self.cached_arguments = ArgumentCache()
         #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
@@ -147,9 +149,11 @@ class RemoteTransformer(ElsewhereModule):
         before = self.held
         options = executor.class_obj.model_options.get("transformer_options", {})
         self.held = ensure_loaded(options.get(HANDLE, self.dit))
+        self.asks = True
         try:
             return executor(*args, **kwargs)
         finally:
+            self.held[0].release(host_room())
             self.held = before
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
@@ -209,7 +213,10 @@ class RemoteTransformer(ElsewhereModule):
             self.cached_arguments.shortened(call),
             should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
+            room=host_room() if self.asks else None,
+            keep=entries_to_keep(self.dit, sampling=True),
         )
+        self.asks = False
         return result, all(found)
 
     def _check_options(self, control, options: dict[str, Any]):

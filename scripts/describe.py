@@ -3,7 +3,8 @@
 
 MODEL is a safetensors or GGUF file or a diffusers folder; only its headers are read. Options are those of
 ParallelConfig. --json prints {"ranks": [{"weight_bytes": ..., "kv_bytes": ..., ...}, ...]}: the fields of
-RankPlan (backend/rank_plan/describe.py) for every rank.
+RankPlan (backend/rank_plan/describe.py) for every rank. --compute-capability 12.0 plans for GPUs of that
+capability: which quantized layers multiply natively there (docs/models.md), and the default type.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
-from backend.rank_plan import describe
+from backend.rank_plan import automatic_choices, describe
 
 
 def options() -> argparse.Namespace:
@@ -33,6 +34,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--text-tokens", type=int, default=512, help="text tokens of a request")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
+    parser.add_argument("--compute-capability", type=float, help="of the GPUs, such as 8.9")
     parser.add_argument("--json", action="store_true", help="print every number, as JSON")
     for field in fields(ParallelConfig):
         name = "--" + field.name.replace("_", "-")
@@ -48,7 +50,8 @@ def main():
     config = ParallelConfig(**{field.name: getattr(chosen, field.name) for field in fields(ParallelConfig)})
     try:
         checkpoint = open_checkpoint(chosen.model)
-        dtype = default_dtype(checkpoint, torch.device("cuda"), None)  # of a GPU with fast bfloat16
+        capability = chosen.compute_capability and divmod(round(10 * chosen.compute_capability), 10)
+        dtype = default_dtype(checkpoint, torch.device("cuda"), capability)  # None: with fast bfloat16
         plans = describe(
             config,
             checkpoint,
@@ -57,6 +60,7 @@ def main():
             chosen.batch,
             chosen.branches,
             dtype,
+            choices=automatic_choices(config, checkpoint, capability),
         )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))

@@ -28,7 +28,7 @@ from tiny import golden_request, write_checkpoint
 
 #: Files of backend/ whose lines are counted.
 WATCHED = (
-    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker"),
+    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker", "rank"),
     *("serving/server", "serving/argument_cache", "loading/lora_keys"),
     *(
         f"sampling/{name}"
@@ -103,7 +103,7 @@ def good_frames(rank0: Rank0) -> list[bytes]:
         else value
         for name, value in sample.tensors.items()
     }
-    return seeds(rank0.model, rank0.paths[rank0.model], replace(sample, tensors=tensors))
+    return seeds(rank0.model, rank0.path, replace(sample, tensors=tensors))
 
 
 class Fuzz:

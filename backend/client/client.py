@@ -20,8 +20,10 @@ START_SECONDS = 0.01
 FRAME_SECONDS = 60.0
 #: A backend lets a client in within this long, also while its ranks work.
 GREET_SECONDS = 30.0
-#: Longest wait for the end of the step that runs when Cancel is sent.
+#: Least of the longest wait for the end of the step that runs when Cancel is sent; a request whose steps take
+#: longer is given the time of CANCEL_STEPS of them.
 CANCEL_SECONDS = 120.0
+CANCEL_STEPS = 2
 
 
 def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
@@ -55,13 +57,15 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
 class BackendClient:
     """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
-    ``welcome`` says what runs behind it, ``check`` is as in ``request``. Raises OSError where nobody listens
-    at ``address``, BackendError where the peer hangs up or does not let us in.
+    ``welcome`` says what runs behind it, ``check`` is as in ``request``; ``is_hung``: does the caller know
+    that the ranks will not answer? Raises OSError where nobody listens at ``address``, BackendError where the
+    peer hangs up or does not let us in.
     """
 
-    def __init__(self, address: str, token: str, check=lambda: None):
+    def __init__(self, address: str, token: str, check=lambda: None, is_hung=lambda: False):
         self.address = address
         self.closed = False
+        self._is_hung = is_hung
         self._socket = open_socket(address)
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
@@ -99,24 +103,29 @@ class BackendClient:
         ``meanwhile()`` runs while the ranks work.
 
         What ``on_progress(Progress)`` raises cancels the request, waits for its end and is raised again, so
-        that the connection stays usable.
+        that the connection stays usable. Where the ranks hang, or their step does not end, it is closed.
         """
         self.send(message)
+        longest = 0.0
+        last = time.monotonic()
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
             while not should_cancel():
                 reply = self._next()
                 if isinstance(reply, protocol.Progress):
+                    now = time.monotonic()
+                    longest = max(longest, now - last)
+                    last = now
                     on_progress(reply)
                 elif reply is not None:
                     return self._accepted(reply)
         except (BackendError, RefusedError):
             raise
         except BaseException:
-            self._cancel()
+            self._cancel(longest)
             raise
-        self._cancel()
+        self._cancel(longest)
         return None
 
     def send(self, message):
@@ -183,17 +192,23 @@ class BackendClient:
             raise BackendError(f"{what}; it is another program or another version")
         return reply
 
-    def _cancel(self):
+    def _cancel(self, step: float):
+        """Have the ranks stop, whose longest step so far took ``step`` seconds, and wait until they have.
+        Hang up on those that do not: who cancels is interrupted in any case, which is no error."""
         self.send(protocol.Cancel())
-        deadline = time.monotonic() + CANCEL_SECONDS
-        while time.monotonic() < deadline:
-            reply = self._next()
+        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * step)
+        while time.monotonic() < deadline and not self._is_hung():
+            try:
+                reply = self._next()
+            except BackendError:
+                if self._is_hung():
+                    return  # and was ended for it
+                raise
             if isinstance(reply, Failure) and reply.fatal:
                 self._accepted(reply)
             if reply is not None and not isinstance(reply, protocol.Progress):
                 return
         self.close()
-        raise BackendError(f"The backend did not stop within {CANCEL_SECONDS:.0f} s of Cancel")
 
     def _next(self, limit: int = framing.MAX_BODY):
         """Return the next message, all of it, or None where none begins within POLL_SECONDS."""
@@ -215,6 +230,8 @@ class BackendClient:
         if not isinstance(reply, Failure):
             return reply
         if not reply.fatal:
-            raise RefusedError(reply.message)
+            refusal = RefusedError(reply.message)
+            refusal.lacking = dict(reply.lacking)
+            raise refusal
         self.close()
         raise BackendError(reply.message)

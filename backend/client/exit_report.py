@@ -4,7 +4,9 @@ torchrun kills the other ranks once one has failed, and ranks fail whose peer is
 """
 
 import json
+import os
 import re
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +15,26 @@ from pathlib import Path
 _FAILURE = re.compile(
     r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: \d+\)"
 )
+#: torchrun's heading over the rank that ended first.
+_FIRST = "Root Cause (first observed failure)"
 #: What a rank says when it was another one that went away.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error"
-    r"|recvvalue failed|store.*(timeout|timed out)",
+    r"|recvvalue failed|store.*(timeout|timed out)|timed out waiting|collective operation timeout",
     re.IGNORECASE,
 )
 _LONGEST = 400
+#: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
+#: 10 MB a channel and peer.
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_MEMORY = 1 << 30
+#: Signal -> what sends it to a rank that nobody has killed.
+_SENDERS = {
+    "SIGKILL": ", as the system does when memory runs out",
+    "SIGBUS": ", as the system does when a file is cut short while it is read, or shared memory runs out",
+}
+#: A disk with less than this free (bytes) is full: logs and error files could not be written.
+_FULL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,10 @@ class RankFailure:
 
     def __str__(self):
         if self.error:
-            return f"rank {self.rank} failed with {self.error}"
+            return f"rank {self.rank} failed with {self.error}{_shared_memory_hint(self.error)}"
         if self.code < 0:
             name = signal.Signals(-self.code).name
-            hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            return f"rank {self.rank} was killed by {name}{hint}"
+            return f"rank {self.rank} was killed by {name}{_SENDERS.get(name, '')}"
         return f"rank {self.rank} exited with code {self.code}"
 
 
@@ -54,14 +68,41 @@ def first_failure(folder: Path) -> RankFailure | None:
         known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
         found[rank] = replace(known, code=code)
     causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
-    # a signal comes from outside and leaves no time: what the others recorded followed from it
-    return min(causes, key=lambda failure: (failure.code >= 0, failure.seconds, failure.rank), default=None)
+    first = _seen_first(folder)
+
+    def order(failure: RankFailure):
+        # a signal comes from outside and leaves no time: what the others recorded followed from it
+        by_signal = failure.code < 0
+        return not by_signal, by_signal and failure.rank != first, failure.seconds, failure.rank
+
+    return min(causes, key=order, default=None)
+
+
+def full_disk(folder: Path) -> str:
+    """Return a sentence on the disk of the backend's folder where it is full, else nothing."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:  # the folder is gone
+        return ""
+    if disk.free >= _FULL:
+        return ""
+    what = f" The disk of {folder} is full ({disk.free:,} of {disk.total:,} bytes free)"
+    return f"{what}: make room there, or set TMPDIR to a folder on another one."
 
 
 def _exit_codes(folder: Path) -> dict[int, int]:
+    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(_log(folder))}
+
+
+def _seen_first(folder: Path) -> int | None:
+    """Return the rank that torchrun saw end first; it sends SIGTERM to the others itself."""
+    match = _FAILURE.search(_log(folder).partition(_FIRST)[2])
+    return int(match["rank"]) if match else None
+
+
+def _log(folder: Path) -> str:
     log = folder / "backend.log"
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(text)}
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _recorded_errors(folder: Path):
@@ -86,3 +127,17 @@ def _one_line(text: str) -> str:
     lines = [line for line in text.strip().split("\n") if line.strip()]
     line = lines[0].strip() if lines else ""
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
+
+
+def _shared_memory_hint(error: str) -> str:
+    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
+    if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not SHARED_MEMORY.exists():
+        return ""
+    room = os.statvfs(SHARED_MEMORY)
+    size = room.f_frsize * room.f_blocks
+    if size >= LEAST_SHARED_MEMORY:
+        return ""
+    return (
+        f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
+        f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"
+    )

@@ -5,9 +5,11 @@ import atexit
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -16,9 +18,11 @@ from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
+from ..protocol.heartbeats import Beat, Heartbeats
 from .client import BackendClient
-from .exit_report import first_failure
+from .exit_report import first_failure, full_disk
 from .private_folder import PrivateFolder
+from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 
 PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
@@ -27,12 +31,22 @@ READY_SECONDS = 300.0
 STORE = "ranks-store"
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
+#: Settings of torch's allocator, under the names of several versions of it.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
+_GROWING = "expandable_segments:True"
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *_ALLOCATOR,
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    # another function than the one that the attention hook replaces (sampling/model_runner.py)
+    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
@@ -55,6 +69,20 @@ def closed_doors(parent: dict) -> dict:
     return doors
 
 
+def allocator_settings(parent: dict) -> dict:
+    """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
+    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out."""
+    found = {}
+    for name in _ALLOCATOR:
+        parts = [part.strip() for part in parent.get(name, "").split(",")]
+        users = [part for part in parts if part and not part.startswith("backend:")]
+        if users:
+            found[name] = ",".join(users)
+    if found or sys.platform != "linux":
+        return found
+    return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
+
+
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's."""
     env = {
@@ -72,6 +100,7 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
         visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
         names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
+        env |= allocator_settings(parent)
     env |= closed_doors(parent)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"
@@ -89,14 +118,14 @@ def rendezvous_flags(folder: Path) -> list[str]:
 
 
 def launch_command(
-    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = ()
+    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = (), heartbeats: str = ""
 ) -> list[str]:
     """Return the command line of the agent; the ranks' output goes to files under ``folder`` and through the
     agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
-    loaded from below ``models`` alone."""
+    loaded from below ``models`` alone; the ranks beat in the memory at ``heartbeats``."""
     agent = agent_command(config.world_size, folder)
     rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
-    return [*agent, *rank, "--parent-pipe", "--models", *models]
+    return [*agent, *rank, "--parent-pipe", "--heartbeats", heartbeats, "--models", *models]
 
 
 def agent_command(ranks: int, folder: Path) -> list[str]:
@@ -125,21 +154,33 @@ class BackendProcess:
     """A backend that this process started and owns. Every rank inherits the read end of a pipe that only we
     hold open: token and configuration come through it, and ranks end when it closes, however we end."""
 
-    def __init__(self, config: ParallelConfig, device: str, models: Iterable[str] = ()):
-        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``."""
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: str,
+        models: Iterable[str] = (),
+        address: str = "",
+        token: str = "",
+    ):
+        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
+        ``address`` and ``token`` are those of other clients; without them there are none."""
         self.models = frozenset(models)
-        self._private = PrivateFolder()
+        self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
-        self.address = _free_address(self.folder)
-        self._token = secrets.token_hex(32)
+        #: Which rank was found to hang, and ended with all others; empty while none was.
+        self.silence = ""
+        self._heartbeats = Heartbeats.make(config.world_size, self.folder)
+        self.address = address or _free_address(self.folder)
+        self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = False
         # the ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
+        allowed = sorted(self.models)
         with open(self.log, "wb") as log:
             self._agent = subprocess.Popen(
-                launch_command(config, self.address, self.folder, sorted(self.models)),
+                launch_command(config, self.address, self.folder, allowed, self._heartbeats.path),
                 cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -153,6 +194,7 @@ class BackendProcess:
         self._pipe = self._agent.stdin
         self._pipe.write(line.encode() + b"\n")
         self._pipe.flush()
+        self._watch = SilenceWatch(self._heartbeats, self._end_silent)
         atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
@@ -176,11 +218,12 @@ class BackendProcess:
                 f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}."
             ) from None
         self._client = client
+        self._watch.ready()
         return client
 
     def _try_to_connect(self, check) -> BackendClient | None:
         try:
-            return BackendClient(self.address, self._token, check)
+            return BackendClient(self.address, self._token, check, self._is_hung)
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
@@ -189,13 +232,19 @@ class BackendProcess:
             raise self.failure() from error
 
     @property
-    def ready_ranks(self) -> int:
-        """How many ranks have imported everything and wait for the others."""
-        return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
+    def ready(self) -> str:
+        """How many ranks have imported everything and wait for the others, for a message; empty for none."""
+        found = sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
+        return f": {found} of {self._ranks} ready" if found else ""
 
     @property
     def running(self) -> bool:
-        return self._agent.poll() is None
+        return not self.silence and self._agent.poll() is None
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Has a client told it to end?"""
+        return not self.silence and self._agent.poll() == 0
 
     def failure(self) -> BackendError:
         """Return the error for a request that the backend has not answered: its failure cause, or ClosedError
@@ -205,19 +254,29 @@ class BackendProcess:
         return BackendError(self.failure_cause())
 
     def failure_cause(self) -> str:
-        """Return one sentence on why the backend ended, once torchrun has written it."""
+        """Return one or two sentences on why the backend ended, once torchrun has written it, or what the
+        ranks have left while their processes still run."""
         self._private.keep()
-        try:
-            self._agent.wait(EXIT_REPORT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"The backend's connection was lost while its processes still run; its log is {self.log}."
-        cause = first_failure(self.folder) or f"its launcher exited with code {self._agent.returncode}"
-        return f"The backend ended because {cause}; its log is {self.log}."
+        if not self.silence:
+            self._wait(EXIT_REPORT_SECONDS)
+        cause = self.silence or first_failure(self.folder)
+        status = self._agent.poll()
+        disk = full_disk(self.folder)
+        if cause is None and status is None:
+            what = "The backend's connection was lost while its processes still run"
+            return f"{what}; its log is {self.log}.{disk}"
+        cause = cause or f"its launcher exited with code {status}"
+        return f"The backend ended because {cause}; its log is {self.log}.{disk}"
+
+    def beats(self) -> list[Beat]:
+        """Return the heartbeats of every rank."""
+        return self._heartbeats.read()
 
     def close(self):
-        """End every rank: ask, then close their pipe, then signal what is left. More than once is fine."""
+        """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""
         self._closing = True
         atexit.unregister(self.close)
+        self._watch.stop()
         if self._client is not None and not self._client.closed:
             try:
                 self._client.send(Shutdown())
@@ -226,12 +285,35 @@ class BackendProcess:
                 pass  # it hung up first, which is what was asked for
             self._client.hang_up()  # not closed here: another thread may wait on it
         self._pipe.close()
+        if self._is_hung() or not self._wait(3):
+            self._kill_ranks()  # those that live do not see the end of their pipe
         if not self._wait(3):
             self._agent.terminate()
             if not self._wait(8):
                 self._agent.kill()
         self._agent.wait()
+        self._heartbeats.close()
         self._private.close()
+
+    def _is_hung(self) -> bool:
+        """Has a rank been silent for so long that nobody waits for it who wants to stop?"""
+        self.silence = self.silence or self._watch.silent(CANCEL_SECONDS)
+        return bool(self.silence)
+
+    def _end_silent(self, silence: str):
+        """End all ranks, one of which hangs: the others may wait for it for hours."""
+        if not self._closing:
+            self.silence = silence
+            self._kill_ranks()
+
+    def _kill_ranks(self):
+        """Kill the ranks that live: processes whose command line has our folder, whose name is random."""
+        for beat in self._heartbeats.read():
+            if is_of(beat.pid, self.folder):
+                try:
+                    os.kill(beat.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
 
     def _wait(self, seconds: float) -> bool:
         try:
@@ -239,6 +321,16 @@ class BackendProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def _private_folder() -> PrivateFolder:
+    """Return a new folder, or BackendError where the disk has no room for one."""
+    try:
+        return PrivateFolder()
+    except OSError as error:
+        place = tempfile.gettempdir()
+        what = f"No folder for the backend's socket and logs can be made in {place} ({error})"
+        raise BackendError(f"{what}; make room there, or set TMPDIR to another folder.") from error
 
 
 def _free_address(folder: Path) -> str:

@@ -5,20 +5,23 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import asdict, replace
+from functools import cache
 
 import torch
 
 from .. import protocol
-from ..config import ConfigError, ParallelConfig, in_words
-from ..protocol import BackendError
+from ..config import ParallelConfig
+from ..protocol import BackendError, RefusedError
 from .client import BackendClient
+from .connect import connect
+from .idle import IdleClock, idle_seconds, watch
 from .launcher import BackendProcess, ClosedError
+from .room import Room
 
 #: What a backend holds for a graph: path, weight_dtype, matmul.
 Wanted = tuple[str, str, str]
-#: Environment variable with the addresses that a graph may name.
-ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
 _lock = threading.Lock()
 #: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
@@ -36,6 +39,7 @@ class Backend:
         self.process = process
         self.models: dict[Wanted, str] = {}
         self.closed = False
+        self.clock = IdleClock()
         self._busy = threading.Lock()
 
     @property
@@ -51,47 +55,96 @@ class Backend:
         loras=(),
         on_progress=lambda progress: None,
         matmul: str = "auto",
+        room: Room | None = None,
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; with it, all others
         make room first. ``loras``: (path, strength) of each, in order. ``check`` and ``on_progress`` as in
-        BackendClient.request."""
+        BackendClient.request. ``room``: makes room on devices that ranks share with this process."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
             unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
             for other in unused:
                 self._request(protocol.Unload(self.models.pop(other)), check)
-            loaded = self._request(message, check, on_progress)
+
+        def load(message) -> protocol.Loaded:
+            with self._busy:
+                return self._request(message, check, on_progress)
+
+        loaded = self._with_room(message, load, room)
+        with self._busy:
             replaced = self.models.get(key)
             self.models[key] = loaded.base
             if replaced is not None and replaced != loaded.base:  # the file has changed since
                 self._request(protocol.Unload(replaced), check)
             return loaded
 
+    def _with_room(self, message, run, room: Room | None, keep: Collection = ()):
+        """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again.
+        Not while we are busy: other models of the ranks may have to go for it."""
+        shared = room.shared_ranks(self.welcome) if room else []
+        if room is None or not shared:
+            return run(message)
+        fields = {"shared": shared} if isinstance(message, protocol.Sample) else {}
+        try:
+            return run(replace(message, asking=shared, **fields))
+        except RefusedError as error:
+            lacking = {rank: size for rank, size in error.lacking.items() if rank in shared}
+            if not lacking:
+                raise
+        room.make(self.welcome, lacking, keep)
+        return run(replace(message, **fields))
+
     def describe(self, message: protocol.Describe) -> protocol.Described:
         """What each rank would hold and send; nothing runs."""
         with self._busy:
             return self._request(message)
 
-    def unload(self, path: str, weight_dtype: str, matmul: str = "auto"):
-        """Free a transformer on every rank, unless it is not loaded or a request runs."""
+    def unload(self, path: str, weight_dtype: str, matmul: str = "auto") -> bool:
+        """Take a transformer off the device of every rank, into host memory where that has room; return
+        whether it was done: not while a request runs."""
         if not self._busy.acquire(blocking=False):
-            return
+            return False
         try:
-            model = self.models.pop((path, weight_dtype, matmul), None)
+            model = self.models.get((path, weight_dtype, matmul))
             if model is not None:
-                self._request(protocol.Unload(model))
+                self._request(protocol.Unload(model, park=True))
+            return model is not None
         finally:
             self._busy.release()
 
-    def sample(self, message: protocol.Sample | protocol.ModelCall, *callbacks, **named_callbacks):
+    def release(self, room: Room | None):
+        """Have ranks give cached memory back on devices that they share with this process."""
+        ranks = room.shared_ranks(self.welcome) if room else []
+        if ranks and self.alive():
+            with self._busy:
+                self._request(protocol.Release(ranks))
+
+    def sample(
+        self,
+        message: protocol.Sample | protocol.ModelCall,
+        *callbacks,
+        room: Room | None = None,
+        keep: Collection = (),
+        **named_callbacks,
+    ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it."""
-        with self._busy:
-            try:
-                return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
-            except ClosedError:
-                return None
+        this process ends it, as it does where a cancelled request does not end. ``room`` as in load;
+        ``keep``: entries of ComfyUI's list that it leaves."""
+
+        def sample(message):
+            with self._busy:
+                try:
+                    return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+                except ClosedError:
+                    return None
+
+        result = self._with_room(message, sample, room, keep)
+        if result is None and self.closed:
+            why = self.process.silence if self.process is not None else ""
+            why = why or "the call of the model in progress did not end in time"
+            logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
+        return result
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
@@ -122,6 +175,10 @@ class Backend:
         finally:
             self._busy.release()
 
+    def is_idle(self, seconds: float) -> bool:
+        """Return whether it is ours, and nobody has used it for so long."""
+        return self.process is not None and not self._busy.locked() and self.clock.idle_for(seconds)
+
     def loss(self) -> str:
         """Return one sentence on why a backend that is not alive has ended between two requests; empty where
         a request has said it already, or where we have closed it."""
@@ -149,6 +206,7 @@ class Backend:
                 raise BackendError(f"{error}; the next run connects again.") from error
             raise self.process.failure() from error
         finally:
+            self.clock.used()
             if self.client.closed:
                 self.close()
 
@@ -176,11 +234,12 @@ def backend_for(
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
+            backend.clock.used()
             return backend
         _report_losses(warn)
         _drop(key)
         if config.address:
-            backend = _connect(config)
+            backend = Backend(config, connect(config))
         else:
             backend = _changed(config, check) or _launch(config, check, show)
         _backends[key] = backend
@@ -194,10 +253,8 @@ def folders() -> list[str]:
 
 def keeps_weights(config: ParallelConfig) -> bool:
     """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
-    return any(
-        running.can_become(config) and running.config.same_weights(config) and running.alive()
-        for running in list(_backends.values())
-    )
+    running = launched()
+    return running is not None and running.can_become(config) and running.config.same_weights(config)
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
@@ -210,9 +267,12 @@ def launched() -> Backend | None:
     return next((b for b in list(_backends.values()) if b.process is not None and b.alive()), None)
 
 
-def backend_holding(wanted: Wanted) -> Backend | None:
-    """Return a backend that has loaded ``wanted`` for us, alive or not."""
-    return next((backend for backend in list(_backends.values()) if wanted in backend.models), None)
+def close_idle(seconds: float):
+    """End every backend that this process launched and has not used for so long."""
+    with _lock:
+        for key in [key for key, backend in _backends.items() if backend.is_idle(seconds)]:
+            logging.info("parallel-dit: the ranks were idle for %.0f min and end", seconds / 60)
+            _drop(key)
 
 
 def close_all():
@@ -266,13 +326,12 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     began = time.monotonic()
 
+    _watch_idle()
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
 
     def wait():
-        ready = process.ready_ranks
-        state = f": {ready} of {config.world_size} ready" if ready else ""
-        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{state}")
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{process.ready}")
         check()
 
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)
@@ -283,29 +342,9 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
         raise
 
 
-def _connect(config: ParallelConfig) -> Backend:
-    # graphs come from strangers: they may name only what this process's starter has listed
-    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
-    if config.address not in allowed:
-        raise ConfigError(
-            f"address is {config.address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may "
-            f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
-            f"clear address to launch one here."
-        )
-    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
-    if not token:
-        what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
-        raise ConfigError(f"{what}; set it to the token that this backend was started with.")
-    try:
-        client = BackendClient(config.address, token)
-    except OSError as error:
-        why = f"No backend listens at {config.address} ({error})"
-        raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
-    runs = client.welcome.degrees
-    if runs != config.degrees:
-        client.close()
-        raise ConfigError(
-            f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
-            f"{in_words(config.degrees)}; set the same degrees."
-        )
-    return Backend(config, client)
+@cache
+def _watch_idle():
+    """Begin to look for idle backends, once, where that is asked for. Raises ConfigError."""
+    seconds = idle_seconds()
+    if seconds is not None:
+        watch(seconds, close_idle)

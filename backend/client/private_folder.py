@@ -38,7 +38,11 @@ class PrivateFolder:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_SHORT)
         self.path = Path(folder)
-        self._lock = _locked(self.path)
+        try:
+            self._lock = _locked(self.path)
+        except OSError:  # the disk is full
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._kept = False
 
     def keep(self):

@@ -20,8 +20,8 @@ from ..models import FAMILIES
 from ..models.family import Family
 from ..models.key_layout import Shapes
 from ..parallel import block_cost, stage_split
+from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
 from ..parallel.stage_split import Stages
-from ..parallel.tensor_parallel import Shard
 from ..quantization.kernels import Choice
 from ..quantization.packed import Packed
 from .autodetect import inputs
@@ -37,17 +37,18 @@ from .parameter_sources import (
     sources,
 )
 from .safetensors_files import Weights
-from .weight_loading import load
+from .weight_loading import column_units, load
 
-#: End of the key of a table of positions, which takes seconds and gigabytes to compute.
-STORED_TABLE = "pos_embed"
+#: Ends of the key of a table of positions, which takes seconds and gigabytes to compute.
+STORED_TABLES = ("pos_embed", "pos_embedding")
 
 
 @dataclass
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ; pipeline: configurations next to a diffusers
-    folder's transformer, "scheduler" and "vae"."""
+    folder's transformer, "scheduler" and "vae". trial: of a transformer that no family file describes
+    (autodetect/fallback.py)."""
 
     name: str
     family: Family
@@ -57,6 +58,7 @@ class Checkpoint:
     single_file: bool = False
     latent_format: str | None = None
     pipeline: dict = field(default_factory=dict)
+    trial: Mapping | None = None
 
     @property
     def generic(self) -> dict | None:
@@ -77,7 +79,7 @@ class Checkpoint:
     def empty(self) -> nn.Module:
         """The transformer without weights (buffers are real but for those that the file stores). Raises
         UnsupportedError."""
-        if any(key.endswith(STORED_TABLE) for key in self.files.shapes):
+        if any(key.endswith(STORED_TABLES) for key in self.files.shapes):
             with torch.device("meta"):
                 transformer = self._build(include_buffers=True)
             shapes = {name: tuple(value.shape) for name, value in transformer.state_dict().items()}
@@ -97,7 +99,7 @@ class Checkpoint:
                 patch_module(transformer, self.config)
         return transformer.eval().requires_grad_(False)
 
-    @property
+    @cached_property
     def block_names(self) -> list[str]:
         """Names of all blocks in pipeline order."""
         return [
@@ -117,11 +119,19 @@ class Checkpoint:
 
     def modulation(self, block: str) -> list[str]:
         """Name the modulation layers (family.cache.modulation) of a block."""
-        return [
-            f"{block}.{name}"
-            for name, _ in self.empty.get_submodule(block).named_modules()
-            if any(fnmatchcase(name, pattern) for pattern in self.family.cache.modulation)
-        ]
+        return self._modulation[block]
+
+    @cached_property
+    def _modulation(self) -> dict[str, list[str]]:
+        patterns = self.family.cache.modulation
+        return {
+            block: [
+                f"{block}.{name}"
+                for name, _ in self.empty.get_submodule(block).named_modules()
+                if any(fnmatchcase(name, pattern) for pattern in patterns)
+            ]
+            for block in self.block_names
+        }
 
     def stages(self, config: ParallelConfig) -> Stages:
         """Split the blocks over pipeline stages, as the configuration lists them or by work and weights."""
@@ -136,6 +146,13 @@ class Checkpoint:
         ]
         weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
         return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts)
+
+    def cut_plan(self, config: ParallelConfig) -> CutPlan:
+        """Plan which piece of each matrix a tensor-parallel rank keeps. Raises UnsupportedError."""
+        ranks = config.tensor_parallel_degree
+        if ranks == 1:
+            return CutPlan({})
+        return cut_plan(self.empty, self.family, config.split_scheme, ranks, column_units(self))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

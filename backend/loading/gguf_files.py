@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
-from ..quantization.formats import Format, Settings, gguf_format
+from ..quantization.formats import Format, Settings, gguf_format, has_finite_scales
 from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
@@ -74,7 +74,9 @@ class GGUFFile:
         width = math.prod(stored.shape[1:])
         lo = first * width // stored.block
         hi = -(-last * width // stored.block)
-        values = self._values(stored, stored.data.view(-1, stored.size)[lo:hi], dtype, device)
+        blocks = stored.data.view(-1, stored.size)[lo:hi]
+        self._check_scales(key, blocks)
+        values = self._values(stored, blocks, dtype, device)
         if not stored.shape:
             return values.view(())
         start = first * width - lo * stored.block
@@ -92,6 +94,7 @@ class GGUFFile:
         hi = -(-right // stored.block)
         blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
         self.bytes_read += blocks.numel()
+        self._check_scales(key, blocks)
         kept = range(left - lo * stored.block, right - lo * stored.block)
         values = {"values": blocks.flatten(1).to(device)}
         return Packed(
@@ -110,6 +113,15 @@ class GGUFFile:
             return None
         blocks = sum(-(-run.stop // stored.block) - run.start // stored.block for run in columns)
         return [StoredSize(rows, rows * blocks * stored.size)]
+
+    def _check_scales(self, key: str, blocks: Tensor):
+        """Refuse blocks that are about to be read, whose scales are inside them. Raises UnsupportedError."""
+        kind = self._stored[key].kind
+        if not has_finite_scales(kind, blocks.reshape(-1, blocks.shape[-1])):
+            raise UnsupportedError(
+                f"{self.name}: the {kind} blocks of {quoted(key)} have a scale of NaN or infinity, and so "
+                f"would every image; download the file again, or use another one of this model."
+            )
 
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Compute the values of ``blocks`` of a tensor that is plain, or no matrix of whole blocks."""

@@ -63,3 +63,15 @@ def peak_bytes(device: torch.device) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     highest = next(line for line in lines if line.startswith("VmHWM"))
     return 1024 * int(highest.split()[1])
+
+
+def by_rank(reasons: list[str]) -> list[str]:
+    """Return each reason for which ranks could not load, with those ranks; an empty one is none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason:
+            ranks.setdefault(reason, []).append(rank)
+    return [
+        f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}: {reason}"
+        for reason, which in ranks.items()
+    ]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..parallel import fsdp
+from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..parallel.tensor_parallel import Shard
 from ..quantization.packed_weight import LowRank, PackedWeight
 from .adapters import Adapter, cut, is_low_rank, matrix
 from .checkpoint import Checkpoint

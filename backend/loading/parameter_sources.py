@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Layout, Shapes
+from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..parallel.tensor_parallel import Shard
 from ..quantization.packed import Packed, join
 from .header_limits import is_number
 from .safetensors_files import StoredSize, Weights

@@ -1,6 +1,7 @@
 """Recognises the transformer of a file or folder by its headers, and opens its checkpoint."""
 
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from .regular_files import read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
 
 
-def open_checkpoint(path: str, allowed: Folders = ANYWHERE) -> Checkpoint:
+def open_checkpoint(path: str, allowed: Folders = ANYWHERE, trial: Mapping | None = None) -> Checkpoint:
     """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
-    is ``allowed``. Raises UnsupportedError."""
+    is ``allowed``. ``trial``: Checkpoint.trial of it, as another rank has it. Raises UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
-    checkpoint = _open_folder(where, allowed) if where.is_dir() else _open_single_file(where)
+    checkpoint = _open_folder(where, allowed, trial) if where.is_dir() else _open_single_file(where)
     check_complete(checkpoint)
     return checkpoint
 
@@ -60,7 +61,7 @@ def _unread(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
+def _open_folder(folder: Path, allowed: Folders, trial: Mapping | None) -> Checkpoint:
     inner = folder / "transformer" if is_pipeline(folder) else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
@@ -83,12 +84,12 @@ def _open_folder(folder: Path, allowed: Folders) -> Checkpoint:
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
         _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
-        family = fallback.family(cls, config, pipeline.get("scheduler"))
+        family, trial = fallback.family(cls, config, pipeline.get("scheduler"), trial)
     names = {**(companion.names if companion else {}), **family.layout.moved(config)}
     keys = renamed(names, {key: key for key in files.shapes})
     config |= family.build.pipeline(pipeline)
     family = family.of(config)
-    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline)
+    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline, trial)
 
 
 def _open_single_file(path: Path) -> Checkpoint:

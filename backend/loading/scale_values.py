@@ -11,7 +11,8 @@ from .quantized_layers import Layer
 
 def check_scales(checkpoint: Checkpoint):
     """Refuse a scale that is NaN or infinite; nothing else is read. The scales of GGUF files are inside their
-    blocks, and are not looked at. Raises UnsupportedError."""
+    blocks, and are looked at as these are read (gguf_files.py), not the whole file twice. Raises
+    UnsupportedError."""
     files = checkpoint.files
     if not isinstance(files, ScaledFiles):
         return

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..parallel.tensor_parallel import Shard, ShardedLinear
+from ..parallel.matrix_cuts import Shard
+from ..parallel.tensor_parallel import ShardedLinear
 from ..quantization.kernels import Choice
-from ..quantization.matmul import Matrix
+from ..quantization.matmul import Matrix, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def keeps_packed(module: nn.Module, is_cut: bool = False) -> bool:
 
 
 def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
-    """Return the parameters that stay quantized, from headers, as the pieces of ``shards``."""
+    """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are."""
     found = {}
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
@@ -81,10 +82,20 @@ def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str,
         if quantization is not None:
             rows, columns = checkpoint.shapes[name]
             shard = shards.get(where)
-            if shard is not None:
-                rows = sum(map(len, shard.outputs))
-            edges = shard.edges if shard is not None else ()
-            found[name] = Matrix(*quantization, rows, edges or (0, columns))
+            heights = (rows,) if shard is None else shard.heights
+            edges = () if shard is None else shard.edges
+            found[name] = Matrix(*quantization, heights, edges or (0, columns))
+    return found
+
+
+def column_units(checkpoint: "Checkpoint") -> dict[str, int]:
+    """Return linear layer -> neighbouring columns that must not be cut apart, where it is quantized."""
+    found = {}
+    for name, source in checkpoint.sources.items():
+        if name.endswith(".weight") and not source.shape:
+            quantization = checkpoint.files.quantization(checkpoint.key(source))
+            if quantization is not None:
+                found[name.removesuffix(".weight")] = column_unit(*quantization)
     return found
 
 

@@ -4,9 +4,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -66,6 +66,12 @@ class BlockAdapter:
         out = [streams[name] for name in blocks.returns]
         return tuple(out) if len(out) > 1 else out[0]
 
+    def unchanged(self, blocks: "Blocks", call: Mapping[str, Any]):
+        """Return what a block returns that changes nothing."""
+        arguments = {"image": blocks.image, "text": blocks.text}
+        out = [call[cast(str, arguments[name])] for name in blocks.returns]
+        return tuple(out) if len(out) > 1 else out[0]
+
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the image stream as the model gets it between lists of different kinds; ``whole`` fills it
         up to the sequence, for a model that counts tokens there."""
@@ -103,12 +109,15 @@ class Blocks:
     attention: kind of each attention call of a block, in order: "joint", "image" and "text" attend within the
     sequence, two kinds from queries to keys, "cross" to the prompt; calls of token_mixing.py are "sum" and
     "surroundings".
+    attention_calls: block -> how many of these calls it makes, if not all.
     heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
     between blocks, if they are not those of all heads.
     text_layers: layers of a block (patterns) that text tokens alone pass through.
     flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
     all.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
+    last: layer of the transformer after the blocks, up to which all is token by token, and after which the
+    model counts the latent's tokens; None if there is none.
     adapter: code for what no data here says.
     """
 
@@ -121,12 +130,14 @@ class Blocks:
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     per_feature: tuple[str, ...] = ()
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
+    attention_calls: Callable[[nn.Module], int] | None = None
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None
     text_layers: tuple[str, ...] = ()
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     whole_only: str | None = None
+    last: str | None = None
     adapter: BlockAdapter = BlockAdapter()
 
     def hidden_width(self, config: Mapping) -> int:

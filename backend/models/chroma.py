@@ -8,7 +8,7 @@ from . import flux
 from .blocks import APART, JOINED, Blocks
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import NORM_SPELLINGS, Layout, blocks_of
 
 #: Rows of ComfyUI's modulation table, in any size: those of the released one.
@@ -16,9 +16,15 @@ MODULATIONS = 344
 
 
 def patch_module(transformer, config):
-    """Timesteps are not rounded."""
+    """Timesteps are not rounded, and the guidance's zeros are made on the device."""
     reader = transformer.distilled_guidance_layer.in_proj
-    keep_timestep(transformer, transformer.time_text_embed, reader, 1000.0)
+    embed = transformer.time_text_embed
+    keep_timestep(transformer, embed, reader, 1000.0)
+
+    def zeros(module, args):
+        return (torch.zeros(len(args[0]), dtype=args[0].dtype, device=embed.mod_proj.device),)
+
+    embed.guidance_proj.register_forward_pre_hook(zeros)
 
 
 def prepare(transformer, grid):
@@ -32,7 +38,7 @@ def prepare(transformer, grid):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Flux's arguments without pooled prompt and guidance."""
-    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, {**cond, "y": None})
+    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, cond)
     del arguments["pooled_projections"], arguments["guidance"]
     return arguments
 
@@ -101,6 +107,7 @@ FAMILY = Family(
     ),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output, prepare=prepare),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -116,5 +123,6 @@ FAMILY = Family(
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
+    cache=Cache(prompt_modules=("context_embedder", "pos_embed"), image_modules=("x_embedder",)),
     layout=LAYOUT,
 )

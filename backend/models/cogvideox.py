@@ -8,6 +8,7 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.once import once
 from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
@@ -63,7 +64,9 @@ def forward_args(config, grid, latent, timestep, cond):
         encoder_hidden_states=cond["c_crossattn"],
         timestep=timestep.expand(batch),
         ofs=cond["ofs"].reshape(-1).expand(batch) if "ofs" in cond else None,
-        image_rotary_emb=rotary(config, grid, latent.device) if has_rotary else None,
+        image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, latent.device))
+        if has_rotary
+        else None,
     )
 
 
@@ -182,6 +185,7 @@ FAMILY = Family(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
     ),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART},
         returns=("image", "text"),
         text="encoder_hidden_states",

@@ -6,6 +6,7 @@ import torch
 from .blocks import APART, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
+from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -28,11 +29,11 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
-        pooled_projections=cond["y"],
+        pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
         guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
-        img_ids=references.all_positions(grid, cond, how, latent.device),
-        txt_ids=latent.new_zeros(cond["c_crossattn"].shape[1], 3),
+        img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, latent.device)),
+        txt_ids=once(cond, "txt_ids", lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3)),
     )
 
 
@@ -107,6 +108,7 @@ FAMILY = Family(
     ),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -124,7 +126,11 @@ FAMILY = Family(
         context_tokens=references.token_count,
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    cache=Cache(
+        prompt_modules=("context_embedder", "pos_embed"),
+        image_modules=("x_embedder",),
+        modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
+    ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

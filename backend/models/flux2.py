@@ -6,9 +6,10 @@ import torch
 from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM
+from .common.once import once
 from .common.tensor_plans import COMMON, TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
-from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
@@ -29,9 +30,16 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
     placed = how if how in references.PLACES else "offset"
-    image = references.all_positions(grid, cond, placed, device)
-    spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
-    numbers = torch.arange(text.shape[1], device=device)[:, None]
+
+    def image_positions():
+        image = references.all_positions(grid, cond, placed, device)
+        spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
+        return torch.nn.functional.pad(image * spread, (0, 1))
+
+    def text_positions():
+        numbers = torch.arange(text.shape[1], device=device)[:, None]
+        return torch.nn.functional.pad(numbers, (3, 0))
+
     guidance = None
     if config["guidance_embeds"] and "guidance" in cond:
         guidance = cond["guidance"].reshape(-1).expand(batch)
@@ -40,8 +48,8 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=text,
         timestep=sigma.expand(batch),
         guidance=guidance,
-        img_ids=torch.nn.functional.pad(image * spread, (0, 1)),
-        txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
+        img_ids=once(cond, "img_ids", image_positions),
+        txt_ids=once(cond, "txt_ids", text_positions),
     )
 
 
@@ -121,6 +129,7 @@ FAMILY = Family(
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -145,5 +154,6 @@ FAMILY = Family(
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },
+    cache=Cache(prompt_modules=("context_embedder", "pos_embed"), image_modules=("x_embedder",)),
     layout=LAYOUT,
 )

@@ -138,10 +138,11 @@ FAMILY = Family(
     cache=Cache(
         prompt_modules=(
             "context_embedder",
+            "pos_embed",
             "txt_mode_blocks.[0-9]",
             "x_embedders.image_cond",
             "mode_blocks.image_cond.[0-9]",
-        )
+        ),
     ),
     build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),
     tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},

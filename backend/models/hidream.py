@@ -17,8 +17,9 @@ def patchify(patch, latent):
     rows, columns = (side // patch for side in latent.shape[2:])
     cells = latent.unflatten(3, (columns, patch)).unflatten(2, (rows, patch))
     tokens = cells.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
-    ids = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns)).float()
-    return tokens, None, [(rows, columns)] * batch, ids.expand(batch, -1, -1).to(latent.device)
+    axes = [torch.arange(count, device=latent.device) for count in (1, rows, columns)]
+    ids = torch.cartesian_prod(*axes).float()
+    return tokens, None, [(rows, columns)] * batch, ids.expand(batch, -1, -1)
 
 
 def patch_module(transformer, config):
@@ -131,7 +132,11 @@ FAMILY = Family(
             "y": config["text_emb_dim"],
         },
     ),
-    cache=Cache(modulation=("block.adaLN_modulation.1",), prompt_modules=("caption_projection.*.linear",)),
+    cache=Cache(
+        modulation=("block.adaLN_modulation.1",),
+        prompt_modules=("caption_projection.*.linear", "pe_embedder", "p_embedder"),
+        image_modules=("x_embedder",),
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,

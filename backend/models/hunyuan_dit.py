@@ -9,6 +9,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 
 from .blocks import APART, BlockAdapter, Blocks
+from .common.once import once
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
@@ -67,7 +68,7 @@ def forward_args(config, grid, latent, timestep, cond):
         text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,
         style=torch.zeros(batch, dtype=torch.long, device=device),
-        image_rotary_emb=rotary(config, grid, device),
+        image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, device)),
     )
 
 
@@ -163,6 +164,7 @@ FAMILY = Family(
     noise=Noise(prediction="v", schedule=schedule),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
         attention=("image", "cross"),
@@ -183,7 +185,11 @@ FAMILY = Family(
         },
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear",), prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("text_embedder",),
+        modulation=("norm1.linear",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
 )

@@ -88,6 +88,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=False),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("image", "text"),
         text="encoder_hidden_states",
@@ -106,8 +107,9 @@ FAMILY = Family(
         text_tokens=text_tokens,
     ),
     cache=Cache(
+        prompt_modules=("rope", "context_embedder_2"),
+        image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-        prompt_modules=("context_embedder_2",),
     ),
     build=Build(patch_module=patch_module, only=ONLY),
     tensor_plan=COMMON | PARALLEL_MLP,

@@ -157,7 +157,11 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm1_context.linear", "norm.linear")),
+    cache=Cache(
+        prompt_modules=("rope",),
+        image_modules=("x_embedder",),
+        modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,

@@ -1,6 +1,8 @@
 """HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
 joined inside the model."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
@@ -8,6 +10,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from .blocks import APART, Blocks
 from .common import references
 from .common.masked_text import MaskedText
+from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -19,11 +22,15 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
     """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of
     tokens x tokens, gigabytes for a video."""
 
+    def __init__(self, call: SimpleNamespace):
+        super().__init__()
+        self.call = call
+
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
     ):
         mask = None
-        if attention_mask is not None and not bool(attention_mask.all()):
+        if attention_mask is not None and self.call.hides:
             mask = F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
         return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
@@ -38,9 +45,23 @@ def patch_module(transformer, config):
     """The cheaper mask for every block, its text clipped; sines of the timestep, made in float32, in their
     layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
+    call = SimpleNamespace(hides=True)
+
+    def take(module, args, kwargs):
+        call.hides = kwargs.pop("hides", True)
+        return args, kwargs
+
+    transformer.register_forward_pre_hook(take, with_kwargs=True)
     for block in transformer.transformer_blocks:
-        block.attn.set_processor(KeyMask())
+        block.attn.set_processor(KeyMask(call))
         block.register_forward_hook(clip_text)
+
+
+def hides_tokens(cond):
+    """Are there text tokens, or those of an image that is not there, which attention leaves out?"""
+    mask = cond.get("attention_mask")
+    image = cond.get("clip_fea")
+    return (mask is not None and not bool(mask.all())) or (image is not None and not bool(image.any()))
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -58,6 +79,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states_2=glyphs,
         encoder_attention_mask_2=all_tokens(glyphs),
         image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])),
+        hides=once(cond, "hides", lambda: hides_tokens(cond)),
     )
 
 
@@ -108,6 +130,7 @@ FAMILY = Family(
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART},
         returns=("image", "text"),
         text="encoder_hidden_states",
@@ -127,7 +150,11 @@ FAMILY = Family(
         ignored=("guidance", "y"),
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
+    cache=Cache(
+        prompt_modules=("rope", "context_embedder_2", "image_embedder"),
+        image_modules=("x_embedder",),
+        modulation=("norm1.linear", "norm1_context.linear"),
+    ),
     build=Build(
         dtypes=FP16_OR_BF16, patch_module=patch_module, only={"use_meanflow": (False, f"{MEANFLOW},")}
     ),

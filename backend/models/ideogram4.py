@@ -13,8 +13,9 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 )
 
 from .blocks import JOINED, Blocks
+from .common.once import once
 from .common.timestep_precision import round_input
-from .family import Build, Conditioning, Family, Latent, ModelIO
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
@@ -59,9 +60,20 @@ def forward_args(config, grid, latent, sigma, cond):
     """Text is at (i, i, i), the image at (0, y, x) far from it; tokens that the prompt's mask hides are a
     segment. The timestep counts from noise (0) to image (1)."""
     text = cond["c_crossattn"]
-    device = latent.device
     batch = latent.shape[0]
-    text_tokens = text.shape[1]
+    places = once(cond, "places", lambda: _places(grid, cond, batch, latent.device))
+    cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
+    return dict(
+        hidden_states=F.pad(cells, (0, 0, text.shape[1], 0)),
+        timestep=(1.0 - sigma).expand(batch),
+        encoder_hidden_states=text,
+        **places,
+    )
+
+
+def _places(grid, cond, batch, device):
+    """Positions, segments and kinds of the tokens."""
+    text_tokens = cond["c_crossattn"].shape[1]
     axes = [torch.arange(count, device=device) for count in grid.counts]
     image = torch.cartesian_prod(*axes) + IMAGE_POSITION_OFFSET
     words = torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3)
@@ -72,15 +84,8 @@ def forward_args(config, grid, latent, sigma, cond):
         shown = cond["attention_mask"].bool().expand(batch, text_tokens)
         kinds[:, :text_tokens] *= shown
         segments = F.pad(shown.long(), (0, len(image)), value=1)
-    cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
-    return dict(
-        hidden_states=F.pad(cells, (0, 0, text_tokens, 0)),
-        timestep=(1.0 - sigma).expand(batch),
-        encoder_hidden_states=text,
-        position_ids=torch.cat([words, image]).expand(batch, -1, -1),
-        segment_ids=segments,
-        indicator=kinds,
-    )
+    positions = torch.cat([words, image]).expand(batch, -1, -1)
+    return {"position_ids": positions, "segment_ids": segments, "indicator": kinds}
 
 
 def output(output, grid):
@@ -140,5 +145,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
     build=Build(patch_module=patch_module),
+    cache=Cache(prompt_modules=("rotary_emb",)),
     layout=LAYOUT,
 )

@@ -42,13 +42,18 @@ class Exact(Kandinsky5AttnProcessor):
 
 
 def patch_module(transformer, config):
-    """The exact attention; sines of the timestep, made in float32, in the dtype of their layer."""
+    """The exact attention; sines of the timestep, made in float32 on the device, in the dtype of their
+    layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
         block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
-    round_input(transformer.time_embeddings.in_layer)
+    time = transformer.time_embeddings
+    round_input(time.in_layer)
+    frequencies = time.freqs
+    del time.freqs  # an attribute, which stays on the host; a buffer is moved to the device
+    time.register_buffer("freqs", frequencies, persistent=False)
 
 
 def stretch(config, grid):
@@ -171,7 +176,17 @@ FAMILY = Family(
         ignored=("attention_mask",),
         refusal=refusal,
     ),
-    cache=Cache(modulation=("visual_modulation.out_layer",), modulation_argument="time_embed"),
+    cache=Cache(
+        prompt_modules=(
+            "text_embeddings",
+            "pooled_text_embeddings",
+            "text_rope_embeddings",
+            "visual_rope_embeddings",
+        ),
+        image_modules=("visual_embeddings",),
+        modulation=("visual_modulation.out_layer",),
+        modulation_argument="time_embed",
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,
     layout=LAYOUT,

@@ -5,7 +5,8 @@ import torch
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO
+from .common.once import once
+from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 
@@ -24,12 +25,16 @@ def forward_args(config, grid, latent, sigma, cond):
     prompt's layers come side by side."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     read = encoded_references(cond)
-    image = references.all_positions(grid, read, "index", latent.device)
+
+    def positions():
+        image = references.all_positions(grid, read, "index", latent.device)
+        return torch.cat([image.new_zeros(text.shape[1], 3), image])
+
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),
         encoder_hidden_states=text,
         timestep=sigma.expand(latent.shape[0]),
-        position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
+        position_ids=once(cond, "positions", positions),
     )
 
 
@@ -117,6 +122,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="final_layer",
         lists={"transformer_blocks": JOINED},
         text_position="first",
         per_token={"image_rotary_emb": ("joint", 0)},
@@ -129,5 +135,6 @@ FAMILY = Family(
         refusal=refusal,
     ),
     build=Build(dtypes=BF16_OR_FP16),
+    cache=Cache(prompt_modules=("text_fusion", "txt_in", "rotary_emb"), image_modules=("img_in",)),
     layout=LAYOUT,
 )

@@ -139,6 +139,7 @@ class NestedGrid:
         latents = [grid.to_latent(x) for grid, x in zip(self.grids, self.divide(tokens))]
         return torch.cat([latent.flatten(1)[:, None] for latent in latents], dim=2)
 
-    def per_token(self, factors: list[Tensor]) -> Tensor:
-        """Repeat a number (0-d) of each latent for its tokens: (N, 1)."""
-        return torch.cat([factors[i].expand(self.grids[i].tokens, 1) for i in self.order])
+    def per_token(self, factors: list[Tensor], like: Tensor) -> Tensor:
+        """Repeat a number (0-d, CPU) of each latent for its tokens: (N, 1), of the type and on the device of
+        ``like``, without a copy from the host."""
+        return torch.cat([like.new_ones(self.grids[i].tokens, 1) * factors[i] for i in self.order])

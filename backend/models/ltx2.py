@@ -21,6 +21,7 @@ from .common.ltx2_blocks import (
     highest,
 )
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
+from .common.once import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
@@ -94,16 +95,21 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     parts = widths(config)[1]
     prompts = text.split(parts, dim=2) if text.shape[2] == sum(parts) else [text] * 2
-    if not is_finished(config, cond):
+    if not once(cond, "finished", lambda: is_finished(config, cond)):
         prompts = [F.pad(prompt, (0, 1)) for prompt in prompts]
     levels = [
         times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
         for part, name in zip(grid.grids, MASKS)
     ]
-    places = torch.stack([corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)], dim=3)
+
+    def sides():
+        both = [corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)]
+        return torch.stack(both, dim=3)
+
     marks = {}
     if config.get("use_keyframes_abs_pos_embedding"):
-        marks["video_keyframes_mask"] = single_frames(grid.grids[0], cond, latent.device)
+        found = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, latent.device))
+        marks["video_keyframes_mask"] = found
     return dict(
         hidden_states=grid.grids[0].to_tokens(video),
         audio_hidden_states=grid.grids[1].to_tokens(audio),
@@ -115,7 +121,7 @@ def forward_args(config, grid, latent, sigma, cond):
         audio_timestep=levels[1],
         sigma=highest(levels[0], batch),
         audio_sigma=highest(levels[1], batch),
-        video_coords=places.expand(batch, -1, -1, -1),
+        video_coords=once(cond, "corners", sides).expand(batch, -1, -1, -1),
         audio_num_frames=grid.grids[1].counts[1],
         **marks,
     )
@@ -282,7 +288,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
-        prompt_modules=("caption_projection", "audio_caption_projection"),
+        prompt_modules=("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope"),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},

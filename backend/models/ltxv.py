@@ -5,6 +5,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common.header_config import transformer_config
+from .common.once import once
 from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
@@ -45,12 +46,15 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     mask = cond.get("attention_mask")
     causal = config.get("causal_temporal_positioning", False)
+    if mask is not None and once(cond, "mask hides nothing", lambda: bool((mask == 1).all())):
+        mask = None
+    places = once(cond, "corners", lambda: corners(grid, cond, latent.device, causal))
     return dict(
         hidden_states=grid.to_tokens(latent),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
-        encoder_attention_mask=None if mask is None or bool((mask == 1).all()) else mask,
-        video_coords=corners(grid, cond, latent.device, causal).expand(batch, -1, -1),
+        encoder_attention_mask=mask,
+        video_coords=places.expand(batch, -1, -1),
     )
 
 
@@ -137,6 +141,10 @@ FAMILY = Family(
         precise=("frame_rate",),
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("caption_projection", "rope"),
+        image_modules=("proj_in",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     layout=LAYOUT,
 )

@@ -2,6 +2,8 @@
 grouped queries; two more refine the prompt."""
 
 import torch
+from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
+from torch import nn
 
 from .blocks import IMAGE_ONLY, JOINED, Blocks
 from .common.tensor_plans import COMMON
@@ -13,10 +15,44 @@ from .key_layout import MLP, Layout, blocks_of, under
 LENGTHS = (4096, 1024, 1024)
 
 
+class Tables(nn.Module):
+    """Rotary tables of a prompt and an image, from diffusers' tables of the axes (``owner``, in a tuple: no
+    submodule)."""
+
+    def __init__(self, owner):
+        super().__init__()
+        self.owner = (owner,)
+
+    def forward(self, batch, text, rows, columns, device):
+        """Return (B, text, D), (B, rows * columns, D) and both in one, made on the host and copied once."""
+        words = torch.arange(text)[:, None].expand(-1, 3) * torch.tensor([1, 0, 0])
+        image = torch.cartesian_prod(torch.tensor([text]), torch.arange(rows), torch.arange(columns))
+        positions = torch.cat([words, image]).expand(batch, -1, -1)
+        whole = self.owner[0]._get_freqs_cis(positions).to(device)
+        return whole[:, :text], whole[:, text:], whole
+
+
+class Rope(Lumina2RotaryPosEmbed):
+    """diffusers' module for prompts of which every token is seen: it reads no lengths from the device."""
+
+    tables: nn.Module
+
+    def forward(self, hidden_states, attention_mask):
+        batch, text = attention_mask.shape
+        p = self.patch_size
+        cells = hidden_states.unflatten(3, (-1, p)).unflatten(2, (-1, p))
+        rows, columns = cells.shape[2], cells.shape[4]
+        tokens = cells.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        tables = self.tables(batch, text, rows, columns, hidden_states.device)
+        return tokens, *tables, [text] * batch, [text + rows * columns] * batch
+
+
 def patch_module(transformer, config):
-    """Longer position tables: ComfyUI computes any position."""
+    """Longer position tables, since ComfyUI computes any position; rotary tables once a request."""
     rope = transformer.rope_embedder
     rope.freqs_cis = rope._precompute_freqs_cis(rope.axes_dim, LENGTHS, rope.theta)
+    rope.__class__ = Rope
+    rope.tables = Tables(rope)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -113,7 +149,11 @@ FAMILY = Family(
     ),
     cache=Cache(
         modulation=("norm1.linear",),
-        prompt_modules=("time_caption_embed.caption_embedder", "context_refiner.[0-9]"),
+        prompt_modules=(
+            "time_caption_embed.caption_embedder",
+            "context_refiner.[0-9]",
+            "rope_embedder.tables",
+        ),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan={

@@ -4,6 +4,7 @@ each on a noise schedule of its own."""
 import torch
 
 from .blocks import JOINED, Blocks
+from .common.once import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
 from .key_layout import Layout, blocks_of, under
@@ -64,17 +65,37 @@ def forward_args(config, grid, latent, sigma, cond):
     """Times count from noise (0) to image (1); text has the video's time. Reference tokens (keyframes,
     references and their audio) stand between text and audio."""
     video, audio = grid.unpack(latent)
-    video_tokens, audio_tokens = (one.tokens for one in grid.grids)
-    text = cond["c_crossattn"]
-    device = latent.device
     sigma = sigma.clamp(min=1e-6)
-    text_length = text.shape[1]
-    references = torch.empty(0, dtype=torch.long, device=device)
+    times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
+    if "given_tags" in cond and cond["given_tags"].shape[1]:
+        clean = cond.get("given_times")
+        if clean is None:
+            clean = once(cond, "reference times", lambda: sigma.new_tensor(REFERENCE_TIMES))
+        times += [torch.maximum(now, least) for now, least in zip(times, clean.reshape(-1))]
+
+    def with_references(name, tokens):
+        return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
+
+    return dict(
+        hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
+        audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),
+        encoder_hidden_states=cond["c_crossattn"],
+        timestep=torch.stack(times),
+        **once(cond, "sequence", lambda: _sequence(grid, cond, latent.device)),
+    )
+
+
+def _sequence(grid, cond, device):
+    """The arguments that say what the tokens of the sequence are, made on the host: a device would be waited
+    for at every index."""
+    video_tokens, audio_tokens = (one.tokens for one in grid.grids)
+    text_length = cond["c_crossattn"].shape[1]
+    references = torch.empty(0, dtype=torch.long)
     if "given_tags" in cond:
-        references = cond["given_tags"][0].long()
+        references = cond["given_tags"][0].long().cpu()
 
     def full(value, count):
-        return torch.full((count,), value, device=device)
+        return torch.full((count,), value)
 
     kinds = torch.cat(
         [full(TEXT, text_length), references, full(AUDIO, audio_tokens), full(VIDEO, video_tokens)]
@@ -83,27 +104,18 @@ def forward_args(config, grid, latent, sigma, cond):
     moments = torch.cat(
         [full(0, text_length), reference_moments, full(1, audio_tokens), full(0, video_tokens)]
     )
-    tags = torch.cat([cond["text_tags"][0].long(), kinds[text_length:]]) if "text_tags" in cond else kinds
-    times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
-    if len(references):
-        clean = cond.get("given_times", sigma.new_tensor(REFERENCE_TIMES)).reshape(-1)
-        times += [torch.maximum(now, least) for now, least in zip(times, clean)]
-
-    def with_references(name, tokens):
-        return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
-
+    tags = kinds
+    if "text_tags" in cond:
+        tags = torch.cat([cond["text_tags"][0].long().cpu(), kinds[text_length:]])
     given = cond["given_positions"][0] if len(references) else torch.empty(0, 3)
     places = positions(grid, text_length, given, float(cond.get("origin", text_length)))
-    return dict(
-        hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
-        audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),
-        encoder_hidden_states=text,
-        timestep=torch.stack(times),
+    found = dict(
         timestep_indices=moments,
         token_tags=tags,
-        position_ids=places.to(device),
+        position_ids=places,
         **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()},
     )
+    return {name: value.to(device) for name, value in found.items()}
 
 
 def text_tokens(cond):
@@ -249,9 +261,9 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(
+        prompt_modules=("rope", "context_embedder", "token_refiner"),
         modulation=("adaln_proj.linear",),
         modulation_per_sample=False,
-        prompt_modules=("context_embedder", "token_refiner"),
     ),
     build=Build(
         float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),

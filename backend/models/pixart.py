@@ -10,6 +10,7 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
+from .common.once import once
 from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
@@ -90,8 +91,14 @@ def is_alpha(config):
 def forward_args(config, grid, latent, timestep, cond):
     """alpha is also told the image's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
-    size = cond.get("c_size", latent.new_tensor([[height * 8.0, width * 8.0]], dtype=torch.float32))
-    ratio = cond.get("c_ar", latent.new_tensor([[height / width]], dtype=torch.float32))
+
+    def told(name, *numbers):
+        if name in cond:
+            return cond[name]
+        return once(cond, name, lambda: latent.new_tensor([numbers], dtype=torch.float32))
+
+    size = told("c_size", height * 8.0, width * 8.0)
+    ratio = told("c_ar", height / width)
     size = size.expand(batch, 2) if is_alpha(config) else None
     ratio = ratio.expand(batch, 1) if is_alpha(config) else None
     return dict(
@@ -169,12 +176,15 @@ FAMILY = Family(
     latent=Latent(frames=False),
     noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
-    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("image", "cross")),
+    blocks=Blocks(last="proj_out", lists={"transformer_blocks": APART}, attention=("image", "cross")),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("caption_projection",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module, pipeline=pipeline_entries),
     layout=LAYOUT,
 )

@@ -7,6 +7,7 @@ import torch
 from .blocks import APART, Blocks
 from .common import references
 from .common.masked_text import MaskedText
+from .common.once import once
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -66,7 +67,11 @@ def forward_args(config, grid, latent, sigma, cond):
         else None,
         img_shapes=Places(
             [shapes] * batch,
-            references.all_positions(grid, cond, how, latent.device, centred=True),
+            once(
+                cond,
+                "positions",
+                lambda: references.all_positions(grid, cond, how, latent.device, centred=True),
+            ),
             max(grid.counts[1:]) // 2,
         ),
     )
@@ -128,6 +133,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",
@@ -143,7 +149,11 @@ FAMILY = Family(
         context_tokens=references.token_count,
         refusal=refusal,
     ),
-    cache=Cache(modulation=("img_mod.1", "txt_mod.1")),
+    cache=Cache(
+        prompt_modules=("txt_norm", "txt_in", "pos_embed"),
+        image_modules=("img_in",),
+        modulation=("img_mod.1", "txt_mod.1"),
+    ),
     build=Build(
         patch_module=patch_module,
         only={"guidance_embeds": (False, "a guidance-distilled Qwen-Image")},

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
+from .common.once import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 from .qwen_image import Rotary
@@ -138,7 +139,16 @@ def forward_args(config, grid, latent, sigma, cond):
     """Text has tokens that stand for the references, one for each slot; diffusers multiplies the timestep by
     1000 itself, and ComfyUI rounds it here as its pipeline does."""
     batch = latent.shape[0]
-    device = latent.device
+    given = once(cond, "sequence", lambda: _sequence(grid, cond, batch, latent.device))
+    return dict(
+        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
+        timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
+        **given,
+    )
+
+
+def _sequence(grid, cond, batch, device):
+    """The arguments that say what the tokens of the sequence are."""
     text = cond["c_crossattn"]
     mask = cond.get("attention_mask")
     tokens = []
@@ -158,10 +168,8 @@ def forward_args(config, grid, latent, sigma, cond):
     if visible:
         visible[-1] = visible[-1][:, :made]
     return dict(
-        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
         encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
         encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
-        timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
         img_mask=torch.cat(marks).to(device)[None],
         img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch,
     )
@@ -250,7 +258,7 @@ FAMILY = Family(
         text_tokens=text_tokens,
         refusal=refusal,
     ),
-    cache=Cache(static_text=True, prompt_modules=("txt_in",)),
+    cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed")),
     build=Build(patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

@@ -142,12 +142,18 @@ FAMILY = Family(
     transformer="SanaTransformer2DModel",
     latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args),
-    blocks=Blocks(lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")),
+    blocks=Blocks(
+        last="proj_out", lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")
+    ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v"), prompt_modules=("caption_projection",)),
+    cache=Cache(
+        prompt_modules=("caption_projection", "caption_norm"),
+        image_modules=("patch_embed",),
+        prompt_layers=("attn2.to_k", "attn2.to_v"),
+    ),
     build=Build(
         dtypes=BF16_OR_FP16,
         patch_module=patch_module,

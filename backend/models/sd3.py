@@ -96,11 +96,13 @@ FAMILY = Family(
     latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="last",
         attention=("joint", "image"),
+        attention_calls=lambda block: 1 if block.attn2 is None else 2,
         text_layers=TEXT_LAYERS,
     ),
     conditioning=Conditioning(
@@ -112,7 +114,11 @@ FAMILY = Family(
         },
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm1_context.linear")),
+    cache=Cache(
+        prompt_modules=("context_embedder",),
+        image_modules=("pos_embed",),
+        modulation=("norm1.linear", "norm1_context.linear"),
+    ),
     build=Build(dtypes=FP16_OR_BF16),
     layout=LAYOUT,
 )

@@ -218,6 +218,7 @@ ACCEPTED = ("c_crossattn", "clip_fea", "time_dim_concat", "context_latents")
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
+    "blocks.last": None,  # each token is scaled by a time of its own there
 }
 
 
@@ -240,7 +241,11 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        lists={"blocks": APART}, per_token={"rotary_emb": ("image", 1)}, attention=("image", "cross", "cross")
+        last="proj_out",
+        lists={"blocks": APART},
+        per_token={"rotary_emb": ("image", 1)},
+        attention=("image", "cross", "cross"),
+        attention_calls=lambda block: 2 if block.attn2.add_k_proj is None else 3,
     ),
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),
@@ -248,7 +253,10 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj")),
+    cache=Cache(
+        prompt_modules=("rope", "condition_embedder.text_embedder"),
+        prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=variant,

@@ -142,9 +142,12 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
+        last="proj_out",
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "image", "cross"),
+        # of the block, and of its control block for each control video
+        attention_calls=lambda block: 2 if block.control is None else 2 + 2 * block.call.context.shape[1],
         width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     ),
     conditioning=Conditioning(
@@ -154,7 +157,10 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v")),
+    cache=Cache(
+        prompt_modules=("rope", "condition_embedder.text_embedder"),
+        prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
+    ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
     variant=lambda config: {

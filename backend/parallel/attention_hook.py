@@ -7,6 +7,7 @@ function. Buffers hold the whole sequence for this rank's heads. The SP ranks of
 tokens of a patch, so the bytes sent do not grow with the number of patches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from . import attention_kernels, comm, ulysses_ring
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
+from .request_caches import Masks, Positions
 from .sequence import Span, TokenShards
 from .step_context import StepContext
 from .token_mixing import Mixing
@@ -58,11 +60,11 @@ class Attention:
     call: BlockCall | None = None
     #: (branch, layer, call, first sample) -> keys and values of static text, (2, b, H, tokens, D).
     static_text: dict[tuple, Tensor] = field(default_factory=dict)
-    _positions: dict[tuple, tuple[TokenShards, slice | Tensor]] = field(default_factory=dict)
-    _last_mask: tuple[Tensor | None, bool] = (None, False)
+    positions: Positions = field(default_factory=Positions)
 
     def __post_init__(self):
         self.mixing = Mixing(self)
+        self.masks = Masks(self.positions)
 
     def install(self):
         """Take the place of torch's function."""
@@ -77,9 +79,9 @@ class Attention:
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
         self.kernel, self.buffers = kernel, buffers
-        self._positions.clear()
+        self.positions.clear()
+        self.masks.clear()
         self.static_text.clear()
-        self._last_mask = (None, False)
 
     def __call__(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -93,9 +95,11 @@ class Attention:
         kind, where = call.next()
         if kind == "cross":
             return self._attend(query, key, value, attn_mask, scale)
+        place = (*where, call.context.items)
         if kind == "joint" and call.text_mask is not None:
-            attn_mask = _key_mask(call.text_mask.bool(), call.tokens)
-        attn_mask = self._needed(call, attn_mask)
+            attn_mask = self.masks.of_text(call.text_mask, call.tokens, place)
+        else:
+            attn_mask = self.masks.needed(attn_mask, place)
         if kind == "joint" and call.dummy:
             return self._without_dummy(call, query, key, value, attn_mask, scale, where)
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
@@ -111,16 +115,6 @@ class Attention:
         out = self._within_sequence(call, q, k, v, mask, scale, "joint", where)
         return F.pad(out, (0, 0, 1, 0) if first else (0, 0, 0, 1))
 
-    def _needed(self, call: BlockCall, mask: Tensor | None) -> Tensor | None:
-        """Return None for a mask that hides nothing, so that the fast kernels run. The last answer is cached,
-        since the same mask comes to many layers."""
-        if mask is None or mask.dtype != torch.bool:
-            return mask
-        source = mask if call.text_mask is None else call.text_mask
-        if self._last_mask[0] is not source:
-            self._last_mask = (source, bool(mask.all()))
-        return None if self._last_mask[1] else mask
-
     def _within_sequence(self, call: BlockCall, q, k, v, mask, scale, kind: Kind, where: tuple):
         heads = q.shape[1]
         u = self.mesh.ulysses
@@ -131,25 +125,26 @@ class Attention:
             return q
         first = self.mesh.ring.rank * u.size
         own = range(first, first + u.size)  # SP ranks whose tokens this Ulysses group holds
+        kv = (k, v)
         if u.size > 1:
             if k.shape[1] != heads:  # grouped queries: heads must travel together
                 k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
             own_lengths = [lengths[i] for i in own]
             own_keys = [key_lengths[i] for i in own]
             if queries == keys:
-                q, k, v = ulysses_ring.scatter_heads(torch.stack([q, k, v]), own_lengths, u)
+                q, *kv = ulysses_ring.scatter_heads((q, k, v), own_lengths, u)
             else:
-                (q,) = ulysses_ring.scatter_heads(q[None], own_lengths, u)
-                k, v = ulysses_ring.scatter_heads(torch.stack([k, v]), own_keys, u)
+                (q,) = ulysses_ring.scatter_heads((q,), own_lengths, u)
+                kv = ulysses_ring.scatter_heads((k, v), own_keys, u).unbind()
         if self.buffers is not None:
-            k, v = self._refresh(call, self.buffers, torch.stack([k, v]), keys, where)
-            out = self._attend(q, k, v, _cut(call.tokens, mask, keys, own, None), scale)
+            k, v = self._refresh(call, self.buffers, kv, keys, where)
+            out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, None), scale)
         elif call.static_text and keys == "joint":
-            out = self._with_static_text(call, q, torch.stack([k, v]), mask, scale, own, where)
+            out = self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
         elif self.mesh.ring.size > 1:
-            out = self._ring(call, q, k, v, mask, scale, keys, own)
+            out = self._ring(call, q, kv, mask, scale, keys, own)
         else:
-            out = self._attend(q, k, v, _cut(call.tokens, mask, keys, own, own), scale)
+            out = self._attend(q, *kv, self.masks.cut(call.tokens, mask, keys, own, own), scale)
         return ulysses_ring.gather_heads(out, heads, [lengths[i] for i in own], u) if u.size > 1 else out
 
     def _groups(self) -> list[range]:
@@ -162,13 +157,13 @@ class Attention:
         lengths = tokens.lengths(kind)
         return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
 
-    def _ring(self, call: BlockCall, q, k, v, mask, scale, kind: str, own: range):
+    def _ring(self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, kind: str, own: range):
         masks = None
         if mask is not None:
-            masks = [_cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
+            masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
-        kv = torch.stack([k, v])
-        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
+        both = torch.stack(list(kv))
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale)
 
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
         """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
@@ -184,53 +179,18 @@ class Attention:
         whole = replace(tokens, text=Span(0, tokens.sequence.text))
         masks = None
         if mask is not None:
-            masks = [_static_text_mask(mask, whole, ranks) for ranks in groups]
+            masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in groups]
         if len(groups) == 1:
             return self._attend(q, kv[0], kv[1], masks and masks[0], scale)
         counts = self._group_counts(whole, "joint")
         return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
 
-    def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Tensor, kind: str, where: tuple):
+    def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Sequence[Tensor], kind: str, where: tuple):
         """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""
-        counts = self._group_counts(call.tokens, kind)
-        shapes = [(*kv.shape[:3], count, kv.shape[4]) for count in counts]
-        fresh = torch.cat(comm.all_gather(kv, shapes, self.mesh.ring, "ring"), dim=3)
-        positions = self._forward_positions(call.tokens, kind, kv.device)
-        return buffers.refresh(where, fresh, positions, call.tokens.sequence.length_of(kind), call.context)
-
-    def _forward_positions(self, tokens: TokenShards, kind: str, device) -> slice | Tensor:
-        """Positions of this forward's tokens on all SP ranks: a slice if they are consecutive."""
-        key = (id(tokens), kind)
-        if key not in self._positions:
-            positions = tokens.positions(kind)
-            first = int(positions[0]) if len(positions) else 0
-            where: slice | Tensor = slice(first, first + len(positions))
-            if not bool((positions.diff() == 1).all()):
-                where = positions.to(device)
-            self._positions[key] = (tokens, where)  # the tokens too: their id must stay theirs
-        return self._positions[key][1]
-
-
-def _key_mask(text: Tensor, tokens: TokenShards) -> Tensor:
-    """(B, 1, 1, text + image): the text mask as one over the keys of the whole joint sequence."""
-    sequence = tokens.sequence
-    image = text.new_ones(text.shape[0], sequence.stream)
-    joint = torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)
-    return joint[:, None, None]
-
-
-def _cut(tokens: TokenShards, mask: Tensor | None, kind: str, query_ranks: range, key_ranks: range | None):
-    """The mask for the queries and keys of these ranks; ``key_ranks`` None: for every key."""
-    if mask is None:
-        return None
-    if key_ranks is not None and mask.shape[-1] > 1:
-        mask = mask.index_select(-1, tokens.positions(kind, key_ranks).to(mask.device))
-    if mask.shape[-2] > 1:
-        mask = mask.index_select(-2, tokens.positions(kind, query_ranks).to(mask.device))
-    return mask
-
-
-def _static_text_mask(mask: Tensor, tokens: TokenShards, ranks: range) -> Tensor:
-    """The mask for keys of ``ranks``: their text, then their image tokens."""
-    image = tokens.positions("image", ranks) + tokens.sequence.text
-    return mask.index_select(-1, torch.cat([tokens.positions("text", ranks), image]).to(mask.device))
+        if self.mesh.ring.size > 1:
+            both = torch.stack(list(kv))
+            counts = self._group_counts(call.tokens, kind)
+            shapes = [(*both.shape[:3], count, both.shape[4]) for count in counts]
+            kv = torch.cat(comm.all_gather(both, shapes, self.mesh.ring, "ring"), dim=3).unbind()
+        positions = self.positions.of(call.tokens, kind, kv[0].device)
+        return buffers.refresh(where, kv, positions, call.tokens.sequence.length_of(kind), call.context)

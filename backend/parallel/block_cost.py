@@ -6,13 +6,14 @@ a layer say Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modu
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from ..models.blocks import IMAGE_ONLY
 from .block_streams import block_list
-from .tensor_parallel import QUERIES
+from .matrix_cuts import QUERIES
 
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
@@ -33,20 +34,39 @@ def block_costs(
     ]
 
 
-def tokens_through(layer: str, block: nn.Module, blocks: str, family, image: int, text: int) -> int:
-    """Count the tokens of one step that pass ``layer`` of a ``block`` of the list ``blocks``: none if it is
-    computed once a request."""
-    if _matches(layer, (*family.cache.prompt_layers, *family.cache.modulation)):
-        return 0
-    if family.blocks.is_text_layer(layer):
-        return text
+@dataclass(frozen=True)
+class LayerTokens:
+    """Which tokens of one step pass a layer: of the image stream, of the text, or none where it is computed
+    once a request."""
+
+    image: bool
+    text: bool
+
+    def count(self, image: int, text: int) -> int:
+        """Count them, of so many."""
+        return self.image * image + self.text * text
+
+
+def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
+    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it."""
+    names = [name for name, _ in block.named_modules()]
+    of_text = {name for name in names if family.blocks.is_text_layer(name)}
     apart = (
         family.cache.static_text
         or family.blocks.text_position is None
         or family.blocks.lists[blocks] == IMAGE_ONLY
-        or any(family.blocks.is_text_layer(name) for name, _ in block.named_modules())
+        or bool(of_text)
     )
-    return image if apart else image + text
+    once = (*family.cache.prompt_layers, *family.cache.modulation)
+    found = {}
+    for name in names:
+        if _matches(name, once):
+            found[name] = LayerTokens(False, False)
+        elif name in of_text:
+            found[name] = LayerTokens(False, True)
+        else:
+            found[name] = LayerTokens(True, not apart)
+    return found
 
 
 def _matches(name: str, patterns) -> bool:
@@ -59,10 +79,9 @@ def _linear(block, blocks, family, config, image, text) -> int:
         for name, module in block.named_modules()
         if getattr(module, "weight", None) is not None and module.weight.ndim > 1
     }
-
+    tokens = layer_tokens(block, blocks, family)
     return sum(
-        round(weight.numel() * family.blocks.flop_share(name, config))
-        * tokens_through(name, block, blocks, family, image, text)
+        round(weight.numel() * family.blocks.flop_share(name, config)) * tokens[name].count(image, text)
         for name, weight in layers.items()
     )
 

@@ -5,15 +5,17 @@ tensor.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
+from .request_caches import Positions, take
 from .sequence import Sequence, Span, TokenShards
 from .step_context import StepContext
 
@@ -51,6 +53,11 @@ class BlockStructure:
         """Number of blocks."""
         return len(self.joined)
 
+    def passes(self, index: int) -> bool:
+        """Do the streams before and after block ``index`` have the same form, the model's and not ours?"""
+        edges = (0, self.entry - 1, self.entry, self.total - 1)
+        return index not in edges and self.joined[index] == self.joined[index + 1]
+
     def crossing(self, boundary: int) -> list[int]:
         """List the blocks before ``boundary`` whose output travels with the activation, for a later block."""
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
@@ -79,10 +86,16 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
 
 def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
+    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size)
+
+
+@lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
+def _token_shards(
+    image: Span | None, sequence: Sequence, with_text: bool, rank: int, size: int
+) -> TokenShards:
     text = Span(0, sequence.text if with_text else 0)
     reference = Span(0, sequence.reference if with_text else 0)
-    image = context.image or Span(0, sequence.image)
-    return TokenShards(sequence, text, image, sp.rank, sp.size, reference)
+    return TokenShards(sequence, text, image or Span(0, sequence.image), rank, size, reference)
 
 
 @dataclass
@@ -90,7 +103,8 @@ class Forward:
     """One forward of the transformer under way on this rank.
 
     latent, reference, per_block_text, latents: see Sequence. skips: block -> image tokens (b, tokens, D) for
-    long skips. cuts: arguments that were cut already, since the same object comes to every block.
+    long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes to every
+    block, and often at every step.
     """
 
     structure: BlockStructure
@@ -98,9 +112,10 @@ class Forward:
     latent: int
     reference: int
     per_block_text: int
+    positions: Positions
+    cuts: WeakTensorKeyDictionary
     latents: tuple[tuple[str, int], ...] = ()
     skips: dict[int, Tensor] = field(default_factory=dict)
-    cuts: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     entered: TokenShards | None = None
 
     @property
@@ -202,14 +217,14 @@ class Forward:
         constant = value.shape[dim] == 1 or value.stride(dim) == 0
         if constant and self.tokens.sequence.length_of(kind) > 1:
             return value.narrow(dim, 0, 1)
-        key = (id(value), kind, dim, dummy)
-        if key not in self.cuts:
-            positions = self.tokens.local_positions(kind).to(value.device)
-            if dummy and kind != "image":
-                first = self.structure.family.blocks.text_position == "first"
-                positions = F.pad(positions, (1, 0) if first else (0, 1))
-            self.cuts[key] = value, value.index_select(dim, positions)  # the value too: its id stays its own
-        return self.cuts[key][1]
+        cuts = self.cuts.setdefault(value, {})
+        key = (id(self.tokens), kind, dim, dummy)
+        if key not in cuts:
+            position = self.structure.family.blocks.text_position if dummy and kind != "image" else None
+            own = range(self.tokens.sp_rank, self.tokens.sp_rank + 1)
+            where = self.positions.of(self.tokens, kind, value.device, own, position or "")
+            cuts[key] = take(value, dim, where)
+        return cuts[key]
 
     def result(self, index: int, call: dict[str, Any], streams: Streams):
         """Return what block ``index`` itself would return."""
@@ -221,7 +236,8 @@ class Forward:
         return blocks.adapter.result(blocks, call, streams, self.tokens)
 
     def leave(self, streams: Streams) -> Streams:
-        """Fill the streams after the last block up to the sequence, for the end of the model."""
+        """Fill the streams after the last block up to the sequence, for the end of the model; the image's
+        alone after Blocks.last, where there is that."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]
@@ -229,7 +245,19 @@ class Forward:
             text = self.whole_text(text)  # the model counts on the text that it handed in
         elif text is not None:
             text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
-        return {"image": self.whole(streams["image"]), "text": text}
+        image = streams["image"]
+        has_last = self.structure.family.blocks.last is not None
+        return {
+            "image": image[:, : len(self.tokens.local.image)] if has_last else self.whole(image),
+            "text": text,
+        }
+
+    def whole_output(self, output: Tensor) -> Tensor:
+        """Return the model's output (B, latent tokens, F), of which this forward's carry values."""
+        span = self.tokens.local.image
+        full = output.new_zeros(output.shape[0], self.tokens.sequence.image, output.shape[2])
+        full[:, span.lo : span.hi] = output
+        return full
 
     def whole_text(self, text: Tensor) -> Tensor:
         """Return as many text tokens as the model handed in, without values."""

@@ -34,7 +34,7 @@ def cache_layers(
         widths[stage] += layer_features(transformer.get_submodule(name))
     cache = LayerCache(offload_device, dtype, mesh)
     found: dict[str, CachedLayer] = {}
-    for name, kind in _wanted(transformer, blocks, family):
+    for name, kind in _wanted(transformer, blocks, family, mesh.pp.first):
         parent = transformer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample
@@ -49,13 +49,18 @@ def cache_layers(
     return cache
 
 
-def _wanted(transformer: nn.Module, blocks: Sequence[str], family: Family) -> list[tuple[str, str]]:
-    """(name, kind) of every layer to cache: of each block, then of the transformer."""
+def _wanted(
+    transformer: nn.Module, blocks: Sequence[str], family: Family, is_first_stage: bool
+) -> list[tuple[str, str]]:
+    """(name, kind) of every layer to cache: of each block, then of the transformer. Stages after the first
+    are sent image tokens; of what their own embedders return they use the shape, and references."""
     wanted = []
     for block in blocks:
         wanted.append((f"{block}.", "modulation", family.cache.modulation))
         wanted.append((f"{block}.", "prompt", family.cache.prompt_layers))
     wanted.append(("", "prompt", family.cache.prompt_modules))
+    if not is_first_stage:
+        wanted.append(("", "prompt", family.cache.image_modules))
     return [
         (prefix + name, kind)
         for prefix, kind, patterns in wanted

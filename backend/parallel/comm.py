@@ -27,10 +27,17 @@ def all_to_all(
     """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [chunk.numel() for chunk in chunks], group=axis.group)
-    count(mechanism, (flat.numel() - chunks[axis.rank].numel()) * flat.element_size())
+    received = exchange(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism)
     return [chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes)]
+
+
+def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> Tensor:
+    """Send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order; return what came, ``sizes[i]``
+    numbers from rank i, in one tensor."""
+    received = flat.new_empty(sum(sizes))
+    dist.all_to_all_single(received, flat, sizes, sent, group=axis.group)
+    count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
+    return received
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:

@@ -5,6 +5,7 @@ Stale tokens are read as they are, or extrapolated: K + r (K - K_prev), with r t
 sigma. That costs one more buffer and one elementwise pass a step, and no communication.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,21 +36,23 @@ class KVBuffers:
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(
-        self, where: tuple, kv: Tensor, positions: slice | Tensor, total: int, context: StepContext
+        self, where: tuple, kv: Sequence[Tensor], positions: slice | Tensor, total: int, context: StepContext
     ) -> tuple[Tensor, ...]:
-        """Write fresh ``kv`` (2, b, H, n, D) at the ``positions`` (n,) of the samples of ``context``; return
-        keys and values (b, H, total, D) to attend to."""
+        """Write fresh keys and values, each (b, H, n, D), at the ``positions`` (n,) of the samples of
+        ``context``; return those (b, H, total, D) to attend to."""
+        _, heads, tokens, size = kv[0].shape
         if where not in self.current:
-            self.current[where] = kv.new_empty(kv.shape[0], self.batch, kv.shape[2], total, kv.shape[4])
+            self.current[where] = kv[0].new_empty(len(kv), self.batch, heads, total, size)
         if self.extrapolate and self._written.get(where) != context.evaluation:
-            self._begin(where, kv.shape[3] == total)
+            self._begin(where, tokens == total)
             self._written[where] = context.evaluation
-        buffer = self.current[where][:, context.samples]
-        if isinstance(positions, slice):
-            buffer[:, :, :, positions] = kv
-        else:
-            buffer.index_copy_(3, positions, kv)
-        return tuple(buffer)
+        buffers = self.current[where][:, context.samples].unbind()
+        for buffer, fresh in zip(buffers, kv):
+            if isinstance(positions, slice):
+                buffer[:, :, positions] = fresh
+            else:
+                buffer.index_copy_(2, positions, fresh)
+        return buffers
 
     def _begin(self, where: tuple, whole: bool):
         """Prepare the first write of an evaluation: tokens in ``current`` become ``previous``."""

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
 from ..config import ParallelConfig
 
-#: A peer that is silent for this long inside a collective has died or hangs: the worker ends.
-TIMEOUT = timedelta(minutes=10)
+#: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
+#: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py).
+TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
     axes = {name: _axis(mesh, name) for name in config.degrees}
     weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
+    if weights is not None:
+        _set_pg_timeout(TIMEOUT, weights.get_group())
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
     pp_return = None
@@ -140,6 +144,7 @@ def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
+    _set_pg_timeout(TIMEOUT, group)
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
 

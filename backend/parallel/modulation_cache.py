@@ -1,7 +1,8 @@
 """Work that is the same in every step, or for every patch of one, computed once and cached.
 
 Two kinds of layers inside the blocks: modulation (adaLN, arXiv 2212.09748), whose input depends on timestep,
-guidance and pooled prompt alone, and the prompt's keys and values in cross-attention. The modulation of many
+guidance and pooled prompt alone, and the prompt's keys and values in cross-attention. Before the blocks,
+modules for the prompt and for positions. The modulation of many
 evaluations is one GEMM a layer, over the embeddings that differ: samples, and often prompts, share theirs.
 """
 
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +54,20 @@ class TableIndex:
             self.indices[rows] = torch.tensor(rows, device=table.device)
         return table[self.indices[rows]]
 
+    def set(self, rows: dict[tuple[str, int], tuple[int, ...]], device: torch.device):
+        """Use other ``rows``, whose indices go to ``device`` in one copy."""
+        self.rows = rows
+        different = list(dict.fromkeys(rows.values()))
+        flat = torch.tensor(list(chain(*different)), device=device)
+        self.indices = dict(zip(different, flat.split([len(each) for each in different])))
+
 
 class CachedLayer(nn.Module):
     """Returns cached answers in the place of ``layer``.
 
     kind: "modulation" (once an evaluation) or "prompt" (once a request). shared: what is computed ahead holds
-    for all samples of a batch. table: modulation computed ahead, (rows, features).
+    for all samples of a batch. table: modulation computed ahead, (rows, features). known: (branch, samples,
+    which call of a forward) -> the answer.
     """
 
     def __init__(self, layer: nn.Module, kind: str, index: TableIndex, shared: bool = False):
@@ -66,19 +76,23 @@ class CachedLayer(nn.Module):
         self.kind = kind
         self.index = index
         self.shared = shared
-        self.known: dict[tuple, Tensor] = {}
+        self.known: dict[tuple, Any] = {}
         self.table: Tensor | None = None
+        self.calls = 0
+        self.last: StepContext | None = None
 
-    def forward(self, x: Tensor, *further) -> Tensor:
+    def forward(self, *args, **kwargs) -> Any:
         context = self.index.context
         if context is None:
-            return self.layer(x, *further)
+            return self.layer(*args, **kwargs)
         if self.table is not None:
             return self.index.take(self.table, context, context.branch, self.shared)
-        key = (context.branch, context.items)
+        self.calls = self.calls + 1 if self.last is context else 0
+        self.last = context
+        key = (context.branch, context.items, self.calls)
         if key not in self.known:
             COMPUTED[self.kind] += 1
-            self.known[key] = self.layer(x, *further)
+            self.known[key] = self.layer(*args, **kwargs)
         return self.known[key]
 
     def second(self, x: Tensor) -> Tensor:
@@ -91,10 +105,12 @@ class CachedLayer(nn.Module):
     @property
     def bytes(self) -> int:
         """Memory of the cached answers."""
-        answers = [*self.known.values()]
+        tensors = [
+            *chain(*(answer if isinstance(answer, tuple) else (answer,) for answer in self.known.values()))
+        ]
         if self.table is not None:
-            answers.append(self.table)
-        return sum(answer.numel() * answer.element_size() for answer in answers)
+            tensors.append(self.table)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def store(self, table: Tensor | None):
         """Cache the answers (rows, features) to the rows of TableIndex.rows, or (None) forget them."""
@@ -190,6 +206,7 @@ class LayerCache:
         self.plan, self.index.context = None, None
         for layer in self.layers:
             layer.known.clear()
+            layer.last = None
 
     def begin_evaluation(self, evaluation: int):
         """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""
@@ -236,11 +253,12 @@ class LayerCache:
         self._forget_modulation()
         plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype))
         places = {row: place for place, row in enumerate(chosen)}
-        self.index.rows = {
+        rows = {
             key: tuple(places[row] for row in rows)
             for key, rows in plan.rows.items()
             if first <= key[1] < plan.computed
         }
+        self.index.set(rows, plan.embeddings.device)
         inputs = F.silu(plan.embeddings[chosen]).to(self.dtype)
         for cached in self.held:
             cached.store(self._computed(cached.layer, inputs))

@@ -10,7 +10,9 @@ import inspect
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import UnsupportedError
 from ..models.family import Family
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
@@ -46,6 +48,7 @@ class Stage:
         self.known: set[tuple[str, int]] = set()  # branch and sample whose text has run (Cache.static_text)
         # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
         self.like: dict[str, Tensor] = {}
+        self.cuts = WeakTensorKeyDictionary()
         self.transformer = transformer
         self.structure = BlockStructure.of(transformer, family)
         index = 0
@@ -54,6 +57,14 @@ class Stage:
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, index, block)
                 index += 1
+        self.passing = {
+            index
+            for index in range(self.structure.total)
+            if index not in blocks and self.structure.passes(index)
+        }
+        self.last = None
+        if family.blocks.last:
+            self.last = transformer.get_submodule(family.blocks.last).register_forward_hook(self._fill)
 
     def join(self, mesh: Mesh):
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
@@ -70,6 +81,14 @@ class Stage:
             for i, wrapped in enumerate(modules):
                 assert isinstance(wrapped, StagedBlock) and wrapped.block is not None, "all blocks are here"
                 modules[i] = wrapped.block
+        if self.last:
+            self.last.remove()
+
+    def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Fill what the last layer made of this forward's tokens up to those of the latent."""
+        if self.current is None or self.current.tokens.is_whole:
+            return output
+        return self.current.whole_output(output)
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
@@ -77,6 +96,7 @@ class Stage:
         self.sequences.clear()
         self.known.clear()
         self.like.clear()
+        self.cuts.clear()
 
     def drain(self):
         """Wait for every send and receive under way."""
@@ -104,7 +124,10 @@ class Stage:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
         per_block_text = self.adapter.per_block_text(arguments)
-        self.current = Forward(self.structure, context, latent, reference, per_block_text)
+        positions = self.attention.positions
+        self.current = Forward(
+            self.structure, context, latent, reference, per_block_text, positions, self.cuts
+        )
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -126,6 +149,8 @@ class Stage:
         """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
         forward, structure = self._forward, self.structure
         call = dict(zip(names, args)) | kwargs
+        if index in self.passing and not forward.per_block_text:
+            return self._pass(index, call)
         streams = forward.streams(index, call)
         if index in (0, structure.entry):
             streams = self._enter(forward, index, call, streams)
@@ -147,6 +172,13 @@ class Stage:
         elif structure.joined[index] != structure.joined[index + 1]:
             streams["image"] = self.adapter.between_lists(streams["image"], forward.whole)
         return forward.result(index, call, streams)
+
+    def _pass(self, index: int, call: dict):
+        """What another stage's block returns, before this stage receives what it has made of its tokens."""
+        blocks = self.family.blocks
+        if self.structure.joined[index] or index < self.structure.entry:
+            return call[blocks.image]
+        return blocks.adapter.unchanged(blocks, call)
 
     @property
     def _forward(self) -> Forward:
@@ -171,9 +203,11 @@ class Stage:
         mask = self.adapter.take_text_mask(call)
         kinds = family.blocks.attention
         static = family.cache.static_text
-        self.attention.call = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
+        attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
+        self.attention.call = attention
         out = block(**call)
         self.attention.call = None
+        self._check_calls(index, block, attention)
         if joined:
             return self.structure.split(out, streams["text"].shape[1])
         if index < self.structure.entry:
@@ -181,6 +215,18 @@ class Stage:
         returned = self.adapter.returned(family.blocks, out)
         text = returned["text"]
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
+
+    def _check_calls(self, index: int, block: nn.Module, call: BlockCall):
+        """Raise UnsupportedError where a block's attention did not come through the hook: its tokens would
+        have attended to this rank's alone."""
+        blocks = self.family.blocks
+        expected = blocks.attention_calls(block) if blocks.attention_calls else len(blocks.attention)
+        if call.calls != expected:
+            raise UnsupportedError(
+                f"block {index} of {self.family.name} made {call.calls} attention calls through torch's "
+                f"scaled_dot_product_attention, and its family says {expected}; something else computes its "
+                f"attention, such as another attention backend or processor of diffusers: remove that."
+            )
 
     def _receive(self, forward: Forward, pipe: Pipe, streams: Streams) -> Streams:
         text = streams["text"]

@@ -105,7 +105,7 @@ class TokenShards:
             for i in range(size)
         ]
 
-    @property
+    @cached_property
     def local(self) -> TokenShard:
         """This rank's shard."""
         return self.shards[self.sp_rank]
@@ -116,7 +116,7 @@ class TokenShards:
         text = self.local.text
         return max(0, min(text.hi, self.sequence.text - self.sequence.per_block_text) - text.lo)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """True where no token is missing and none is on another rank: nothing needs cutting."""
         whole = self.sequence
@@ -125,7 +125,21 @@ class TokenShards:
 
     def lengths(self, kind: str) -> list[int]:
         """Count the tokens of each SP rank in a ``kind`` ("joint" | "image" | "text") of attention."""
-        return [len(self._shard_positions(kind, shard)) for shard in self.shards]
+        if kind not in self._lengths:
+            self._lengths[kind] = [self._length(kind, shard) for shard in self.shards]
+        return self._lengths[kind]
+
+    @cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        return {}
+
+    def _length(self, kind: str, shard: TokenShard) -> int:
+        if kind == "text":
+            return len(shard.text)
+        latent = self.sequence.latent_span(kind)
+        if latent:
+            return max(0, min(shard.image.hi, latent.hi) - max(shard.image.lo, latent.lo))
+        return len(shard) if kind == "joint" and self.sequence.text_position else shard.stream
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
         """Return the positions (tokens,) in the whole ``kind`` sequence of the tokens of ``ranks`` (default:

@@ -13,48 +13,21 @@ Schemes (ParallelConfig.split_scheme):
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
 from ..quantization import packed_weight
 from . import comm
 from .block_streams import block_list
+from .matrix_cuts import HEAD_COUNTS, QUERIES, Shard
 from .mesh import Axis, Mesh
 from .sequence import Span
 
-#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
-QUERIES = ("to_q", "to_query")
-HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
+#: The width of all heads, as attention modules call it.
 ALL_HEADS = "inner_dim"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The piece of one weight (out, in) on this rank, and the collectives of its layer.
-
-    outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
-    whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated, of ``widths[i]`` features. edges: columns where any rank's inputs begin or end.
-    """
-
-    outputs: tuple[Span, ...]
-    inputs: tuple[Span, ...]
-    take_input: bool = False
-    reduce: Axis | None = None
-    gather: Axis | None = None
-    widths: tuple[int, ...] = ()
-    edges: tuple[int, ...] = ()
-
-    @property
-    def reduced_features(self) -> int:
-        """Numbers of a token that are summed over ``reduce``."""
-        return sum(map(len, self.outputs)) if self.inputs else 1
 
 
 class ShardedLinear(nn.Module):
@@ -108,119 +81,6 @@ class ShardedNorm(nn.Module):
         wide = x.float()
         squares = comm.all_reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
         return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
-
-
-def shards(transformer: nn.Module, family, scheme: str, mesh: Mesh) -> dict[str, Shard]:
-    """Return module name -> Shard of every layer that ``scheme`` cuts; megatron by the family's plan, else
-    diffusers' _tp_plan. Raises UnsupportedError if the scheme does not fit the transformer."""
-    layers = {
-        name: module
-        for name, module in transformer.named_modules()
-        if name.startswith(tuple(f"{blocks}." for blocks in family.blocks.lists))
-    }
-    if scheme != "megatron":
-        return {
-            name: _whole_activations(module, scheme, mesh)
-            for name, module in layers.items()
-            if isinstance(module, nn.Linear)
-        }
-    plan = family.tensor_plan or transformer._tp_plan
-    if not plan:
-        raise UnsupportedError(
-            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
-            f"column or 2d."
-        )
-    _check_heads(layers, mesh.tp.size)
-    found = {name: _planned(layers, name, _style(plan, name), mesh.tp) for name in layers}
-    for name, module in layers.items():
-        if found[name] is None and isinstance(module, nn.Linear) and _is_modulation(name, family):
-            found[name] = _whole_activations(module, "column", mesh)
-    return {name: shard for name, shard in found.items() if shard is not None}
-
-
-def _is_modulation(name: str, family) -> bool:
-    """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
-    lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
-    inner = name.removeprefix(f"{lists}.").partition(".")[2]
-    return any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation)
-
-
-def _check_heads(layers, ranks):
-    for name, module in layers.items():
-        if not any(hasattr(module, query) for query in QUERIES):
-            continue
-        for count in (getattr(module, key, None) for key in HEAD_COUNTS):
-            if isinstance(count, int) and count % ranks:
-                raise UnsupportedError(
-                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
-                    f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
-                )
-
-
-def _style(plan, name):
-    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
-
-
-def _whole_activations(linear: nn.Linear, scheme: str, mesh: Mesh) -> Shard:
-    inputs, outputs = {
-        "row": (mesh.tp, None),
-        "column": (None, mesh.tp),
-        "2d": (mesh.tp_inputs, mesh.tp_outputs),
-    }[scheme]
-    whole_in = Span(0, linear.in_features)
-    whole_out = Span(0, linear.out_features)
-    mine_in = whole_in.shard(inputs.rank, inputs.size) if inputs else whole_in
-    mine_out = whole_out.shard(outputs.rank, outputs.size) if outputs else whole_out
-    widths = tuple(len(whole_out.shard(i, outputs.size)) for i in range(outputs.size)) if outputs else ()
-    edges = _edges([linear.in_features], inputs) if inputs else ()
-    return Shard((mine_out,), (mine_in,), inputs is not None, inputs, outputs, widths, edges)
-
-
-def _planned(layers: Mapping[str, nn.Module], name: str, style, tp: Axis) -> Shard | None:
-    parent, _, leaf = name.rpartition(".")
-    layer = layers[name]
-    if style == "norm":
-        return _norm(layer, layers[parent], leaf, tp)
-    return _megatron(layer, style, tp) if style and isinstance(layer, nn.Linear) else None
-
-
-def _megatron(layer: nn.Linear, style, tp: Axis) -> Shard:
-    whole_in = Span(0, layer.in_features)
-    whole_out = Span(0, layer.out_features)
-    if style == "colwise":
-        return Shard((whole_out.shard(tp.rank, tp.size),), (whole_in,))
-    if style == "packed colwise":
-        return Shard(_pieces(vars(layer)["_tp_packed_col_blocks"], tp), (whole_in,))
-    if style == "gated colwise":
-        return Shard(_pieces([layer.out_features // 2] * 2, tp), (whole_in,))
-    packed = {
-        "rowwise": [layer.in_features],
-        "rowwise after attention": [layer.out_features, layer.in_features - layer.out_features],
-    }
-    # else diffusers' packed rowwise style
-    widths = packed[style] if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
-    return Shard((whole_out,), _pieces(widths, tp), reduce=tp, edges=_edges(widths, tp))
-
-
-def _pieces(widths: list[int], tp: Axis) -> tuple[Span, ...]:
-    """This rank's shard of each of several runs of features."""
-    starts = accumulate(widths, initial=0)
-    return tuple(Span(start, start + width).shard(tp.rank, tp.size) for start, width in zip(starts, widths))
-
-
-def _edges(widths: list[int], axis: Axis) -> tuple[int, ...]:
-    """Where any rank's shard of any of these runs of features begins or ends."""
-    every = (span for rank in range(axis.size) for span in _pieces(widths, replace(axis, rank=rank)))
-    return tuple(sorted({edge for span in every for edge in (span.lo, span.hi)}))
-
-
-def _norm(norm: nn.Module, attention: nn.Module, leaf: str, tp: Axis) -> Shard | None:
-    """The norm of each head by itself stays whole; one over all heads is cut as its queries or keys."""
-    width = getattr(attention, "to_q" if leaf.endswith("q") else "to_k").out_features
-    weight = getattr(norm, "weight", None)
-    if weight is None or len(weight) != width:
-        return None
-    return Shard((Span(0, width).shard(tp.rank, tp.size),), (), reduce=tp)
 
 
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):

@@ -51,7 +51,7 @@ class Mixing:
         shares = self._over_ranks(torch.stack(own_shares, dim=1))  # (B, patches of this forward, ...)
         (state,) = buffers.refresh(
             where,
-            shares.flatten(2)[None, :, None],
+            [shares.flatten(2)[:, None]],
             slice(here[0], here[-1] + 1),
             len(buffers.spans),
             call.context,
@@ -82,7 +82,7 @@ class Mixing:
         shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
         fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
         positions = slice(tokens.image.lo, tokens.image.hi)
-        (whole,) = buffers.refresh(where, fresh[None, :, None], positions, total, call.context)
+        (whole,) = buffers.refresh(where, [fresh[:, None]], positions, total, call.context)
         return Halo(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
 
     def text_tokens(self, whole: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import SHORT
 
 #: Clients and backends of one version understand each other.
-VERSION = 2
+VERSION = 3
 #: Separates the name of a model from its LoRAs, in the names of models with LoRAs.
 LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
@@ -27,9 +27,11 @@ class BackendError(RuntimeError):
 
 
 class RefusedError(ValueError):
-    """The backend refused a request and stays warm; the message says what, why and the remedy."""
+    """The backend refused a request and stays warm; the message says what, why and the remedy. ``lacking``:
+    as in Failure, by rank."""
 
     __module__ = SHORT
+    lacking: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Proof:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answer to Proof: what runs behind this socket."""
+    """Answer to Proof: what runs behind this socket. ``devices``: the name of every rank's memory
+    (device_memory.device_name), so that a client knows which it uses too."""
 
     world_size: int
     device: str
     degrees: dict
     pids: list
+    devices: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,16 @@ class Arrange:
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
-    quantized layers multiply (auto, weight only, native)."""
+    quantized layers multiply (auto, weight only, native). ``trial``: what rank 0 tells the others
+    (Checkpoint.trial); it is not read from clients. ``asking``: ranks on devices where the client can make
+    room; where one likely has too little, the answer is a Failure that says what is lacking."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
     matmul: str = "auto"
+    trial: dict = field(default_factory=dict)
+    asking: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -125,9 +133,18 @@ class Described:
 
 @dataclass(frozen=True)
 class Unload:
-    """Free the transformer ``model`` on every rank; no error where it is not loaded."""
+    """Free the transformer ``model`` on every rank; no error where it is not loaded. ``park``: keep its
+    weights in host memory where that has room; the next request for it brings them back."""
 
     model: str
+    park: bool = False
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give the cached memory of ``ranks`` back to their devices, which others use too."""
+
+    ranks: list
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,8 @@ class Sample:
     ``prompts`` says how they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which
     it counts, "until": the lowest}, each optional. A tensor ``weight.NAME`` (broadcast to the latent's shape)
     is a strength that differs from place to place. ``preview_seconds``: least time between two x0 previews,
-    0 sends none. ``denoised`` asks for the last step's prediction in the Result.
+    0 sends none. ``denoised`` asks for the last step's prediction in the Result. ``asking``: as in Load.
+    ``shared``: ranks on devices that others use too, which give their cached memory back at the end.
     """
 
     model: str
@@ -159,6 +177,8 @@ class Sample:
     denoised: bool = False
     prompts: dict = field(default_factory=dict)
     latent_shapes: list = field(default_factory=list)
+    asking: list = field(default_factory=list)
+    shared: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
 
 
@@ -171,7 +191,8 @@ class ModelCall:
     models, the timestep of others; arguments as ``cond.KEY`` with ComfyUI's names, one for each sample or one
     for all. The backend caches the tensors that ``keep`` names (name -> key) for this ``client`` until a
     call's ``forget`` has the key; ``kept`` (name -> key) stands for cached ones. Where some are no longer
-    there, the Result has no output but their names as ``stats["missing"]``: send them again.
+    there, the Result has no output but their names as ``stats["missing"]``: send them again. ``asking``: as
+    in Load.
     """
 
     model: str
@@ -181,6 +202,7 @@ class ModelCall:
     keep: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     forget: list = field(default_factory=list)
+    asking: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
 
 
@@ -217,11 +239,13 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that was refused, or, where ``fatal``, that ended the backend."""
+    """A request that was refused, or, where ``fatal``, that ended the backend. ``lacking``: [[rank, bytes
+    that should be free on its device], ...] where there was too little."""
 
     message: str
     fatal: bool = False
     rank: int = 0
+    lacking: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -232,6 +256,28 @@ class Ping:
 @dataclass(frozen=True)
 class Pong:
     models: list = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How is the backend? Answered with a Report while the ranks work, too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank, pid,
+    weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind of the request
+    under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so
+    far; ``last_error``: the last refusal."""
+
+    seconds: float
+    models: dict
+    ranks: list
+    running: str
+    running_seconds: float
+    waiting: int
+    answered: dict
+    last_error: str
 
 
 @dataclass(frozen=True)

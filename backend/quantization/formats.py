@@ -116,6 +116,22 @@ def gguf_type(kind: str) -> tuple[Callable, int, int]:
     return (dequantize_functions[type_], *gguf.GGML_QUANT_SIZES[type_])
 
 
+#: GGUF type -> bytes of a block at which its float16 scales and minima begin (ggml-common.h).
+GGUF_SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
+}
+#: Bits of a float16 that are all set in infinity and NaN.
+EXPONENT = 0x7C00
+
+
+def has_finite_scales(kind: str, blocks: Tensor) -> bool:
+    """Are all scales in ``blocks`` (blocks, bytes) of the GGUF type ``kind`` finite?"""
+    found = (blocks[:, at : at + 2].contiguous().view(torch.int16) for at in GGUF_SCALES.get(kind, ()))
+    return not any(bool((scales & EXPONENT == EXPONENT).any()) for scales in found)
+
+
 @cache
 def _e2m1(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(E2M1, device=device, dtype=dtype)

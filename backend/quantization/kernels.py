@@ -44,10 +44,17 @@ MOST_INT8, MOST_E4M3, MOST_E2M1 = 127, 448, 6
 
 @dataclass(frozen=True)
 class Choice:
-    """How a layer multiplies. kernel: None for the dequantized weight; why: in reports."""
+    """How a layer multiplies. kernel: None for the dequantized weight; why: in reports; dequantizes: whether
+    the weight is dequantized all the same, where a device has no product of the format."""
 
     kernel: Kernel | None
     why: str
+    dequantizes: bool = False
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Is the weight dequantized at each product?"""
+        return self.kernel is None or self.dequantizes
 
     def __str__(self) -> str:
         return f"{NATIVE if self.kernel else WEIGHT_ONLY}: {self.why}"

@@ -24,7 +24,8 @@ class Rule:
     """When a format is multiplied natively.
 
     capability: the least of an NVIDIA GPU; multiple: of it, rows and columns must be; torch: the least
-    version; everywhere: ComfyUI does so on other devices too, not only where hardware is made for it.
+    version; everywhere: ComfyUI does so on other devices too, not only where hardware is made for it;
+    on_cpu: a CPU has a product of it, else multiplies what its blocks stand for.
     """
 
     kernel: Kernel
@@ -32,28 +33,30 @@ class Rule:
     multiple: int = 1
     torch: tuple[int, int] = (0, 0)
     everywhere: bool = False
+    on_cpu: bool = True
 
 
 #: Name in files -> rule, as ComfyUI has them (comfy.ops.pick_operations, comfy.model_management).
 RULES = {
     "int8_tensorwise": Rule(kernels.int8, (7, 5), everywhere=True),
     "float8_e4m3fn": Rule(kernels.float8, (8, 9), multiple=16),
-    "mxfp8": Rule(kernels.mxfp8, (10, 0), multiple=32, torch=(2, 10)),
-    "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32),
+    "mxfp8": Rule(kernels.mxfp8, (10, 0), multiple=32, torch=(2, 10), on_cpu=False),
+    "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32, on_cpu=False),
 }
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized matrix as its file describes it, and the piece of it that a rank holds.
+    """A quantized matrix as its file describes it, and the pieces of it that ranks hold, so that all of them
+    choose alike.
 
-    settings: of the file, with "scales", how many a float8 weight has. rows: of the piece. edges: columns
-    where any rank's piece begins or ends, so that all that add up their products choose alike.
+    settings: of the file, with "scales", how many a float8 weight has. rows: of every rank's piece. edges:
+    columns where any rank's piece begins or ends.
     """
 
     format: Format
     settings: Settings
-    rows: int
+    rows: tuple[int, ...]
     edges: tuple[int, ...]
 
     @property
@@ -61,6 +64,13 @@ class Matrix:
         """Does the file ask that inputs are not quantized, or store the weight in full precision?"""
         asked = self.settings.get("full_precision_matrix_mult")
         return bool(asked) or self.settings.get("format") == "scaled plain"
+
+
+def column_unit(form: Format, settings: Settings) -> int:
+    """Return how many neighbouring columns of a quantized matrix must not be cut apart: its blocks, and what
+    its kernel multiplies at once."""
+    rule = RULES.get(str(settings.get("format")))
+    return math.lcm(form.block(settings), rule.multiple if rule else 1)
 
 
 def capability_of(device: torch.device) -> Capability:
@@ -79,7 +89,10 @@ def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capabili
     if rule is None or why:
         return Choice(None, why)
     why = kernels.kitchen()[1] or _of_device(rule, mode, device, capability) or _of_shape(matrix, rule)
-    return Choice(None, why) if why else Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}")
+    if why:
+        return Choice(None, why)
+    dequantizes = device.type == "cpu" and not rule.on_cpu
+    return Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}", dequantizes)
 
 
 def _of_file(matrix: Matrix, mode: str) -> str:
@@ -111,11 +124,12 @@ def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) ->
 
 
 def _of_shape(matrix: Matrix, rule: Rule) -> str:
-    unit = math.lcm(matrix.format.block(matrix.settings), rule.multiple)
+    unit = column_unit(matrix.format, matrix.settings)
     inside = next((edge for edge in matrix.edges if edge % unit), None)
     if inside is not None:
         return f"its columns begin or end at {inside}, inside {unit} that are multiplied together"
-    return f"{matrix.rows} rows are no multiple of {rule.multiple}" if matrix.rows % rule.multiple else ""
+    odd = next((rows for rows in matrix.rows if rows % rule.multiple), None)
+    return "" if odd is None else f"{odd} rows are no multiple of {rule.multiple}"
 
 
 def _kind(device: torch.device) -> str:

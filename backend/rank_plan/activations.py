@@ -11,7 +11,7 @@ between 0.75 and 1.45 times as much (the counts below were chosen for that).
 from collections import Counter
 from dataclasses import dataclass
 
-from ..parallel.block_cost import QUERY_LAYERS, is_attention, query_width, tokens_through
+from ..parallel.block_cost import QUERY_LAYERS, is_attention, layer_tokens, query_width
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Sequence, whole_sequence
 from ..parallel.stage_split import Stages
@@ -76,8 +76,7 @@ def _skips(work: Workload, blocks: range) -> int:
 
 def _kind(work: Workload, name: str, place: Place) -> tuple:
     """What makes blocks alike: the sizes of their layers on this rank."""
-    block = work.checkpoint.empty.get_submodule(name)
-    return (name.rpartition(".")[0], place["tp"], sum(p.numel() for p in block.parameters()))
+    return (name.rpartition(".")[0], place["tp"], work.block_sizes[name])
 
 
 def _live(work: Workload, name: str, place: Place, image: int, text: int) -> Live:
@@ -95,8 +94,9 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int) -> Liv
     mlps: Counter[str] = Counter()
     inputs: set[int] = set()
     outputs: set[int] = set()
+    passing = layer_tokens(block, name.rpartition(".")[0], work.family)
     for inner, layer in block.named_modules():
-        tokens = tokens_through(inner, block, name.rpartition(".")[0], work.family, image, text)
+        tokens = passing[inner].count(image, text)
         weight = getattr(layer, "weight", None)
         if weight is None or weight.ndim < 2 or getattr(layer, "groups", 1) > 1 or not tokens:
             continue

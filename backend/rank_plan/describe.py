@@ -1,5 +1,6 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -8,12 +9,15 @@ from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..loading.load_report import blocks_text
 from ..loading.recognition import open_checkpoint
+from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.mesh import layout
 from ..parallel.stage_split import Stages
+from ..quantization.kernels import AUTO, Choice
+from ..quantization.matmul import Capability, choose_all
 from .activations import activation_bytes
 from .traffic import sent
-from .workload import Place, Workload
+from .workload import Place, Workload, tensor_mesh
 
 #: Calls of the model in a request, by default.
 CALLS = 28
@@ -87,19 +91,24 @@ def describe(
     branches: int = 2,
     dtype: torch.dtype | None = None,
     calls: int = CALLS,
+    choices: Mapping[str, Choice] | None = None,
+    bits: int = 0,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer at ``model``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
-    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. Raises
-    ConfigError and UnsupportedError as loading does.
+    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
+    quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
+    in blocks, were the file quantized; 0 for the file as it is. Raises ConfigError and UnsupportedError as
+    loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
     batch = max(1, batch // config.data_parallel_degree)
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
-    work = Workload(config, checkpoint, image_tokens, text_tokens, batch, branches, dtype, calls)
+    request = (image_tokens, text_tokens, batch, branches)
+    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits)
     stages = checkpoint.stages(config)
     return [_plan(work, rank, place, stages) for rank, place in enumerate(places(config))]
 
@@ -109,6 +118,17 @@ def places(config: ParallelConfig) -> list[Place]:
     ranks = layout(config)
     found = ((ranks == rank).nonzero()[0].tolist() for rank in range(config.world_size))
     return [dict(zip(config.degrees, place)) for place in found]
+
+
+def automatic_choices(
+    config: ParallelConfig, checkpoint: Checkpoint, capability: Capability
+) -> dict[str, Choice]:
+    """Choose how quantized parameters multiply by default on NVIDIA GPUs of that compute capability (None: of
+    none that is known), with what is installed here."""
+    if capability is None:
+        return {}
+    cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
+    return choose_all(checkpoint.name, matrices(checkpoint, cuts), AUTO, torch.device("cuda"), capability)
 
 
 def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:

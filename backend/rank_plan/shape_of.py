@@ -1,6 +1,7 @@
 """What the planner (backend/planner) has to know of a transformer, read from its headers."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,10 +11,11 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
-from ..parallel.block_cost import block_costs, tokens_through
+from ..parallel.block_cost import block_costs, layer_tokens
 from ..planner.model_shape import BlockShape, ModelShape
+from ..quantization.kernels import Choice
 from .activations import activation_bytes
-from .weights import HeldParameter, block_indices, held_parameters, scratch_bytes
+from .weights import HeldParameter, held_parameters, scratch_bytes
 from .workload import Place, Workload
 
 #: Tokens for which activations are measured; they are taken to grow with the tokens.
@@ -23,17 +25,19 @@ TWO = 2
 FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 
-def shape_of(checkpoint: Checkpoint, dtype: torch.dtype, native: frozenset[str] = frozenset()) -> ModelShape:
-    """Measure a transformer that computes in ``dtype``. ``native``: quantized parameters that are multiplied
-    as they are, so never dequantized. Raises UnsupportedError as loading does."""
-    return _Measured(checkpoint, dtype, native).shape()
+def shape_of(
+    checkpoint: Checkpoint, dtype: torch.dtype, choices: Mapping[str, Choice] | None = None
+) -> ModelShape:
+    """Measure a transformer that computes in ``dtype``. ``choices``: how quantized parameters multiply, by
+    default by the dequantized weight. Raises UnsupportedError as loading does."""
+    return _Measured(checkpoint, dtype, choices or {}).shape()
 
 
 @dataclass(frozen=True)
 class _Measured:
     checkpoint: Checkpoint
     dtype: torch.dtype
-    native: frozenset[str]
+    choices: Mapping[str, Choice]
 
     def shape(self) -> ModelShape:
         """Return the whole transformer's."""
@@ -62,12 +66,12 @@ class _Measured:
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
         plan = ParallelConfig(tensor_parallel_degree=tensor)
-        return Workload(plan, self.checkpoint, image, text, 1, 1, self.dtype, 1)
+        return Workload(plan, self.checkpoint, image, text, 1, 1, self.dtype, 1, self.choices)
 
     @cached_property
     def _parameters(self) -> list[HeldParameter]:
-        blocks = block_indices(self.checkpoint)
-        return [*held_parameters(self.checkpoint, {}, self.dtype, blocks)]
+        (whole,) = held_parameters(self.checkpoint, [{}], self.dtype, self.choices)
+        return whole
 
     @cached_property
     def _cuts(self) -> dict:
@@ -113,7 +117,7 @@ class _Measured:
                 counts["modulation"] += each.bytes
                 continue
             counts["weights"] += each.bytes
-            counts["unpacked"] += 0 if f"{each.module}.weight" in self.native else each.unpacked
+            counts["unpacked"] += each.unpacked
             counts["cut"] += each.bytes if each.module in self._cuts else 0
         return found
 
@@ -122,14 +126,14 @@ class _Measured:
         block = self.checkpoint.block_names[index]
         layers = self.checkpoint.empty.get_submodule(block)
         blocks = block.rpartition(".")[0]
+        tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
         found = [0, 0]
         for module, cut in self._cuts.items():
             inner = module.removeprefix(f"{block}.")
             if inner == module or not cut.reduce:
                 continue
             for stream, tokens in enumerate(((1, 0), (0, 1))):
-                passing = tokens_through(inner, layers, blocks, self.checkpoint.family, *tokens)
-                found[stream] += passing * cut.reduced_features
+                found[stream] += tokens_of[inner].count(*tokens) * cut.reduced_features
         return found[0], found[1]
 
     def _block(self, index: int) -> BlockShape:

@@ -3,9 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
-from ..parallel.block_cost import tokens_through
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
 from .workload import Place, Workload
@@ -95,27 +93,17 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
     image = sum(patch.local.stream for patch in patches)
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
         text = work.text_tokens * len(patches)
-    names = {name: i for i, name in enumerate(work.checkpoint.block_names)}
     own = place["pp"]
     total = 0
     for module, cut in work.cuts(place).items():
-        block = next(name for name in names if module.startswith(name + "."))
-        here = names[block] in stages.blocks[own]
+        here = work.blocks[module] in stages.blocks[own]
         if not (stages.holders[module] == own if module in stages.holders else here):
             continue
-        tokens = _tokens_of(work, block, module, text, image)
+        # modulation has one embedding
+        one = module in work.modulation
+        tokens = 1 if one else work.batch * work.layer_tokens[module].count(image, text)
         if cut.reduce:
             total += 2 * (cut.reduce.size - 1) * tokens * cut.reduced_features // cut.reduce.size
         if cut.gather:
             total += (cut.gather.size - 1) * tokens * sum(map(len, cut.outputs))
     return total
-
-
-def _tokens_of(work: Workload, block: str, module: str, text: int, image: int) -> int:
-    """Count a step's tokens of all samples through a linear layer; modulation has one embedding."""
-    inner = module.removeprefix(block + ".")
-    if any(fnmatchcase(inner, pattern) for pattern in work.family.cache.modulation):
-        return 1
-    layers = work.checkpoint.empty.get_submodule(block)
-    blocks = block.rpartition(".")[0]
-    return work.batch * tokens_through(inner, layers, blocks, work.family, image, text)

@@ -1,18 +1,20 @@
 """The weights that each rank holds: as their files store them where layers keep them so, else in a dtype."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..loading.checkpoint import Checkpoint
 from ..loading.parameter_sources import packed_sizes
 from ..loading.safetensors_files import StoredSize
 from ..loading.weight_loading import block_of, keeps_packed
 from ..parallel.fsdp import PREFETCH
+from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..parallel.tensor_parallel import Shard
+from ..quantization.kernels import Choice
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class HeldParameter:
     """A parameter as a rank holds it, if it is on this rank's stage.
 
     block: where it is in the order of blocks; None outside of them. sizes: of its tensors, several where it
-    is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``; else 0.
+    is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``, where that is
+    dequantized to be multiplied; else 0.
     """
 
     module: str
@@ -57,27 +60,42 @@ def block_indices(checkpoint: Checkpoint) -> dict[str, int | None]:
 
 
 def held_parameters(
-    checkpoint: Checkpoint, cuts: Mapping[str, Shard], dtype: torch.dtype, blocks: Mapping[str, int | None]
-) -> Iterator[HeldParameter]:
-    """Yield every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or float32 where
-    the family keeps it. ``blocks``: block_indices."""
+    checkpoint: Checkpoint,
+    cuts: Sequence[Mapping[str, Shard]],
+    dtype: torch.dtype,
+    choices: Mapping[str, Choice],
+    bits: int = 0,
+) -> list[list[HeldParameter]]:
+    """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
+    float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
+    weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
     modules = dict(checkpoint.empty.named_modules())
+    blocks = block_indices(checkpoint)
+    found: list[list[HeldParameter]] = [[] for _ in cuts]
     for name, parameter in checkpoint.empty.named_parameters():
         where, _, leaf = name.rpartition(".")
-        cut = cuts.get(where)
         own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-        shape = _shape(tuple(parameter.shape), cut)
-        plain = shape.numel() * own_dtype.itemsize
-        packed = None
-        if leaf == "weight" and keeps_packed(modules[where], cut is not None):
-            source = checkpoint.sources[name]
-            key = checkpoint.key(source)
-            packed = packed_sizes(checkpoint.files, key, source, cut, parameter.shape[0])
-        block = blocks[name]
-        if packed is None:
-            yield HeldParameter(where, block, [StoredSize(shape[0], plain)], own_dtype)
-        else:
-            yield HeldParameter(where, block, packed, own_dtype, plain)
+        is_dequantized = name not in choices or choices[name].needs_scratch
+        source = checkpoint.sources[name]
+        key = checkpoint.key(source)
+        shape = tuple(parameter.shape)
+        module = modules[where]
+        is_quantizable = isinstance(module, nn.Linear) and leaf == "weight" and blocks[name] is not None
+        for held, own in zip(found, cuts):
+            cut = own.get(where)
+            kept = _shape(shape, cut)
+            plain = kept.numel() * own_dtype.itemsize
+            packed = None
+            if leaf == "weight" and keeps_packed(module, cut is not None):
+                packed = packed_sizes(checkpoint.files, key, source, cut, shape[0])
+            if packed is None and bits and is_quantizable:
+                packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
+            if packed is None:
+                held.append(HeldParameter(where, blocks[name], [StoredSize(kept[0], plain)], own_dtype))
+            else:
+                unpacked = plain if is_dequantized else 0
+                held.append(HeldParameter(where, blocks[name], packed, own_dtype, unpacked))
+    return found
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:

@@ -1,22 +1,25 @@
 """The work of a request on a configuration's ranks and its memory: weights, keys and values, modulation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..parallel import tensor_parallel
-from ..parallel.mesh import Axis, single
+from ..parallel.block_cost import LayerTokens, layer_tokens
+from ..parallel.matrix_cuts import Shard
+from ..parallel.mesh import Axis, Mesh, single
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.ulysses_ring import head_shards
+from ..quantization.kernels import Choice
 from .weights import (
     HeldParameter,
     HeldWeights,
-    block_indices,
     gathered_bytes,
     held_parameters,
     scratch_bytes,
@@ -26,9 +29,23 @@ from .weights import (
 Place = dict[str, int]
 
 
+def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
+    """Return the place of a rank of a tensor-parallel group, without the group."""
+    tp = config.tensor_parallel_degree
+    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    row, column = divmod(rank, tp // rows)
+    return replace(
+        single(),
+        tp=Axis(None, rank, tp, ()),
+        tp_inputs=Axis(None, row, rows, ()),
+        tp_outputs=Axis(None, column, tp // rows, ()),
+    )
+
+
 @dataclass(frozen=True)
 class Workload:
-    """The request and model that the plans are for; batch and branches are of one replica and CFG rank."""
+    """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
+    choices: quantized parameter -> how it multiplies. bits: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -38,6 +55,8 @@ class Workload:
     branches: int
     dtype: torch.dtype
     calls: int
+    choices: Mapping[str, Choice]
+    bits: int = 0
 
     @property
     def family(self):
@@ -90,37 +109,57 @@ class Workload:
         """The state of linear attention in float32, for one sample and block."""
         return 4 * self.all_heads * self.head_size * (self.head_size + 1)
 
-    def cuts(self, place: Place) -> dict[str, tensor_parallel.Shard]:
+    def cuts(self, place: Place) -> dict[str, Shard]:
         """Return what tensor parallelism leaves of each layer on the rank at ``place``."""
         return self._cuts[place["tp"]]
 
     @cached_property
-    def _cuts(self) -> list[dict[str, tensor_parallel.Shard]]:
+    def _cuts(self) -> list[dict[str, Shard]]:
         """What each rank of a tensor-parallel group holds of each layer: the same in all groups."""
-        tp = self.config.tensor_parallel_degree
-        if tp == 1:
-            return [{}]
-        rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
-        found = []
-        for rank in range(tp):
-            row, column = divmod(rank, tp // rows)
-            mesh = replace(
-                single(),
-                tp=Axis(None, rank, tp, ()),
-                tp_inputs=Axis(None, row, rows, ()),
-                tp_outputs=Axis(None, column, tp // rows, ()),
-            )
-            scheme = self.config.split_scheme
-            found.append(tensor_parallel.shards(self.checkpoint.empty, self.family, scheme, mesh))
+        plan = self.checkpoint.cut_plan(self.config)
+        ranks = range(self.config.tensor_parallel_degree)
+        return [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
+
+    @cached_property
+    def layer_tokens(self) -> dict[str, LayerTokens]:
+        """Layer of a block -> which tokens pass it."""
+        found = {}
+        for block in self.checkpoint.block_names:
+            module = self.checkpoint.empty.get_submodule(block)
+            for name, tokens in layer_tokens(module, block.rpartition(".")[0], self.family).items():
+                found[f"{block}.{name}"] = tokens
         return found
+
+    @cached_property
+    def block_sizes(self) -> dict[str, int]:
+        """Block -> its parameters."""
+        empty = self.checkpoint.empty
+        return {
+            block: sum(parameter.numel() for parameter in empty.get_submodule(block).parameters())
+            for block in self.checkpoint.block_names
+        }
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Layer of a block -> where its block is in pipeline order."""
+        blocks = self.checkpoint.block_names
+        return {
+            f"{block}.{name}": i
+            for i, block in enumerate(blocks)
+            for name, _ in self.checkpoint.empty.get_submodule(block).named_modules()
+        }
+
+    @cached_property
+    def modulation(self) -> frozenset[str]:
+        """The modulation layers of all blocks."""
+        return frozenset(chain.from_iterable(map(self.checkpoint.modulation, self.checkpoint.block_names)))
 
     def weights(self, place: Place, stages: Stages) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
         own = place["pp"]
-        waiting = set()
+        waiting = frozenset()
         if self.config.offload_modulation:
-            names = self.checkpoint.block_names
-            waiting = {layer for block in names for layer in self.checkpoint.modulation(block)}
+            waiting = self.modulation
         here = [
             each
             for each in self._held[place["tp"]]
@@ -139,10 +178,7 @@ class Workload:
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
         """Every parameter as each rank of a tensor-parallel group holds it."""
-        degree = self.config.tensor_parallel_degree
-        places = ({"tp": rank} for rank in range(degree))
-        blocks = block_indices(self.checkpoint)
-        return [[*held_parameters(self.checkpoint, self.cuts(place), self.dtype, blocks)] for place in places]
+        return held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
 
     def sp_rank(self, place: Place) -> int:
         """Index of the rank at ``place`` among the sequence-parallel ones."""

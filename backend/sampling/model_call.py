@@ -5,6 +5,7 @@ It is a request of one evaluation whose prediction is the model's output, run by
 is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
+from ..parallel.attention_kernels import Capability
 from ..parallel.mesh import Axis, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -39,9 +41,10 @@ def check_call(
     model_config: dict,
     dtype: torch.dtype,
     device: str,
+    capabilities: Iterable[Capability] = (),
 ):
-    """Refuse a call that cannot run. Raises UnsupportedError."""
-    check_kernel(call.attention, device, dtype)
+    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError."""
+    check_kernel(call.attention, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")
@@ -85,6 +88,11 @@ def samples_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
     divide, or is smaller, its last sample is computed again."""
     count = -(-batch // replicas)
     return [min(sample, batch - 1) for sample in range(replica * count, (replica + 1) * count)]
+
+
+def samples_at_once(tokens: int) -> int:
+    """Return how many samples of so many ``tokens`` go through the model together."""
+    return max(1, TOKENS_AT_ONCE // tokens)
 
 
 def build_call(
@@ -172,7 +180,7 @@ class OneCall(Denoiser):
 
     def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
-        size = 1 if self.outputs else max(1, TOKENS_AT_ONCE // self.request.grid.tokens)
+        size = 1 if self.outputs else samples_at_once(self.request.grid.tokens)
         return [
             StepContext(branch, index, Span(first, min(first + size, batch)))
             for branch in branches

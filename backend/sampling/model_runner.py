@@ -1,26 +1,36 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
+from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights
+from ..models.common.once import RequestArguments
 from ..models.family import Family
+from ..parallel import comm
+from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.cached_layers import first_block_argument
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
+from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..quantization.kernels import Choice
 from .request import Request
 
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block."""
+    """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
+    quantized parameter -> how it multiplies. ``parked``: its weights wait in host memory."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -29,6 +39,32 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
+    choices: Mapping[str, Choice]
+    parked: bool = False
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold its weights: the transformer, and modulation of blocks of other stages."""
+        return [self.transformer, *chain(*self.cache.hosted)]
+
+    @property
+    def can_park(self) -> bool:
+        """Whether parking frees anything: on the CPU the weights are in host memory already, and sharded ones
+        are tied to buffers of their own."""
+        return self.weights.device.type == "cuda" and not self.sharded
+
+    def park(self):
+        """Move the weights to host memory."""
+        if not self.parked:
+            parking.to_host(self.modules, pinned=torch.cuda.is_available())
+        self.parked = True
+
+    def unpark(self, device: torch.device):
+        """Move parked weights back to ``device``."""
+        if self.parked:
+            parking.to_device(self.modules, device)
+            self.cache.offload()
+        self.parked = False
 
     @property
     def family(self) -> Family:
@@ -53,6 +89,15 @@ class Runner:
         self.request = request
         self.buffers = buffers
         self.calls = 0
+        #: Evaluation -> the model's time (0-d) on the device.
+        self.times: dict[int, Tensor] = {}
+        #: Branch, first and last sample -> the prompt's arguments.
+        self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
+
+    def plan(self, sigmas: list[Tensor]):
+        """Bring the times of evaluations at ``sigmas`` (0-d, CPU) to the device, before the first step."""
+        device = self.request.noise.device
+        self.times = {index: self._model_time(sigma).to(device) for index, sigma in enumerate(sigmas)}
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
@@ -62,36 +107,42 @@ class Runner:
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
 
-        def embedding(branch, sigma):
-            arguments = model.family.io.arguments(
-                model.config,
-                self.request.grid,
-                latent,
-                self._time(sigma.to(latent.device), slice(None)),
-                self.request.arguments(branch, slice(None)),
-            )
+        def embedding(context, sigma):
+            arguments = self._arguments(latent, sigma, context)
             name = model.family.cache.modulation_argument
             return first_block_argument(model.transformer, model.family, arguments, name)
 
+        every = Span(0, len(latent))
         model.cache.modulate_ahead(
-            {branch: [embedding(branch, sigma) for sigma in sigmas] for branch in branches}
+            {
+                branch: [
+                    embedding(StepContext(branch, index, every), sigma) for index, sigma in enumerate(sigmas)
+                ]
+                for branch in branches
+            }
         )
 
+    def _arguments(self, latent: Tensor, sigma: Tensor, context: StepContext) -> dict:
+        """The arguments of the transformer's forward."""
+        family = self.model.family
+        time = self._time(sigma, context)
+        prompt = self._prompt(context)
+        return family.io.arguments(self.model.config, self.request.grid, latent, time, prompt)
+
+    def _prompt(self, context: StepContext) -> RequestArguments:
+        key = (context.branch, context.items.lo, context.items.hi)
+        if key not in self.prompts:
+            self.prompts[key] = RequestArguments(self.request.arguments(context.branch, context.samples))
+        return self.prompts[key]
+
     def run(self, x: Tensor, sigma: Tensor, context: StepContext) -> Tensor | None:
-        """Evaluate x (B, N, F) at the noise level ``sigma``; return the output of this rank's tokens and the
-        samples of ``context`` (b, n, F), or None on all but the last stage."""
+        """Evaluate x (B, N, F) at the noise level ``sigma`` (0-d, CPU); return the output of this rank's
+        tokens and the samples of ``context`` (b, n, F), or None on all but the last stage."""
         self.calls += 1
         model = self.model
         grid = self.request.grid
-        sigma = sigma.to(x.device)
         latent = self.request.model_input(x, sigma, context.samples).to(model.dtype)
-        arguments = model.family.io.arguments(
-            model.config,
-            grid,
-            latent,
-            self._time(sigma, context.samples),
-            self.request.arguments(context.branch, context.samples),
-        )
+        arguments = self._arguments(latent, sigma, context)
         model.cache.index.context = context
         if model.stage is None:
             return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
@@ -102,11 +153,15 @@ class Runner:
         local = model.stage.local_image(context)
         return model.family.io.output(output, grid)[:, local.lo : local.hi]
 
-    def _time(self, sigma: Tensor, samples: slice) -> Tensor:
+    def _time(self, sigma: Tensor, context: StepContext) -> Tensor:
         """The model's own time of a noise level, or the samples' times where the client sent them."""
-        schedule = self.model.family.noise.schedule
         if self.request.times is not None:
-            return self.request.times[samples]
+            return self.request.times[context.samples]
+        planned = self.times.get(context.evaluation)
+        return self._model_time(sigma).to(self.request.noise.device) if planned is None else planned
+
+    def _model_time(self, sigma: Tensor) -> Tensor:
+        schedule = self.model.family.noise.schedule
         return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, evaluation: int, ratio: float):
@@ -118,6 +173,12 @@ class Runner:
     def expect(self, context: StepContext) -> bool:
         """Make ready to receive a forward's activations; return False where their size is not known yet."""
         return self.model.stage is None or self.model.stage.expect(context)
+
+    def statistics(self, started: float) -> dict:
+        """Return the seconds since ``started`` (time.perf_counter), the calls of the model and the bytes sent
+        by purpose."""
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
 
     def drain(self):
         """Wait for every activation under way."""
@@ -132,7 +193,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
     if model.family.io.prepare:
         model.family.io.prepare(model.transformer, request.grid)
     try:
-        with _attention(model, request) as buffers:
+        # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
+        with attention_backend("native"), _attention(model, request) as buffers:
             yield Runner(model, request, buffers)
     finally:
         model.cache.end_request()
@@ -142,7 +204,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
 def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | None]:
     stage = model.stage
     if stage is None:
-        yield None
+        with instead_of_torch(request.config.attention):
+            yield None
         return
     buffers = None
     if request.config.patches > 1:

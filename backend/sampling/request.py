@@ -22,9 +22,9 @@ from .solver_registry import Problem
 class Request:
     """One checked sampling request.
 
-    config: the backend's, with the settings that travel with the request. noise, latent: (B, N, F) tokens in
-    float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts. conditioning: name ->
-    model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
+    config: the backend's, with the settings that travel with the request. sigmas: on the host. noise, latent:
+    (B, N, F) tokens in float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts.
+    conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
     solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens after the
     latent's in the image stream. carry: as in models.family.Nested. patch0_tokens: of joint text and of
     references, for the balance of the patches. batch, items: size of the whole batch, and the samples of it
@@ -93,7 +93,7 @@ class Request:
 
     def _carried(self, which, sigma, like):
         assert self.carry is not None and isinstance(self.grid, NestedGrid), "nested latents alone have it"
-        return self.grid.per_token([factors[which] for factors in self.carry(sigma)]).to(like)
+        return self.grid.per_token([factors[which] for factors in self.carry(sigma)], like)
 
     def start(self) -> Tensor:
         """Return the solver's first x, (B, N, F)."""
@@ -143,7 +143,7 @@ def build(
     return Request(
         config=request_config(sample, config),
         prediction=PREDICTIONS[family.noise.prediction],
-        sigmas=sample.tensors["sigmas"].to(device, torch.float32),
+        sigmas=sample.tensors["sigmas"].float(),
         noise=tokens("noise"),
         latent=tokens("latent"),
         grid=grid,
@@ -233,7 +233,7 @@ def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """Return the solver's problem for the tokens of ``span``."""
     tokens = slice(span.lo, span.hi)
     return Problem(
-        request.sigmas.cpu(),
+        request.sigmas,
         request.prediction,
         lambda index: noise.draw(index)[request.items, tokens],
         lambda a, b: noise.brownian(a, b)[request.items, tokens],

@@ -106,6 +106,7 @@ class Denoiser:
     def run(self) -> Tensor:
         """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises Cancelled."""
         plan = self._plan()
+        self.runner.plan([evaluation.sigma for evaluation in plan])
         self._modulate_ahead(plan)
         if self.first_stage:
             self._start_solvers()

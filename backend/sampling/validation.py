@@ -1,16 +1,19 @@
 """What a sampling request must satisfy, checked on rank 0 before any collective starts."""
 
 import traceback
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
 
 from ..config import ConfigError, ParallelConfig
-from ..errors import UnsupportedError, reason
+from ..errors import UnsupportedError
+from ..errors import reason as reason_of
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import attention_kernels
+from ..parallel import attention_kernels, ulysses_ring
+from ..parallel.attention_kernels import Capability
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from .guidance import guidance_of, names
@@ -40,7 +43,7 @@ def refusing(what: str):
     except Exception as error:
         traceback.print_exc()
         raise UnsupportedError(
-            f"{what} could not be checked ({type(error).__name__}: {reason(error)}), "
+            f"{what} could not be checked ({type(error).__name__}: {reason_of(error)}), "
             f"so nothing was run; look at the node, or the program, that made it."
         ) from error
 
@@ -52,9 +55,12 @@ def check_sample(
     model_config: dict,
     dtype: torch.dtype,
     device: str,
+    capabilities: Iterable[Capability] = (),
 ):
-    """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
-    _check_settings(sample, config, dtype, device)
+    """Refuse a request that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
+    ConfigError."""
+    _check_settings(sample, config)
+    check_kernel(sample.attention, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
@@ -67,7 +73,7 @@ def check_sample(
     check_patches(request_config(sample, config), grid)
 
 
-def _check_settings(sample, config, dtype, device):
+def _check_settings(sample, config):
     if sample.sampler not in SOLVER_FUNCTIONS:
         raise UnsupportedError(
             f"the sampler {sample.sampler!r:.100} is not supported; choose one of "
@@ -78,13 +84,22 @@ def _check_settings(sample, config, dtype, device):
     if not abs(sample.cfg) <= MOST_CFG:
         raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
     request_config(sample, config).validate()
-    check_kernel(sample.attention, device, dtype)
     config.check_guidance(sample.cfg, _has_negative(sample))
 
 
-def check_kernel(attention: str, device: str, dtype: torch.dtype):
+def check_kernel(
+    attention: str,
+    family: Family,
+    model_config: dict,
+    dtype: torch.dtype,
+    device: str,
+    capabilities: Iterable[Capability] = (),
+):
     """Refuse an attention kernel that cannot run here. Raises UnsupportedError."""
-    reason = attention_kernels.unavailable(attention, device, dtype)
+    if attention not in attention_kernels.PACKAGES:
+        return
+    head_size = family.blocks.head_size(model_config)
+    reason = attention_kernels.unavailable(attention, device, dtype, head_size, capabilities)
     if reason:
         raise UnsupportedError(reason)
 
@@ -239,6 +254,8 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
             f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
             f"use a divisor of {heads}, or split_scheme row, column or 2d."
         )
+    if config.ring_degree > 1 and (reason := ulysses_ring.ring_unavailable()):
+        raise UnsupportedError(reason)
     local = heads // tp if config.split_scheme == "megatron" else heads
     if config.ulysses_degree > local:
         whose = f"each tensor-parallel rank of {name}" if local != heads else name

@@ -86,6 +86,15 @@ class Dispatcher:
         dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(own[: int(size)].numpy().tobytes()) for own, size in zip(gathered, sizes)]
 
+    def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        """Gather as many integers of every rank, in order of ranks: one collective."""
+        own = torch.tensor(numbers)
+        if self.ranks == 1:
+            return [numbers]
+        gathered = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(gathered, own, group=self.group)
+        return [each.tolist() for each in gathered]
+
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

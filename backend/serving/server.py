@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .. import protocol
 from ..protocol import ProtocolError, handshake
 from ..protocol.framing import MAX_HELLO, receive, send
+from .activity import Activity, resident
 
 #: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
@@ -22,6 +23,8 @@ MAX_CLIENTS = 16
 MAX_WAITING = 16
 #: How long a client that leaves may take to read what is still to be written.
 LEAVE_SECONDS = 5.0
+#: Requests that Cancel stops.
+CANCELLABLE = (protocol.Sample, protocol.ModelCall)
 
 
 @dataclass
@@ -31,8 +34,12 @@ class Job:
     message: object
     client: "Client"
     cancelled: threading.Event = field(default_factory=threading.Event)
+    #: Do the ranks have it? A job without a message is done.
+    running: bool = False
 
     def reply(self, message):
+        if isinstance(message, protocol.Failure):
+            self.client.server.activity.last_error = message.message
         self.client.outbox.put(message)
 
     @property
@@ -116,15 +123,28 @@ class Client:
         self.jobs = [job for job in self.jobs if job.message is not None]
         if isinstance(message, protocol.Ping):
             self.outbox.put(protocol.Pong(sorted(self.server.models())))
+        elif isinstance(message, protocol.Status):
+            self.outbox.put(self.server.status())
         elif isinstance(message, protocol.Cancel):
-            for job in self.jobs:
-                job.cancelled.set()
+            self._cancel()
         elif len(self.jobs) == MAX_WAITING:
             raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
         else:
             job = Job(message, self)
             self.jobs.append(job)
             self.server.jobs.put(job)
+
+    def _cancel(self):
+        """Cancel the jobs of this client: at once those that only wait, unless an earlier one has to be
+        answered first; what runs ends with its step."""
+        for job in self.jobs:
+            job.cancelled.set()
+        with self.server.taking:
+            for job in self.jobs:
+                if job.running or not isinstance(job.message, CANCELLABLE):
+                    break
+                job.reply(protocol.Cancelled(0))
+                self.server.finish(job)
 
     def _write(self):
         while (message := self.outbox.get()) is not None:
@@ -146,11 +166,16 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models):
+    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, weights=lambda rank: 0):
+        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank."""
+        self.activity = Activity()
+        self.weights = weights
         self.token = token
         self.welcome = welcome
         self.models = models
         self.jobs: queue.Queue[Job] = queue.Queue()
+        #: Held while a waiting job is given to the ranks, or cancelled.
+        self.taking = threading.Lock()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Clients that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Client, None] = {}
@@ -192,14 +217,30 @@ class Server:
 
     def next_job(self, timeout: float) -> Job | None:
         """Return the oldest waiting job, or None after ``timeout`` seconds without one."""
-        try:
-            return self.jobs.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                job = self.jobs.get(timeout=timeout)
+            except queue.Empty:
+                return None
+            with self.taking:
+                job.running = job.message is not None
+            if job.running:
+                self.activity.begin(job.message)
+                return job
 
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""
+        if job.running:
+            self.activity.end()
         job.message = None
+
+    def status(self) -> protocol.Report:
+        """Return how the backend is, from any thread."""
+        ranks = [
+            {"rank": rank, "pid": pid, "weight_bytes": self.weights(rank), "resident_bytes": resident(pid)}
+            for rank, pid in enumerate(self.welcome.pids)
+        ]
+        return self.activity.report(self.models(), ranks, self.jobs.qsize())
 
 
 def _listen(address: str) -> socket.socket:
@@ -219,37 +260,3 @@ def _listen(address: str) -> socket.socket:
         listener = socket.create_server((host or "127.0.0.1", int(port)))
     listener.listen()
     return listener
-
-
-class Previews:
-    """Allow one preview in ``seconds``; count them, and the seconds that the ranks waited for them."""
-
-    def __init__(self, seconds: float, clock):
-        self.seconds = seconds
-        self.clock = clock
-        self.last = float("-inf")
-        self.count = 0
-        self.spent = 0.0
-
-    def due(self) -> bool:
-        """Return whether a preview is wanted now; then the next one is ``seconds`` away."""
-        if not self.seconds or self.clock() - self.last < self.seconds:
-            return False
-        self.last = self.clock()
-        return True
-
-    @property
-    def stats(self) -> dict:
-        """Return their number and cost for a Result."""
-        return {"previews": self.count, "preview_seconds": self.spent}
-
-
-def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
-    """Reply that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
-    if not (job.client_keeps_up and previews.due()):
-        job.reply(protocol.Progress(step, total))
-        return
-    began = previews.clock()
-    job.reply(protocol.Progress(step, total, {"x0": make_x0()}))
-    previews.count += 1
-    previews.spent += previews.clock() - began

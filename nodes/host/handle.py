@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import comfy.model_management
 import comfy.model_patcher
-import comfy.patcher_extension
 import comfy.utils
 
 from ...backend.client.launcher import ClosedError
@@ -20,20 +19,20 @@ from ...backend.client.pool import (
     Wanted,
     backend_at_hand,
     backend_for,
-    backend_holding,
     folders,
     keeps_weights,
 )
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
-from ...backend.protocol import Loaded
+from ...backend.protocol import BackendError, Loaded
 from ..comfy_models.registry import weightless_patcher
 from .progress import NodeStatus, bytes_of
+from .rank_weights import RankWeights, entries, host_room
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
-#: Not empty while ``make_no_room`` runs.
-_preparing: list[bool] = []
+#: (topology, Backend.Wanted) of a handle -> its backend, and what ComfyUI's memory manager knows of it.
+_weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +71,9 @@ def load(
     ends the launch or the load, and the backend with it.
     """
     _, loaded = _load(config, (path, weight_dtype, matmul))
-    patcher = weightless_patcher(loaded)
-    handle = ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned)
-    unload_with(patcher, handle)
+    handle = ParallelDiT(
+        config, path, weight_dtype, loaded, weightless_patcher(loaded), matmul=matmul, **planned
+    )
     _handles.add(handle)
     return handle
 
@@ -141,10 +140,9 @@ def _load_or_fail(
     check_model(config, wanted, while_asking)
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
-    if make_room and starts and not keeps_weights(config) and config.device != "cpu":
-        # the ranks are about to need the memory in which ComfyUI keeps text encoders and VAEs
-        comfy.model_management.unload_all_models()
-        comfy.model_management.soft_empty_cache()
+    room = host_room() if make_room else None
+    if room and starts and not (keeps_weights(config) or config.device == "cpu" or config.address):
+        room.make_for_start(config.gpu_indices)
     backend = backend_for(config, check, status.warn, status.show)
     if starts:
         status.show("opening the model")
@@ -157,34 +155,54 @@ def _load_or_fail(
         status.show(f"reading {bytes_of(progress.step, progress.total)}")
 
     path, weight_dtype, matmul = wanted
-    loaded = backend.load(path, weight_dtype, keep, check, loras, show, matmul)
+    loaded = backend.load(path, weight_dtype, keep, check, loras, show, matmul, room)
+    _register(config, wanted, backend, loaded)
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
     return backend, loaded
 
 
-def unload_with(patcher: comfy.model_patcher.ModelPatcher, handle: ParallelDiT):
-    """Let the ranks drop a handle's weights when ComfyUI's memory manager drops ``patcher``: "Unload
-    models" was pressed, or its GPU is full."""
-    # not the handle, which must not live as long as its patcher's clones
-    config = handle.config
-    wanted = handle.wanted
-    is_auto = handle.auto is not None
+def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
+    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle."""
+    names = {(handle.config.topology(), handle.wanted) for handle in _handles}
+    name = (config.topology(), wanted)
+    for other in _weights.keys() - names - {name}:
+        del _weights[other]
 
-    def unload(patcher, unpatch_all: bool):
-        backend = backend_at_hand(config) if not is_auto else backend_holding(wanted)
-        if unpatch_all and not _preparing and backend is not None and backend.alive():
-            backend.unload(*wanted)
+    def free() -> bool:
+        try:
+            return not backend.alive() or backend.unload(*wanted)
+        except BackendError:  # it has ended, which frees all: the next sample says why
+            return True
 
-    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, unload)
+    if name not in _weights or _weights[name][0] is not backend:
+        _weights[name] = (backend, entries(loaded, backend.welcome, free))
+    for entry in _weights[name][1]:
+        entry.register()
+
+
+def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.model_management.LoadedModel]:
+    """Return the entries of ComfyUI's list that a request of ``handle`` needs: its own weights and, where it
+    is a part of ComfyUI's ``sampling``, the models that this uses, whose patches must stay."""
+    _, own = _weights.get((handle.config.topology(), handle.wanted), (None, []))
+    return [
+        entry
+        for entry in comfy.model_management.current_loaded_models
+        if entry.model in own
+        or (sampling and entry.currently_used and not isinstance(entry.model, RankWeights))
+    ]
 
 
 def make_no_room(executor, *arguments, **options):
     """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere,
-    so no other transformer leaves the ranks for it, such as the second expert of Wan 2.2."""
-    _preparing.append(True)
+    so no transformer leaves the ranks for it."""
+    held = [entry for _, found in _weights.values() for entry in found if entry.held]
+    for entry in held:
+        entry.pinned_down = True
     try:
         return executor(*arguments, **options)
     finally:
-        _preparing.pop()
+        for entry in held:
+            entry.pinned_down = False
+            entry.register()

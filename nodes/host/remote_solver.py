@@ -21,8 +21,9 @@ from . import one_rank
 from .auto_plan import planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
-from .handle import ParallelDiT, ensure_loaded, make_no_room
+from .handle import ParallelDiT, ensure_loaded, entries_to_keep, make_no_room
 from .progress import Reporter
+from .rank_weights import host_room
 from .report import run_lines, shown
 from .sampling_checks import check_inputs
 from .shift import apply_shift
@@ -62,7 +63,9 @@ class RemoteSolver:
         steps = len(sigmas) - 1
         report = Reporter(callback, noise, steps, disable_pbar, self.wants_denoised)
         with report as reporter:
-            result = self.backend.sample(request, reporter, reporter.status.interrupted)
+            interrupted = reporter.status.interrupted
+            keep = entries_to_keep(self.dit)
+            result = self.backend.sample(request, reporter, interrupted, room=host_room(), keep=keep)
             if result is None:
                 management.throw_exception_if_processing_interrupted()
                 raise management.InterruptProcessingException()

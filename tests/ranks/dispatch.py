@@ -3,12 +3,19 @@ heard. Then all of them measure their rates for the planner."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_memory import GB, FakeMemory
 
+from backend.admission import Admission, OutOfRoom, Planned
+from backend.config import ParallelConfig
+from backend.parallel import mesh
 from backend.probe import Probe
 from backend.protocol import Ping, Result
+from backend.rank_plan.need import Need
 from backend.serving import shared_memory
 from backend.serving.broadcast import Dispatcher
 
@@ -47,11 +54,52 @@ def tell_all(dispatcher: Dispatcher) -> dict:
     }
 
 
+def rounds(dispatcher: Dispatcher) -> dict:
+    """Rounds of admission over gloo with made-up memory: refused on every rank, then admitted. Counts the
+    collectives of one."""
+    ranks = dispatcher.ranks
+    memory = FakeMemory(10 * GB, name=f"GPU-{dist.get_rank()}")
+    admission = Admission(ParallelConfig(ulysses_degree=ranks), dispatcher, memory)
+    found = []
+    for least in (11 * GB, 9 * GB):
+        needs = [Need(GB, GB)] * (ranks - 1) + [Need(least, least)]
+        with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers:
+            try:
+                admission.check(planned(needs) if dist.get_rank() == 0 else None, asking=[ranks - 1])
+                found.append("admitted")
+            except OutOfRoom as error:
+                found.append(error.lacking)
+        collectives = gathers.call_count
+    return {"decided": dispatcher.all_gather_object(found), "collectives": collectives}
+
+
+def planned(needs: list[Need]) -> Planned:
+    """The needs of a plan of nothing."""
+    plans = [SimpleNamespace(weight_bytes=0)] * len(needs)
+    return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, reloads=True)
+
+
+def timeouts() -> set[float]:
+    """Seconds that a collective of any group of some meshes waits for a peer."""
+    ranks = dist.get_world_size()
+    found = set()
+    for degrees in ({"ulysses_degree": ranks, "shard_weights": True}, {"pipefusion_degree": ranks}):
+        made = mesh.build(ParallelConfig(device="cpu", **degrees), "cpu")
+        axes = [value.group for value in vars(made).values() if isinstance(value, mesh.Axis)]
+        groups = [*axes, made.pp_return, made.control, made.weights and made.weights.get_group()]
+        for group in groups:
+            if group is not None:
+                backend = group._get_backend(torch.device("cpu"))
+                found.add(backend.options._timeout.total_seconds())
+    return found
+
+
 def main(out: str):
     shared_memory.MAX_BYTES = FITS
     shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
     alone.buffer = None
-    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone)}
+    results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
+    results["admission"] = rounds(shared)
     results["rates"] = Probe("cpu").measure().as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

@@ -1,9 +1,12 @@
 """What rank 0 tells the other ranks arrives, through shared memory or by broadcast."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from launch import run_ranks
 
+from backend.parallel import mesh
 from backend.planner.machine import Machine
 from backend.serving import shared_memory
 from backend.serving.shared_memory import SharedBuffer
@@ -14,6 +17,11 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     results = run_ranks("ranks.dispatch", ranks, tmp_path)
     assert all(results["shared"]["right"]) and all(results["by broadcast"]["right"])
     assert results["shared"]["shared"] >= 1 and results["by broadcast"]["shared"] is None
+    # every rank decides the same of the same numbers, in one collective, and the backend goes on
+    refusal = {str(ranks - 1): 11 * 10**9}
+    assert results["admission"] == {"decided": [[refusal, "admitted"]] * ranks, "collectives": 1}
+    # ranks may work for that long while their peers wait, on every axis
+    assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
     rates = Machine.from_dict(results["rates"])
     assert rates.ranks == ranks and rates.on_host and set(rates.all_to_all) == {ranks}
     slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())

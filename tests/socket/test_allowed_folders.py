@@ -9,6 +9,7 @@ from odd_files import index, transformer
 from tiny import write_checkpoint
 
 from backend import start
+from backend.admission import Admission
 from backend.client import pool
 from backend.client.launcher import launch_command
 from backend.config import ParallelConfig
@@ -89,7 +90,9 @@ def test_the_door_looks_at_nothing_else(folder, models, lora):
     outside = str(write_checkpoint(folder / "flux.safetensors"))
     inside = str(_linked(models / "models/flux.safetensors", Path(outside)))
     engine = Engine(ParallelConfig(), mesh.single(), Folders.of([str(models / "models")]))
-    leader = SimpleNamespace(engine=engine)
+    gather = SimpleNamespace(all_gather_object=lambda value: [value])
+    admission = Admission(ParallelConfig(), gather, engine.memory)
+    leader = SimpleNamespace(engine=engine, admission=admission)
     message = Load(inside, loras=[[outside, 1.0]]) if lora else Load(outside)
     with pytest.raises(UnsupportedError, match=OUTSIDE):
         Leader.on_load(leader, None, message)

@@ -43,6 +43,17 @@ def test_golden_latent_through_the_socket(backend, checkpoint):
     assert shapes == {(1, 16, 16, 16)}
 
 
+def test_status_has_the_model_and_the_memory_of_every_rank(backend, checkpoint):
+    request, _ = request_for(backend, checkpoint)
+    backend.sample(request)
+    report = backend.client.request(protocol.Status())
+    assert report.models[request.model] == checkpoint and report.answered["Sample"] >= 1
+    weights = [rank["weight_bytes"] for rank in report.ranks]
+    assert all(0 < each < Path(checkpoint).stat().st_size for each in weights)
+    assert [rank["pid"] for rank in report.ranks] == backend.welcome.pids
+    assert report.running == "" and report.waiting == 0
+
+
 def test_scales_of_nan_are_refused_before_any_rank_reads(backend, checkpoint, folder):
     state = load_file(checkpoint)
     values, scale = state["img_in.weight"].to(torch.float8_e4m3fn), torch.full((1,), torch.nan)

@@ -2,6 +2,7 @@
 parent."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import (  # noqa: F401
+    CONFIG,
+    backend,
+    checkpoint,
+    close_at_the_end,
+    request_for,
+    with_tensors,
+)
 from tiny import error_in_std, to_vae_units
 
 from backend import protocol
@@ -23,8 +31,10 @@ from backend.client.launcher import ClosedError
 from backend.config import ParallelConfig
 
 #: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
-#: ten minutes (mesh.TIMEOUT).
+#: two hours (mesh.TIMEOUT).
 SOON = 60
+#: A silent rank is found within so many seconds, and Cancel of a hung backend takes so many at most.
+DETECTED, CANCELLED = 15, 5
 
 
 @pytest.mark.parametrize("patches", [1, 4])
@@ -129,6 +139,24 @@ def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
+def test_memory_that_runs_out_in_a_request_is_named_with_numbers(backend, checkpoint):
+    """A real allocation fails on rank 1 while rank 0 waits for it; the next request has new ranks."""
+    request, _ = request_for(backend, checkpoint)
+    large = {key: torch.randn(1, 16, 192, 192) for key in ("noise", "latent")}
+    sizes = Path(f"/proc/{backend.welcome.pids[1]}/statm").read_text().split()
+    limit = int(sizes[0]) * resource.getpagesize() + (16 << 20)
+    resource.prlimit(backend.welcome.pids[1], resource.RLIMIT_AS, (limit, limit))
+    with pytest.raises(
+        protocol.BackendError, match=r"rank 1 ran out of memory .* with [0-9.]+ GB free"
+    ) as error:
+        backend.sample(with_tensors(request, **large))
+    assert "can't allocate memory: you tried to allocate" in str(error.value)
+    fresh = pool.backend_for(CONFIG)
+    request, golden = request_for(fresh, checkpoint)
+    assert error_in_std(to_vae_units(fresh.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_rank_is_named_and_the_next_request_works(backend, checkpoint, rank):
     request, _ = request_for(backend, checkpoint)
@@ -162,6 +190,62 @@ def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog)
     assert backend.process.log.exists()
     assert fresh.alive() and pool.backend_for(CONFIG, warn=told.append) is fresh and len(told) == 1
     shutil.rmtree(backend.process.folder)
+
+
+def long_request(backend, checkpoint):
+    request, _ = request_for(backend, checkpoint)
+    return replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 4000)})
+
+
+def is_exact(checkpoint) -> bool:
+    """Does the next run, on a fresh backend if need be, give the golden latent?"""
+    backend = pool.backend_for(CONFIG)
+    request, golden = request_for(backend, checkpoint)
+    return error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
+def test_a_rank_stopped_while_it_samples_is_named_and_the_next_request_works(backend, checkpoint):
+    """Rank 0, which answers nobody any more; torchrun sees nothing."""
+    stopped, pids = [], backend.welcome.pids
+
+    def stop_once(progress):
+        if not stopped:
+            os.kill(pids[0], signal.SIGSTOP)
+            stopped.append(time.monotonic())
+
+    with pytest.raises(protocol.BackendError, match="rank 0 has been silent for .* stopped, as by SIGSTOP"):
+        backend.sample(long_request(backend, checkpoint), stop_once)
+    assert time.monotonic() - stopped[0] < DETECTED
+    assert is_exact(checkpoint)
+    assert not any(map(alive, pids))
+
+
+def test_a_rank_stopped_between_requests_is_told(backend, checkpoint):
+    os.kill(backend.welcome.pids[1], signal.SIGSTOP)
+    began, told = time.monotonic(), []
+    wait_until(lambda: not backend.process.running)
+    assert time.monotonic() - began < DETECTED
+    fresh = pool.backend_for(CONFIG, warn=told.append)
+    assert fresh is not backend and len(told) == 1 and "rank 1 has been silent" in told[0]
+    assert is_exact(checkpoint)
+    shutil.rmtree(backend.process.folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_cancel_of_a_hung_backend_is_no_error_and_takes_seconds(backend, checkpoint, rank):
+    seen, stopped, pids = [], [], backend.welcome.pids
+
+    def stopped_for_a_second():
+        if seen and not stopped:
+            os.kill(pids[rank], signal.SIGSTOP)
+            stopped.append(time.monotonic())
+        return bool(stopped) and time.monotonic() - stopped[0] > 1
+
+    result = backend.sample(long_request(backend, checkpoint), seen.append, stopped_for_a_second)
+    assert result is None and time.monotonic() - stopped[0] < 1 + CANCELLED
+    assert backend.loss() == ""
+    assert is_exact(checkpoint)
+    assert not any(map(alive, pids))
 
 
 @pytest.mark.parametrize("waits", ["sample", "load"])
@@ -206,7 +290,9 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_no_process_outlives_a_killed_parent():
+@pytest.mark.parametrize("stopped", [None, 1])
+def test_no_process_outlives_a_killed_parent(stopped):
+    """Nor does a rank that is stopped, and so does not see the parent's end."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(root=str(Path(__file__).parents[2]))],
         stdout=subprocess.PIPE,
@@ -214,6 +300,8 @@ def test_no_process_outlives_a_killed_parent():
     )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 3 and all(map(alive, pids))
+    if stopped is not None:
+        os.kill(pids[stopped], signal.SIGSTOP)
     parent.kill()
     parent.wait()
     wait_until(lambda: not any(map(alive, pids)))

@@ -233,14 +233,56 @@ def test_result_that_crosses_cancel(serve):
     assert client.request(Ping()) == Pong()
 
 
-def test_backend_that_ignores_cancel(serve, monkeypatch):
+def test_a_step_that_does_not_end_is_left_and_is_no_error(serve, monkeypatch):
     monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.3)
     release = threading.Event()
     client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
-    with pytest.raises(BackendError, match="did not stop"):
-        client.sample(sample_message(), should_cancel=lambda: True)
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
     release.set()
     assert client.closed
+
+
+def test_cancel_waits_for_a_step_as_long_as_those_before(serve, monkeypatch):
+    """Of a request whose steps take longer than CANCEL_SECONDS; the connection stays usable."""
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.05)
+
+    def handler(connection):
+        framing.receive(connection)
+        time.sleep(0.6)
+        reply(connection, Progress(1, 9))
+        assert framing.receive(connection) == Cancel()
+        time.sleep(0.6)
+        reply(connection, Cancelled(2))
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client, seen = BackendClient(serve(handler), TOKEN), []
+    assert client.sample(sample_message(), seen.append, lambda: bool(seen)) is None
+    assert client.request(Ping()) == Pong()
+
+
+def test_cancel_does_not_wait_for_ranks_that_hang(serve):
+    release = threading.Event()
+    asked = []
+    began = time.monotonic()
+    client = BackendClient(
+        serve(lambda connection: release.wait(10)), TOKEN, is_hung=lambda: asked.append(1) or len(asked) > 3
+    )
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    assert time.monotonic() - began < 5 and client.closed
+    release.set()
+
+
+def test_hung_ranks_that_are_ended_during_cancel_are_no_error(serve):
+    hung = []
+
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        hung.append(True)  # and the connection ends
+
+    client = BackendClient(serve(handler), TOKEN, is_hung=lambda: bool(hung))
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
 
 
 def test_check_that_raises_closes(serve):

@@ -1,10 +1,14 @@
 """Which rank is named when a backend has ended, from what torchrun leaves."""
 
 import json
+import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from backend.client.exit_report import first_failure
+from backend.client import exit_report, launcher
+from backend.client.exit_report import first_failure, full_disk
 
 TABLE = """\
 [0]:
@@ -72,11 +76,33 @@ def leave(folder, codes, errors=(), stderr=()):
             "rank 1 failed with RuntimeError: Connection closed by peer",
         ),
         ({2: 7}, {}, "rank 2 exited with code 7"),
+        (
+            {},
+            {
+                0: ("RuntimeError: Timed out waiting 7200000ms for recv operation to complete", 3),
+                1: ("ValueError: broken", 9),
+            },
+            "rank 1 failed with ValueError: broken",
+        ),
+        (
+            {0: -7, 1: 1},
+            {1: ("RuntimeError: Connection closed by peer", 3)},
+            "rank 0 was killed by SIGBUS, as the system does when a file is cut short while it is read, or "
+            "shared memory runs out",
+        ),
     ],
 )
 def test_cause(tmp_path, codes, errors, expected):
     leave(tmp_path, codes, errors)
     assert str(first_failure(tmp_path)) == expected
+
+
+def test_a_rank_that_somebody_told_to_end(tmp_path):
+    """torchrun does the same to the others, and lists them above the first."""
+    others, first = TABLE.format(0, 0, -15), TABLE.format(1, 1, -15)
+    heading = "Root Cause (first observed failure):\n"
+    (tmp_path / "backend.log").write_text(f"Failures:\n{others}{heading}{first}")
+    assert str(first_failure(tmp_path)) == "rank 1 was killed by SIGTERM"
 
 
 def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
@@ -103,3 +129,43 @@ def test_half_written_record(tmp_path):
     place.mkdir(parents=True)
     (place / "error.json").write_text('{"message": {"mess')
     assert "killed by SIGKILL" in str(first_failure(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error, least, hint",
+    [
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 1 << 60, True),
+        ("Error while creating shared memory segment /dev/shm/nccl-1a", 1 << 60, True),
+        ("DistBackendError: NCCL error in: ..., unhandled system error", 0, False),
+        ("RuntimeError: out of memory", 1 << 60, False),
+    ],
+)
+def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monkeypatch):
+    """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
+    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
+    assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
+
+
+def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
+    """As where torchrun itself is stopped and does not end the others."""
+    monkeypatch.setattr(launcher, "EXIT_REPORT_SECONDS", 0.1)
+    process = launcher.BackendProcess.__new__(launcher.BackendProcess)
+    process.folder, process.log, process.silence = tmp_path, tmp_path / "backend.log", ""
+    process._private = SimpleNamespace(keep=lambda: None)
+    process._agent = subprocess.Popen(["sleep", "600"])
+    try:
+        assert "was lost while its processes still run" in process.failure_cause()
+        leave(tmp_path, {}, {1: ("ValueError: broken", 3), 0: ("RuntimeError: Timed out waiting 1ms", 1)})
+        assert "ended because rank 1 failed with ValueError: broken" in process.failure_cause()
+    finally:
+        process._agent.kill()
+        process._agent.wait()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    assert full_disk(tmp_path) == ""
+    usage = shutil._ntuple_diskusage(1_000_000, 1_000_000, 0)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda folder: usage)
+    assert f"The disk of {tmp_path} is full (0 of 1,000,000 bytes free): make room there" in full_disk(
+        tmp_path
+    )

@@ -53,6 +53,9 @@ def test_environment_drops_other_launchers_settings():
         "PARALLEL_DIT_TOKEN": "of a backend elsewhere",
         "PARALLEL_DIT_ADDRESSES": "tcp:elsewhere:1",
         "GLOO_SOCKET_IFNAME": "eth0",
+        "DIFFUSERS_ATTN_BACKEND": "flash",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
     assert not {
@@ -64,11 +67,30 @@ def test_environment_drops_other_launchers_settings():
         "PYTORCH_CUDA_ALLOC_CONF",
         "PARALLEL_DIT_TOKEN",
         "PARALLEL_DIT_ADDRESSES",
+        "DIFFUSERS_ATTN_BACKEND",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
     assert env["PYTHONPATH"] == f"{launcher.PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "theirs, expected",
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_the_allocator_leaves_no_gaps_unless_the_user_has_set_it(theirs, expected, monkeypatch):
+    """ComfyUI sets the backend for its own process."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert sanitized_environment(theirs, TWO_RANKS, "cuda")["PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment(theirs, TWO_RANKS, "cpu")
 
 
 def test_values_of_nccl_that_somebody_set_are_kept():

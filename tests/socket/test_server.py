@@ -10,15 +10,8 @@ import torch
 
 from backend import protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
-from backend.serving.server import (
-    HELLO_SECONDS,
-    MAX_CLIENTS,
-    MAX_WAITING,
-    Previews,
-    Server,
-    _listen,
-    progress,
-)
+from backend.serving.progress import Previews, progress
+from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Server, _listen
 
 TOKEN = "correct horse"
 
@@ -26,7 +19,9 @@ TOKEN = "correct horse"
 @pytest.fixture
 def server(tmp_path):
     tmp_path.chmod(0o700)
-    server = Server(f"unix:{tmp_path}/s", TOKEN, Welcome(1, "cpu", {}, [1]), models=lambda: ["m"])
+    server = Server(
+        f"unix:{tmp_path}/s", TOKEN, Welcome(1, "cpu", {}, [1]), models=lambda: {"m": "/m.safetensors"}
+    )
     server.path = str(tmp_path / "s")
     yield server
     server.listener.close()
@@ -159,6 +154,68 @@ def test_cancel_after_the_end_does_not_touch_the_next_request(server):
     job = server.next_job(5)
     time.sleep(0.1)
     assert not job.cancelled.is_set()
+
+
+def sample() -> protocol.Sample:
+    return protocol.Sample("m", "euler", 1.0, 0, tensors={"noise": torch.zeros(1)})
+
+
+def test_a_sample_that_waits_is_cancelled_at_once(server):
+    """While another client's runs; it never reaches the ranks."""
+    busy, waiting = greeted(server), greeted(server)
+    framing.send(busy, sample())
+    runs = server.next_job(5)
+    framing.send(waiting, sample())
+    framing.send(waiting, protocol.Cancel())
+    assert framing.receive(waiting) == protocol.Cancelled(0)
+    assert not runs.cancelled.is_set() and server.next_job(0.05) is None
+    framing.send(waiting, sample())
+    assert server.next_job(5) is not None
+
+
+def test_answers_keep_their_order_when_a_running_sample_is_cancelled(server):
+    client = greeted(server)
+    for _ in range(2):
+        framing.send(client, sample())
+    first = server.next_job(5)
+    framing.send(client, protocol.Cancel())
+    assert first.cancelled.wait(5)
+    first.reply(protocol.Cancelled(7))
+    server.finish(first)
+    assert framing.receive(client) == protocol.Cancelled(7)
+    second = server.next_job(5)
+    assert second is not None and second.cancelled.wait(5)
+
+
+def status(client) -> protocol.Report:
+    framing.send(client, protocol.Status())
+    report = framing.receive(client)
+    assert isinstance(report, protocol.Report)
+    return report
+
+
+def test_status_is_told_while_the_ranks_work(server):
+    busy, asks = greeted(server), greeted(server)
+    assert status(asks).running == "" and status(asks).models == {"m": "/m.safetensors"}
+    for _ in range(2):
+        framing.send(busy, sample())
+    job = server.next_job(5)
+    time.sleep(0.05)
+    report = status(asks)
+    assert (report.running, report.waiting, report.answered) == ("Sample", 1, {})
+    assert 0.05 <= report.running_seconds <= report.seconds
+    job.reply(Failure("cfg is NaN"))
+    server.finish(job)
+    report = status(asks)
+    assert (report.running, report.answered, report.last_error) == ("", {"Sample": 1}, "cfg is NaN")
+
+
+def test_status_has_the_memory_of_each_rank(server):
+    server.welcome = Welcome(2, "cpu", {}, [os.getpid(), 1 << 30])
+    server.weights = lambda rank: 1000 + rank
+    own, other = status(greeted(server)).ranks
+    assert own["rank"] == 0 and own["weight_bytes"] == 1000 and own["resident_bytes"] > 1 << 20
+    assert other["weight_bytes"] == 1001 and other["resident_bytes"] == 0  # of another machine
 
 
 def test_too_many_connections_are_closed_and_places_come_back(server):

@@ -3,6 +3,7 @@ one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
 
 import queue
 import signal
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,17 @@ from unittest import mock
 import torch
 
 from backend import engine
+from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.loading.load_report import peak_bytes
+from backend.loading.model_key import model_key
 from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.serving.activity import Activity
 from backend.serving.server import Client
-from backend.worker import Leader, model_key
+from backend.worker import Leader
 
 #: What one frame may cost: seconds of this process, and bytes.
 SECONDS, BYTES = 5.0, 1 << 28
@@ -56,15 +60,27 @@ class Rank0(Leader):
         self.opened = lru_cache(engine.open_checkpoint)
         self.model = model_key(Load(path))
         self.engine.load(self.model, path, "default")
-        self.paths, self.reports = {self.model: path}, {self.model: []}
+        self.path = path
+        self.admission = Admission(ParallelConfig(), self, self.engine.memory)
+        self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
-            welcome=welcome, jobs=queue.Queue(), models=lambda: [self.model], token=""
+            welcome=welcome,
+            jobs=queue.Queue(),
+            taking=threading.Lock(),
+            models=lambda: {self.model: path},
+            activity=Activity(),
+            status=lambda: Activity().report({self.model: path}, [], 0),
+            token="",
         )
 
     def broadcast(self, message):
         """In the dispatcher's place."""
         raise Told
+
+    def all_gather_object(self, value) -> list:
+        """In the dispatcher's place."""
+        return [value]
 
     def take(self, data: bytes) -> str:
         """What comes of a frame: "no frame", "refused", "answered" or "accepted". Raises what would end rank

@@ -9,6 +9,8 @@ import pytest
 #: FILE or FILE::TEST, below tests/ -> why the fast tier leaves it out.
 LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
+    "socket/test_serve.py::test_status_and_stop": "starts a backend",
+    "socket/test_serve.py::test_a_backend_that_ends_by_itself_ends_with_an_error": "starts a backend",
     "socket/test_launcher.py::test_backend_is_reused_until_its_topology_changes": "starts three backends",
     "socket/test_launcher.py::test_weights_that_nobody_keeps_make_room": "starts a backend",
     "socket/test_launcher.py::test_giving_up_during_a_load_ends_the_backend": "starts a backend",
@@ -58,8 +60,8 @@ LEFT_OUT = {
 SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 2,
+    "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 4,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
-    "unit/test_released.py::test_a_released_file": 40,
     "unit/test_rank_memory.py::test_weights_are_those_of_the_loaded_rank": 15,
     "unit/test_rank_memory.py::test_sharded_weights_are_those_of_the_loaded_rank": 5,
     "unit/test_rank_memory.py::test_activations_are_about_what_a_request_allocates": 2,

@@ -18,6 +18,7 @@ LAYERS = [
     "backend",
     "backend.errors",
     "backend.lean_imports",
+    "backend.device_memory",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -31,9 +32,11 @@ LAYERS = [
     "backend.rank_plan",
     "backend.preflight",
     "backend.engine",
+    "backend.admission",
     "backend.start",
     "backend.probe",
     "backend.shape_reader",
+    "backend.rank",
     "backend.worker",
     "nodes.comfy_models",
     "nodes.diffusers_folder",
@@ -42,7 +45,7 @@ LAYERS = [
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
-SHARED_FILES = ("backend.loading.regular_files", "backend.parallel.stage_split")
+SHARED_FILES = (*("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),)
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
@@ -56,7 +59,9 @@ STDLIB_ONLY = (
     "backend.planner.machine",
     "backend.planner.memory",
     "backend.planner.model_shape",
+    "backend.loading.model_key",
     "backend.protocol.handshake",
+    "backend.protocol.heartbeats",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
 )

@@ -1,8 +1,13 @@
 """The local attention kernels, and the form in which CUDA's takes a mask."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
+from backend.parallel import attention_kernels as kernels
+from backend.parallel import ulysses_ring
 from backend.parallel.attention_kernels import ALIGNMENT, aligned, attend_lse
 
 #: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's
@@ -58,3 +63,103 @@ def test_log_sum_exp_of_masked_attention(shape, boolean):
     scores = q @ k.transpose(2, 3) * 16**-0.5 + bias
     assert torch.allclose(lse, scores.logsumexp(dim=-1), atol=1e-5)
     assert torch.allclose(out, scores.softmax(dim=-1).nan_to_num() @ v, atol=1e-5)
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Put a package of some source where Python looks for packages first."""
+
+    def put(name, source):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    kernels.import_error.cache_clear()
+    yield put
+    kernels.import_error.cache_clear()
+    for name in ("sageattention", "flash_attn", "flashinfer"):
+        sys.modules.pop(name, None)
+
+
+BROKEN = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
+
+
+@pytest.mark.parametrize(
+    "name, head_size, gpus, says",
+    [
+        ("sage", 256, [(9, 0)], "heads of up to 128 features, and this model's have 256"),
+        ("sage", 128, [(9, 0), (7, 5)], "8.0, 8.6, 8.9, 9.0, 12.0, and there are GPUs of 7.5"),
+        ("sage", 128, [(8, 9), (10, 0)], "and there are GPUs of 10.0"),
+        ("flash-attn", 512, [(9, 0)], "up to 256"),
+        ("flash-attn", 64, [(7, 5)], "8.0 or higher, and there are GPUs of 7.5"),
+    ],
+)
+def test_heads_and_gpus_without_kernels_are_refused(name, head_size, gpus, says):
+    reason = kernels.unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
+    assert reason and says in reason and reason.endswith("set attention to auto.")
+
+
+@pytest.mark.parametrize("name, module", [("sage", "sageattention"), ("flash-attn", "flash_attn")])
+def test_a_broken_package_names_itself(name, module, package):
+    package(module, BROKEN)
+    reason = kernels.unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
+    assert reason and f"package {module} cannot be imported (OSError: libcudart" in reason
+
+
+def test_a_package_that_fits_is_available(package):
+    package("sageattention", "")
+    assert kernels.unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
+
+
+def test_rings_name_the_package_that_breaks_their_library(package, monkeypatch):
+    package("flashinfer", BROKEN)
+    monkeypatch.setattr(ulysses_ring, "RING_LIBRARY", "yunchang")
+    real = kernels.import_error
+
+    def without_ring(module):
+        return "OSError: libcudart" if module.startswith("yunchang") else real(module)
+
+    monkeypatch.setattr(ulysses_ring, "import_error", without_ring)
+    reason = ulysses_ring.ring_unavailable()
+    assert reason and "the package flashinfer cannot be imported (OSError: libcudart.so.11.0" in reason
+
+
+def test_rings_are_available():
+    assert ulysses_ring.ring_unavailable() is None
+
+
+def test_one_rank_runs_the_chosen_kernel(monkeypatch):
+    """Where nothing is divided there is no hook; masks, float32 and wide heads stay torch's."""
+    calls = []
+    module = ModuleType("sageattention")
+    module.sageattn = lambda q, k, v, **named: calls.append(named) or torch.zeros_like(q)
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    x = torch.ones(1, 2, 5, 16)
+    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    half = x.bfloat16()
+    with kernels.instead_of_torch("sage"):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        assert not attention(half, half, half, scale=0.5).any() and calls[0]["sm_scale"] == 0.5
+        wide = half.expand(-1, -1, -1, 16).repeat(1, 1, 1, 16)
+        assert attention(x, x, x).all() and attention(wide, wide, wide).all()
+        assert attention(half, half, half, attn_mask=mask).all()
+    assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+    with kernels.instead_of_torch("auto"):
+        assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+
+
+def test_rings_take_sages_log_sum_exp(monkeypatch):
+    """By SageAttention 2's own signature: (out, lse) with return_lse."""
+    seen = {}
+
+    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+        seen.update(layout=tensor_layout, scale=sm_scale, causal=is_causal)
+        return ("out", "lse") if return_lse else "out"
+
+    module = ModuleType("sageattention")
+    module.sageattn = sageattn
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert kernels._lse_kernel("sage", on_gpu, on_gpu, on_gpu, None, 0.5) == ("out", "lse")
+    assert seen == {"layout": "HND", "scale": 0.5, "causal": False}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from backend import start
 from backend.config import AXES, ConfigError, ParallelConfig
 
 REFUSED = {
@@ -78,6 +79,24 @@ def test_more_ranks_than_gpus_names_the_product():
 def test_cuda_without_gpu():
     with pytest.raises(ConfigError, match="no CUDA GPU"):
         ParallelConfig(device="cuda").resolve_device(0)
+
+
+def test_gpus_under_windows_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(ConfigError, match="Windows, where torch has no NCCL .*WSL2"):
+        ParallelConfig().resolve_device(2)
+    assert ParallelConfig(device="cpu").resolve_device(2) == "cpu"
+
+
+def test_a_torch_without_nccl_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match="built without NCCL.*pytorch.org"):
+        start._device(ParallelConfig(ulysses_degree=2))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert start._device(ParallelConfig(ulysses_degree=2)) == "cuda"
 
 
 def test_auto_takes_gpus_where_there_are_any():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import diffusers
@@ -17,9 +18,10 @@ from tiny import relative
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.autodetect import fallback
 from backend.loading.autodetect.fallback import family
 from backend.loading.recognition import open_checkpoint
-from backend.models.blocks import APART, JOINED
+from backend.models.blocks import APART, JOINED, Blocks
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh
 from backend.parallel.block_cost import block_costs
@@ -28,7 +30,7 @@ from backend.sampling.step_loop import Callbacks
 
 
 def recognised(name: str, scheduler=None):
-    return family(getattr(diffusers, name), configuration(name), scheduler)
+    return family(getattr(diffusers, name), configuration(name), scheduler)[0]
 
 
 def test_structures():
@@ -54,6 +56,42 @@ def test_structures():
     )
     assert [found.heads({}) for found in (aura, cogview, sky)] == [4, 4, 4]
     assert families[2].latent.patch({}) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_one_rank_found_is_enough_for_the_others(name, monkeypatch):
+    """As it travels, without a trial of their own."""
+    cls, config = getattr(diffusers, name), configuration(name)
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    first, trial = family(cls, config, scheduler)
+    told = json.loads(json.dumps(trial))
+
+    def tried(*arguments):
+        raise AssertionError("another rank has tried it")
+
+    monkeypatch.setattr(fallback, "_tried", tried)
+    second, _ = family(cls, config, scheduler, told)
+    for field in fields(Blocks):
+        ours, theirs = (getattr(found.blocks, field.name) for found in (second, first))
+        if field.name in ("heads", "head_size"):
+            ours, theirs = ours({}), theirs({})
+        if field.name != "adapter":
+            assert ours == theirs, field.name
+    assert (
+        second.io.arguments == first.io.arguments
+        and second.conditioning.accepted == first.conditioning.accepted
+    )
+    with pytest.raises(AssertionError, match="another rank"):
+        family(cls, config, scheduler)
+
+
+def test_a_folder_is_tried_once_for_all_ranks(tmp_path, monkeypatch):
+    write(tmp_path / "aura", CUT[0])
+    trial = open_checkpoint(str(tmp_path / "aura")).trial
+    monkeypatch.setattr(fallback, "_tried", None)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("told", str(tmp_path / "aura"), "fp32", trial=json.loads(json.dumps(trial)))
+    assert engine.models["told"].weights.checkpoint.trial == json.loads(json.dumps(trial))
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"])

@@ -34,9 +34,9 @@ from backend.models.discrete_schedule import DiscreteSchedule
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.block_cost import block_costs
+from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span
 from backend.parallel.step_context import StepContext
-from backend.parallel.tensor_parallel import Shard
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.validation import check_sample
@@ -319,10 +319,11 @@ def test_a_page_has_its_table_of_families(page):
 
 
 @pytest.mark.parametrize(
-    "family, prompt, modulation", [("minimax-h3", 4, 4), ("lumina2", 6, 6), ("flux3", 10, 0)]
+    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 8, 6), ("flux3", 14, 0)]
 )
 def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
-    """Refiners of the prompt once a request and branch, modulation once for all steps and branches."""
+    """Embedders and refiners of the prompt and tables of positions once a request and branch, modulation once
+    for all steps and branches."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
@@ -334,12 +335,12 @@ def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, mo
 @pytest.mark.parametrize(
     "family, layers, before",
     [
-        ("wan21-t2v", 2, 0),
-        ("pixart-sigma", 2, 0),
-        ("ltxv", 2, 0),
-        ("hunyuan-dit", 2, 0),
-        ("sana", 2, 1),
-        ("ltx2", 4, 2),
+        ("wan21-t2v", 2, 2),
+        ("pixart-sigma", 2, 1),
+        ("ltxv", 2, 2),
+        ("hunyuan-dit", 2, 1),
+        ("sana", 2, 2),
+        ("ltx2", 4, 4),
     ],
 )
 def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
@@ -359,8 +360,8 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     monkeypatch.setattr(
         modulation_cache.CachedLayer,
         "forward",
-        lambda self, *arguments: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
-            *arguments
+        lambda self, *arguments, **named: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
+            *arguments, **named
         ),
     )
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)

@@ -18,8 +18,8 @@ from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
+from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span
-from backend.parallel.tensor_parallel import Shard
 
 STRENGTH = 0.7
 #: Family -> a spelling of the single file's names, a spelling of diffusers' names.

@@ -1,6 +1,8 @@
 """Which quantized layers multiply natively, what is refused, and what the load reports."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,19 +14,21 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.model_key import model_key
 from backend.loading.recognition import open_checkpoint
+from backend.models.blocks import APART, Blocks
+from backend.models.family import Cache
 from backend.parallel import mesh
-from backend.parallel.tensor_parallel import _megatron
-from backend.protocol import Load, Loaded
+from backend.parallel.matrix_cuts import cut_plan
+from backend.protocol import Load, Loaded, Unload
 from backend.quantization import matmul
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.matmul import Matrix, choose
 from backend.quantization.packed_weight import PackedWeight
-from backend.worker import model_key
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-ROWS, COLUMNS = 96, 256
+ROWS, COLUMNS = (96,), 256
 ROTATED = {"convrot": True, "convrot_groupsize": 64}
 
 
@@ -85,12 +89,13 @@ def test_plain_fp8_is_native_where_it_is_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     "name, says, rows, edges, why",
     [
-        ("int8_tensorwise", ROTATED, 96, (0, 100, 256), "begin or end at 100, inside 64"),
-        ("int8_tensorwise", ROTATED, 96, (0, 128, 256), ""),
-        ("int8_tensorwise", {}, 31, (0, 100, 256), ""),
-        ("float8_e4m3fn", {}, 96, (0, 100, 256), "at 100, inside 16"),
-        ("float8_e4m3fn", {}, 31, (0, 256), "31 rows are no multiple of 16"),
-        ("nvfp4", {}, 96, (0, 16, 256), "at 16, inside 32"),
+        ("int8_tensorwise", ROTATED, (96,), (0, 100, 256), "begin or end at 100, inside 64"),
+        ("int8_tensorwise", ROTATED, (96,), (0, 128, 256), ""),
+        ("int8_tensorwise", {}, (31,), (0, 100, 256), ""),
+        ("float8_e4m3fn", {}, (96,), (0, 100, 256), "at 100, inside 16"),
+        ("float8_e4m3fn", {}, (31,), (0, 256), "31 rows are no multiple of 16"),
+        ("float8_e4m3fn", {}, (32, 31), (0, 256), "31 rows are no multiple of 16"),  # of another rank
+        ("nvfp4", {}, (96,), (0, 16, 256), "at 16, inside 32"),
     ],
 )
 def test_pieces_that_no_kernel_takes(monkeypatch, name, says, rows, edges, why):
@@ -104,10 +109,16 @@ def test_pieces_that_no_kernel_takes(monkeypatch, name, says, rows, edges, why):
     [("rowwise", 8, (0, 33, 66, 100)), ("rowwise after attention", 60, (0, 20, 40, 60, 73, 86, 100))],
 )
 def test_all_ranks_choose_alike(style, rows, edges):
-    """Where any rank's columns begin and end is known to all that add up their products."""
-    layer = torch.nn.Linear(100, rows)
+    """Where any rank's columns begin and end is known to all that add up their products, and how many rows
+    any rank has."""
+    transformer = torch.nn.Module()
+    transformer.blocks = torch.nn.ModuleList([torch.nn.Linear(100, rows), torch.nn.Linear(rows, 100)])
+    styles = {"blocks.0": style, "blocks.1": "colwise"}
+    family = SimpleNamespace(blocks=Blocks(lists={"blocks": APART}), tensor_plan=styles, cache=Cache())
+    plan = cut_plan(transformer, family, "megatron", 3)
     for rank in range(3):
-        assert _megatron(layer, style, mesh.Axis(None, rank, 3, (0, 1, 2))).edges == edges
+        found = plan.shards(replace(mesh.single(), tp=mesh.Axis(None, rank, 3, (0, 1, 2))))
+        assert found["blocks.0"].edges == edges and found["blocks.1"].heights == (33, 33, 34)
 
 
 def engine_of(path, mode="auto") -> Engine:
@@ -216,8 +227,10 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
 
     class Client:
         closed = False
+        requests = []
 
         def request(self, message, *callbacks):
+            self.requests.append(message)
             return Loaded(model_key(message), "flux") if isinstance(message, Load) else None
 
     backend = Backend(ParallelConfig(), Client())
@@ -225,4 +238,4 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
         backend.load(path, matmul=mode)
     assert list(backend.models.values()) == [names[0], names[2]]
     backend.unload(path, "default", "native")
-    assert list(backend.models.values()) == [names[0]]
+    assert Client.requests[-1] == Unload(names[2], park=True)

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from tiny import batch_request, golden_request, relative, write_checkpoint
 from tolerance import assert_same_bits, assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
 from backend.parallel import mesh
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
@@ -68,6 +70,28 @@ def test_patches_of_the_same_latent_equal_the_whole(engine, count):
 def test_stale_keys_and_values_are_used(engine):
     exact, stale = simulate(engine, num_pipeline_patch=1), simulate(engine, num_pipeline_patch=4)
     assert 1e-4 < relative(stale, exact) < 0.2
+
+
+def by_hand(query, key, value, **named):
+    """Attention of (B, S, H, D) that no hook sees."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return ((q @ k.transpose(2, 3) * q.shape[3] ** -0.5).softmax(dim=3) @ v).transpose(1, 2)
+
+
+def test_an_attention_backend_of_the_environment_is_not_used(engine, monkeypatch):
+    """DIFFUSERS_ATTN_BACKEND sets the active backend when diffusers is imported."""
+    want = simulate(engine, num_pipeline_patch=4)
+    other = AttentionBackendName._NATIVE_MATH
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, other, by_hand)
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", other)
+    assert_same_bits(simulate(engine, num_pipeline_patch=4), want)
+
+
+def test_attention_that_bypasses_the_hook_is_refused(engine, monkeypatch):
+    native = AttentionBackendName.NATIVE
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, native, by_hand)
+    with pytest.raises(UnsupportedError, match="block 0 of flux made 0 attention calls .* its family says 1"):
+        simulate(engine, num_pipeline_patch=4)
 
 
 def test_all_warm_up_is_exact(engine):
@@ -131,13 +155,25 @@ def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
     assert sum(seen) == 6 * (64 + 12)
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_the_end_of_the_model_sees_the_tokens_of_the_patch(engine, count):
+    """Every image token is projected once a step, however many patches there are."""
+    seen = []
+    last = engine.models["tiny"].transformer.proj_out
+    handle = last.register_forward_pre_hook(lambda layer, args: seen.append(args[0].shape[1]))
+    prompt = {k: v for k, v in golden_request("euler_simple")[0].tensors.items() if "negative" not in k}
+    simulate(engine, num_pipeline_patch=count, tensors=prompt, cfg=1.0)
+    handle.remove()
+    assert sum(seen) == STEPS * 64 and len(seen) == 1 + (STEPS - 1) * count
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_modulation_is_one_gemm_a_layer(engine, count):
     """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and
     patches.
     """
     simulate(engine, num_pipeline_patch=count)
-    assert cached.COMPUTED == {"modulation": LAYERS}
+    assert cached.COMPUTED["modulation"] == LAYERS
 
 
 #: Modulation layers, and bytes of a row of all of them in float32.
@@ -154,9 +190,8 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
     assert most == 2 * levels * ROW
     monkeypatch.setattr(cached, "AHEAD", 4 * ROW + 1)
     assert_ulps(simulate(engine, case, num_pipeline_patch=2), whole, BLOCKS * calls)
-    assert engine.models["tiny"].cache.most_bytes == 4 * ROW and cached.COMPUTED == {
-        "modulation": LAYERS * -(-levels // 2)
-    }
+    assert engine.models["tiny"].cache.most_bytes == 4 * ROW
+    assert cached.COMPUTED["modulation"] == LAYERS * -(-levels // 2)
 
 
 def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
@@ -186,7 +221,7 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     ahead = simulate(engine, num_pipeline_patch=1)
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     each = simulate(engine, num_pipeline_patch=1)
-    assert cached.COMPUTED == {"modulation": 6 * 2 * (4 * 2 + 8)}
+    assert cached.COMPUTED["modulation"] == 6 * 2 * (4 * 2 + 8)
     assert_ulps(ahead, each, BLOCKS * STEPS)
 
 

@@ -21,6 +21,7 @@ from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.memory import held
 from backend.planner.model_shape import ModelShape
+from backend.quantization.kernels import Choice
 from backend.rank_plan import describe
 from backend.rank_plan.shape_of import shape_of
 
@@ -229,8 +230,9 @@ def test_a_released_file_has_its_published_shape():
 
 def test_weights_that_multiply_as_stored_are_not_dequantized():
     checkpoint = opened("var__flux1-kontext_fp8_scaled_legacy")
-    parameters = frozenset(checkpoint.parameters)
-    stored, native = (shape_of(checkpoint, torch.bfloat16, names) for names in (frozenset(), parameters))
+    native = Choice(lambda x, weight, bias, largest: x, "as chosen")
+    choices = dict.fromkeys(checkpoint.parameters, native)
+    stored, native = (shape_of(checkpoint, torch.bfloat16, each) for each in ({}, choices))
     assert all(block.unpacked > 1.9 * block.weights for block in stored.blocks)
     assert not any(block.unpacked for block in native.blocks) and native.weights == stored.weights
     plan, request = ParallelConfig(), Request(1024, 128, 4, 1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
+from backend.parallel.request_caches import Masks, Positions, take
 from backend.parallel.sequence import Sequence, patches, whole_sequence
 
 
@@ -83,7 +84,8 @@ def test_nested_latents_are_rows_of_one_sequence_and_back():
     assert tokens[:, :12, :7].equal(audio.flatten(2).transpose(1, 2)) and not tokens[:, :12, 7:].any()
     assert grid.to_latent(tokens).equal(packed) and grid.shape == tuple(packed.shape[1:])
     assert (
-        grid.per_token([torch.tensor(1.0), torch.tensor(2.0)]).flatten().tolist() == [2.0] * 12 + [1.0] * 12
+        grid.per_token([torch.tensor(1.0), torch.tensor(2.0)], tokens).flatten().tolist()
+        == [2.0] * 12 + [1.0] * 12
     )
 
 
@@ -92,3 +94,64 @@ def test_leading_rows_of_a_rank():
     assert [shard.leading(13, ("image",)) for shard in shards] == [(10,), (3,)]
     assert [shard.leading(13, ("text", "image")) for shard in shards] == [(5, 3), (5, 0)]
     assert [shard.leading(4, ("text", "image")) for shard in shards] == [(4, 0), (0, 0)]
+
+
+LATENTS = (("audio", 9), ("video", 55))
+
+
+@pytest.mark.parametrize("kind", ["joint", "text", "image", "audio", "video"])
+@pytest.mark.parametrize("position", ["first", "last", None])
+@pytest.mark.parametrize("count, sp", [(1, 1), (1, 3), (4, 1), (3, 4)])
+def test_lengths_by_arithmetic_are_those_of_the_positions(kind, position, count, sp):
+    sequence = Sequence(12 if position else 0, 64, position, latents=LATENTS, reference=10)
+    for tokens in patches(sequence, count, 0, sp):
+        counted = [len(tokens.positions(kind, range(rank, rank + 1))) for rank in range(sp)]
+        assert tokens.lengths(kind) == counted
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("sp", [1, 2])
+def test_tokens_are_taken_at_their_positions(position, sp):
+    """Adjacent ones as a slice, which copies nothing; a dummy token takes the first."""
+    positions = Positions()
+    sequence = Sequence(12, 64, position, reference=10)
+    table = torch.arange(sequence.joint)
+    for tokens in patches(sequence, 3, 0, sp):
+        for kind in ("joint", "image"):
+            where = positions.of(tokens, kind, table.device)
+            assert take(table, 0, where).equal(tokens.positions(kind))
+            assert positions.of(tokens, kind, table.device) is where
+        own = tokens.local_positions("joint").tolist()
+        with_dummy = take(table, 0, positions.of(tokens, "joint", table.device, range(1), position)).tolist()
+        assert with_dummy == ([0, *own] if position == "first" else [*own, 0])
+    assert isinstance(positions.of(patches(sequence, 3)[1], "joint", table.device), slice)
+
+
+def test_a_masks_verdict_is_asked_for_once_a_request(monkeypatch):
+    """Each step brings another tensor of the same values."""
+    asked = []
+    ask = torch.Tensor.all
+    monkeypatch.setattr(torch.Tensor, "all", lambda self: asked.append(1) or ask(self))
+    masks = Masks(Positions())
+    seen = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    some = seen.clone()
+    some[..., :3] = False
+    tokens = whole_sequence(Sequence(4, 16, "first"), 0, 2)
+    for _ in range(3):
+        assert masks.needed(seen.clone(), ("positive", 0, 0)) is None
+        needed = masks.needed(some.clone(), ("negative", 0, 0))
+        cut = masks.cut(tokens, needed, "joint", range(0, 1), range(1, 2))
+        assert cut.equal(some[..., tokens.positions("joint", range(1, 2))])
+    assert len(asked) == 2
+    masks.clear()
+    assert masks.needed(some, ("positive", 0, 0)) is some
+
+
+def test_a_mask_of_text_hides_keys_of_the_joint_sequence():
+    masks = Masks(Positions())
+    text = torch.tensor([[1, 1, 0]])
+    for position, want in (("first", [1, 1, 0, 1, 1]), ("last", [1, 1, 1, 1, 0])):
+        tokens = whole_sequence(Sequence(3, 2, position))
+        found = masks.of_text(text.clone(), tokens, (position, 0, 0))
+        assert found.shape == (1, 1, 1, 5) and found.flatten().tolist() == [bool(each) for each in want]
+    assert masks.of_text(torch.ones(1, 3), tokens, ("positive", 1, 0)) is None

@@ -617,11 +617,12 @@ def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
 
 
 def test_what_references_decide_is_computed_once(tmp_path):
-    """Flux.3's prompt and references, each one embedder and four blocks, once a request and branch."""
+    """Flux.3's prompt and references, each one embedder and four blocks, and the positions of both and of the
+    image, once a request and branch."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
     engine.sample(request("flux3-edit"), Callbacks())
-    assert modulation_cache.COMPUTED == {"prompt": 2 * (5 + 5)}
+    assert modulation_cache.COMPUTED == {"prompt": 2 * (5 + 5 + 3)}
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -3,13 +3,14 @@
 The family is made from the class's signature and from what a shallow copy with random weights does
 (probe.py). CFG and data parallelism always work; methods that cut the sequence (Ulysses, ring, PipeFusion)
 where a self-check passes: every patch run alone against full K/V buffers equals the full forward. The meaning
-of the output comes from the pipeline's scheduler; without one it is velocity.
+of the output comes from the pipeline's scheduler; without one it is velocity. One rank tries; the others are
+told what it found.
 """
 
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -22,7 +23,7 @@ from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
-from .structure import Whole, check_patches, structure
+from .structure import Whole, check_patches, no_share, structure
 
 #: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
@@ -42,45 +43,99 @@ def unknown(cls: type) -> Family:
     )
 
 
-def family(cls: type, config: Mapping, scheduler: Mapping | None) -> Family:
-    """Return the Family of a diffusers class without a family file; ``scheduler``: the pipeline's
-    scheduler_config.json, if any. Raises UnsupportedError for a class that cannot be filled or run. Where the
-    sequence cannot be cut, Blocks.whole_only says why."""
-    return _family(cls, json.dumps(config, sort_keys=True), json.dumps(scheduler, sort_keys=True))
+@dataclass(frozen=True)
+class Trial:
+    """What running a shallow copy of a class tells. JSON holds it, so that the other ranks are told it.
+
+    timestep: what a time of 0.5 became on its way into the Timesteps layer. heads, head_size: of the first
+    attention. blocks: fields of Blocks; none where the sequence cannot be cut, and whole_only says why.
+    """
+
+    timestep: float
+    heads: int
+    head_size: int
+    blocks: Mapping
+    whole_only: str | None = None
+
+    def as_json(self) -> dict:
+        """Return it as JSON holds it."""
+        shares = [*self.blocks.get("flop_shares", {})]
+        return {**asdict(self), "blocks": {**self.blocks, "flop_shares": shares}}
+
+    @classmethod
+    def from_json(cls, values: Mapping) -> "Trial":
+        """Return what ``as_json`` was made of."""
+        blocks = {name: _tuples(value) for name, value in values["blocks"].items()}
+        blocks["flop_shares"] = dict.fromkeys(blocks["flop_shares"], no_share)
+        return cls(**{**values, "blocks": blocks if blocks.get("lists") else {}})
+
+
+def _tuples(value):
+    """Return a value with tuples where JSON has lists."""
+    if isinstance(value, dict):
+        return {name: _tuples(entry) for name, entry in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def family(
+    cls: type, config: Mapping, scheduler: Mapping | None, trial: Mapping | None = None
+) -> tuple[Family, dict]:
+    """Return the Family of a diffusers class without a family file, and its trial as JSON holds it.
+
+    ``scheduler``: the pipeline's scheduler_config.json, if any. ``trial``: of the same class and
+    configuration on another rank; None for one here, which takes seconds and gigabytes. Raises
+    UnsupportedError for a class that cannot be filled or run. Where the sequence cannot be cut,
+    Blocks.whole_only says why.
+    """
+    trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
+    found = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, Trial.from_json(trial))
+    return found, dict(trial)
 
 
 @lru_cache(maxsize=4)
-def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
+def _tried(cls: type, config_json: str) -> dict:
+    """Run a shallow copy; return its Trial as JSON holds it."""
     config: dict = json.loads(config_json)
-    scheduler: dict | None = json.loads(scheduler_json)
-    inputs = inputs_of(cls, config)
-    probe = _Probe(cls, config, inputs)
+    shape = Shape(cls, config, inputs_of(cls, config))
+    probe = _Probe(shape)
     first = probe.run(*PROBES[0])
-    schedule = of_scheduler(scheduler)
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
-    # functions below must not hold on to the probe
-    channels = probe.channels
-    patch = probe.patch
-    heads = first.heads
-    head_size = first.head_size
-    widths = {CONDITIONING[name]: probe.width(name) for name in WIDTHS if name in inputs.names}
+    trial = Trial(first.timestep, first.heads, first.head_size, {})
+    try:
+        sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
+        facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
+        return _checked(shape, replace(trial, blocks=facts), probe).as_json()
+    except Whole as reason:
+        return replace(trial, whole_only=str(reason)).as_json()
+
+
+def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Family:
+    """Make the Family of what its configuration, scheduler and trial tell."""
+    schedule = of_scheduler(scheduler)
+    # functions below hold on to these alone
+    channels = shape.channels
+    patch = shape.patch
+    widths = {CONDITIONING[name]: shape.width(name) for name in WIDTHS if name in shape.inputs.names}
     inputs = replace(
-        inputs,
-        scale=1.0 if schedule else 1000.0 * 0.5 / first.timestep,
+        shape.inputs,
+        scale=1.0 if schedule else 1000.0 * 0.5 / trial.timestep,
         inverted=bool(scheduler and scheduler.get("invert_sigmas")),
     )
 
     def tokens(output, grid):
         return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
 
-    whole = Family(
-        name=cls.__name__,
-        transformer=cls.__name__,
+    blocks: dict = {"lists": {}, **trial.blocks, "whole_only": trial.whole_only}
+    return Family(
+        name=shape.cls.__name__,
+        transformer=shape.cls.__name__,
         latent=Latent(channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video),
         noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
         io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
-        blocks=Blocks(lists={}, heads=lambda config: max(1, heads), head_size=lambda config: head_size),
+        blocks=Blocks(
+            heads=lambda config: max(1, trial.heads), head_size=lambda config: trial.head_size, **blocks
+        ),
         conditioning=Conditioning(
             accepted=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
             required=(*widths, *["guidance"] * inputs.guided),
@@ -90,25 +145,19 @@ def _family(cls: type, config_json: str, scheduler_json: str) -> Family:
         tensor_plan=None,
         layout=Layout(signature=(), config=lambda shapes: {}),
     )
-    try:
-        sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
-        facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
-        return _checked(replace(whole, blocks=replace(whole.blocks, **facts)), probe)
-    except Whole as reason:
-        return whole.changed({"blocks.whole_only": str(reason)})
 
 
-def _checked(family: Family, probe: "_Probe") -> Family:
-    """Check the family's patches; give blocks that fail on an empty text stream a dummy token."""
+def _checked(shape: "Shape", trial: Trial, probe: "_Probe") -> Trial:
+    """Check patches of the trial's blocks; give blocks that fail on an empty text stream a dummy token."""
     request = probe.request(*PROBES[0])
     try:
-        check_patches(probe.transformer, family, *request)
+        check_patches(probe.transformer, _described(shape, None, trial), *request)
     except Whole:
-        family = family.changed({"blocks.needs_text_token": True})
-        if family.blocks.text is None:
+        if trial.blocks["text"] is None:
             raise
-        check_patches(probe.transformer, family, *request)
-    return family
+        trial = replace(trial, blocks={**trial.blocks, "needs_text_token": True})
+        check_patches(probe.transformer, _described(shape, None, trial), *request)
+    return trial
 
 
 def _check_inputs(cls: type, first: Trace):
@@ -123,10 +172,10 @@ def _check_inputs(cls: type, first: Trace):
                 raise cannot_run(cls, why)
 
 
-class _Probe:
-    """The shallow copy and its requests."""
+class Shape:
+    """What a class's configuration tells of its latent and its inputs."""
 
-    def __init__(self, cls, config, inputs: Inputs):
+    def __init__(self, cls: type, config: Mapping, inputs: Inputs):
         self.cls = cls
         self.config = config
         self.inputs = inputs
@@ -135,9 +184,6 @@ class _Probe:
         time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
         self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else (time, sides[0], sides[1])
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
-        accepted = inspect.signature(cls.__init__).parameters
-        arguments = {key: value for key, value in config.items() if key in accepted}
-        self.transformer = self._try(lambda: shallow(cls, arguments))
 
     def width(self, name: str) -> int:
         """Return the features of an argument that comes from a CONDITIONING."""
@@ -149,19 +195,31 @@ class _Probe:
             )
         return known[0]
 
+
+class _Probe:
+    """The shallow copy and its requests."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        accepted = inspect.signature(shape.cls.__init__).parameters
+        arguments = {key: value for key, value in shape.config.items() if key in accepted}
+        self.transformer = self._try(lambda: shallow(shape.cls, arguments))
+
     def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
         """Return a grid of ``counts`` tokens, of two frames for video, and random arguments."""
-        sizes = [count * step for count, step in zip(counts, self.patch[1:])]
-        frames = [2 * self.patch[0]] if self.inputs.video else []
-        grid = TokenGrid((self.channels, *frames, *sizes), self.patch)
+        shape = self.shape
+        sizes = [count * step for count, step in zip(counts, shape.patch[1:])]
+        frames = [2 * shape.patch[0]] if shape.inputs.video else []
+        grid = TokenGrid((shape.channels, *frames, *sizes), shape.patch)
         generator = torch.Generator().manual_seed(100)
         cond = {"guidance": torch.tensor([3.5])}
         for name in WIDTHS:
-            if name in self.inputs.names:
+            if name in shape.inputs.names:
                 tokens = [text] if name == "encoder_hidden_states" else []
-                cond[CONDITIONING[name]] = torch.randn(1, *tokens, self.width(name), generator=generator)
-        latent = torch.randn(1, self.channels, *frames, *sizes, generator=torch.Generator().manual_seed(seed))
-        return grid, self.inputs(self.config, grid, latent, torch.tensor(0.5), cond)
+                cond[CONDITIONING[name]] = torch.randn(1, *tokens, shape.width(name), generator=generator)
+        noise = torch.Generator().manual_seed(seed)
+        latent = torch.randn(1, shape.channels, *frames, *sizes, generator=noise)
+        return grid, shape.inputs(shape.config, grid, latent, torch.tensor(0.5), cond)
 
     def run(self, counts, text, seed: int = 0) -> Trace:
         return self._try(lambda: trace(self.transformer, self.request(counts, text, seed)[1]))
@@ -173,6 +231,7 @@ class _Probe:
             raise
         except Exception as error:  # whatever a foreign forward raises
             raise UnsupportedError(
-                f"the transformer class {self.cls.__name__} has no family file, and a trial of it failed "
-                f"({type(error).__name__}: {reason(error)}); docs/adding_a_model.md says how to add a family."
+                f"the transformer class {self.shape.cls.__name__} has no family file, and a trial of it "
+                f"failed ({type(error).__name__}: {reason(error)}); docs/adding_a_model.md says how to add a "
+                f"family."
             ) from error

@@ -19,6 +19,11 @@ class Whole(Exception):
     """Why a transformer runs with all of its tokens only."""
 
 
+def no_share(config) -> int:
+    """Return the share of a layer's FLOPs that a token costs, where no token passes it."""
+    return 0
+
+
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
     """Return fields of Blocks, from forwards of two sizes. Raises Whole where they are of no known form.
 
@@ -122,7 +127,7 @@ def _layers(calls, sizes) -> dict:
                 kinds.setdefault(name, set()).add("none" if pair == (1, 1) else _kind(pair, sizes))
     return dict(
         text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
-        flop_shares={name: lambda config: 0 for name, found in kinds.items() if found == {"none"}},
+        flop_shares={name: no_share for name, found in kinds.items() if found == {"none"}},
     )
 
 

@@ -78,8 +78,10 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         if not isinstance(num_rows, tuple):
             num_rows = min(num_rows, texts), max(0, num_rows - texts)
         text, image = num_rows
-        replaced = torch.cat([torch.arange(tokens) < image, torch.arange(texts) < text])
-        replaced = replaced.to(hidden_states.device)[None, :, None]
+        device = hidden_states.device
+        replaced = torch.cat(
+            [torch.arange(tokens, device=device) < image, torch.arange(texts, device=device) < text]
+        )[None, :, None]
         usual = linear(silu(temb))[:, None]
         first_frame = getattr(linear, "second", linear)(silu(token_replace_emb))[:, None]
         shift, scale, gate = torch.where(replaced, first_frame, usual).chunk(3, dim=2)

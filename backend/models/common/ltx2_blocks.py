@@ -51,6 +51,9 @@ class VideoAndAudio(BlockAdapter):
     def result(self, blocks, call, streams, tokens):
         return tuple(self.divided(call, streams["image"], tokens))
 
+    def unchanged(self, blocks, call):
+        return tuple(call[name] for name in STREAMS)
+
     def joined(self, latents):
         width = max(latent.shape[2] for latent in latents)
         return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
@@ -58,7 +61,7 @@ class VideoAndAudio(BlockAdapter):
     def divided(self, call, image, tokens):
         """Undo ``joined``, for all tokens or for this rank's."""
         names = [LATENTS.names[i] for i in LATENTS.order]
-        sizes = [len(tokens.local_positions(name)) for name in names]
+        sizes = [tokens.lengths(name)[tokens.sp_rank] for name in names]
         if image.shape[1] == tokens.sequence.image:
             sizes = [tokens.sequence.length_of(name) for name in names]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))

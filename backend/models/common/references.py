@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...protocol import REFERENCE_METHODS
 from ..latent_tokens import TokenGrid
+from .once import once
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")
@@ -25,7 +26,8 @@ def method(cond: Mapping[str, Tensor], default: str) -> str:
     """How the references are placed: one of REFERENCE_METHODS."""
     if "ref_latents_method" not in cond:
         return default
-    return REFERENCE_METHODS[int(cond["ref_latents_method"].flatten()[0])]
+    number = once(cond, "ref_latents_method", lambda: int(cond["ref_latents_method"].flatten()[0]))
+    return REFERENCE_METHODS[number]
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:

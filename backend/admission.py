@@ -1,0 +1,256 @@
+"""Whether a load or a request fits on the device of every rank, before any collective of it starts.
+
+All ranks gather what is free, in one round of a few integers; rank 0 adds what each needs (rank_plan). All
+decide the same from the same numbers, so that either all go on or none does, and the backend stays up.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from .config import ParallelConfig
+from .device_memory import DeviceMemory, is_out_of_memory
+from .errors import SHORT, UnsupportedError, reason
+from .loading.checkpoint import Checkpoint
+from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .protocol import ModelCall, Sample
+from .quantization.packed_weight import scratch_bytes
+from .rank_plan.describe import CALLS, RankPlan, describe
+from .rank_plan.need import Need, load_need, request_need
+from .rank_plan.remedies import fitting
+from .rank_plan.request_size import RequestSize
+from .sampling.runs import Prepared
+from .serving.broadcast import Dispatcher
+
+#: Request that a model should bear once it is loaded, where a load asks what would fit.
+TYPICAL = RequestSize(IMAGE_TOKENS, TEXT_TOKENS, batch=1, prompts=2, calls=CALLS)
+NOTHING = Need(0, 0)
+NO_SETTING = (
+    "No single setting (stale_kv, num_pipeline_patch, offload_modulation, shard_weights, "
+    "tensor_parallel_degree, pipefusion_degree, a quantized file) makes it fit on these ranks: use more of "
+    "them, a smaller latent, or free the memory that other programs hold."
+)
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """A rank's numbers of one round, in bytes. memory: its device's name; free: on the device, for every
+    process; cached: by the rank's own allocator; ready: whether it has memory for the request's own tensors.
+    """
+
+    rank: int
+    memory: str
+    need: Need
+    free: int
+    cached: int
+    ready: bool = True
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that have to be free on the device for what the rank likely needs."""
+        return self.need.likely - self.cached
+
+
+class OutOfRoom(UnsupportedError):
+    """Some rank lacks memory. ``lacking``: rank -> bytes that should be free on its device."""
+
+    def __init__(self, message: str, lacking: dict[int, int]):
+        super().__init__(message)
+        self.lacking = lacking
+
+
+class OutOfMemory(RuntimeError):
+    """An allocation failed while other ranks wait: this rank ends, and torchrun ends the others."""
+
+    __module__ = SHORT
+
+
+def crowded(rooms: list[RankRoom], bound: Callable[[Need], int]) -> list[RankRoom]:
+    """Return the ranks on a memory that does not hold what its ranks need together by ``bound``, those with
+    the largest need first."""
+    shared: dict[str, list[RankRoom]] = defaultdict(list)
+    for room in rooms:
+        shared[room.memory].append(room)
+    found = []
+    for ranks in shared.values():
+        free = min(room.free for room in ranks) + sum(room.cached for room in ranks)
+        if sum(bound(room.need) for room in ranks) > free:
+            found += ranks
+    return sorted(found, key=lambda room: -bound(room.need))
+
+
+def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[RankRoom]:
+    """Return the ranks that cannot run: without room for the least that they need, or, of the ranks
+    ``asking`` for which the client can still make room, for what is likely."""
+    failed = [room for room in rooms if not room.ready]
+    short = failed or crowded(rooms, lambda need: need.least)
+    return short or [room for room in crowded(rooms, lambda need: need.likely) if room.rank in asking]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What rank 0 has planned: the ``needs`` of every rank, and of what. ``reloads``: the ranks hold the
+    weights of ``plans`` already, and would free them for another configuration."""
+
+    config: ParallelConfig
+    checkpoint: Checkpoint
+    size: RequestSize
+    dtype: torch.dtype
+    plans: list[RankPlan]
+    needs: list[Need]
+    reloads: bool
+
+    def with_weights(self) -> "Planned":
+        """Return the same where the weights have yet to come to the device."""
+        pairs = zip(self.needs, self.plans)
+        needs = [Need(n.least + plan.weight_bytes, n.likely + plan.weight_bytes) for n, plan in pairs]
+        return replace(self, needs=needs)
+
+    def shortage(self, rooms: list[RankRoom], short: RankRoom, device: str) -> str:
+        """Say which rank lacks how much, and with which settings it would fit."""
+        plan = self.plans[short.rank] if self.reloads else None
+        what = (
+            ("for this request", "nothing was run") if plan else ("to load this model", "nothing is loaded")
+        )
+        held = [plan.weight_bytes if self.reloads else 0 for plan in self.plans]
+        capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
+        found = fitting(self.config, self.checkpoint, self.size, self.dtype, device, capacity)
+        remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
+        return f"{_shortage(short, *what, plan)} {remedy}"
+
+
+class Admission:
+    """One backend's rounds. Every rank makes one at the same time as the others."""
+
+    def __init__(self, config: ParallelConfig, dispatcher: Dispatcher, memory: DeviceMemory):
+        self.config = config
+        self.dispatcher = dispatcher
+        self.memory = memory
+        #: Name of every rank's memory.
+        self.names: list[str] = dispatcher.all_gather_object(memory.name)
+        #: The last request that was planned: a warm run plans nothing.
+        self._last: tuple[Checkpoint, tuple, list[RankPlan]] | None = None
+        #: What the last round was about, if that was a call of the model.
+        self._admitted: tuple | None = None
+
+    def plan_load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Planned:
+        """Plan the load of a checkpoint on every rank; ``dtype``: of its weights. Raises ConfigError,
+        UnsupportedError."""
+        plans = describe(self.config, checkpoint, dtype=dtype)
+        mapped = dtype == checkpoint.dtype or any(plan.scratch_bytes for plan in plans)
+        needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
+        return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, reloads=False)
+
+    def plan_request(
+        self, config: ParallelConfig, checkpoint: Checkpoint, size: RequestSize, dtype: torch.dtype
+    ) -> Planned:
+        """Plan a request for a loaded model on every rank. ``config``: the backend's with the request's
+        settings; ``checkpoint``: of the model, itself not loaded."""
+        key = (dtype, config, size)
+        if self._last is None or self._last[0] is not checkpoint or self._last[1] != key:
+            self._last = (checkpoint, key, size.plans(config, checkpoint, dtype))
+        plans = self._last[2]
+        held = scratch_bytes(self.memory.device) > 0
+        needs = [request_need(plan, config, self.memory.device.type, held) for plan in plans]
+        return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
+
+    def check(self, planned: Planned | None, ready: bool = True, asking: Collection[int] = ()):
+        """Refuse on all ranks what one of them has no room for. Rank 0 gives what it has ``planned``;
+        ``ready``: this rank has memory for the request's own tensors; ``asking``: ranks for which the client
+        can still make room. One collective. Raises OutOfRoom."""
+        self._admitted = None
+        rooms = self._gather(planned.needs if planned else [], ready)
+        short = short_ranks(rooms, asking)
+        if not short:
+            return
+        lacking = {room.rank: room.wanted for room in short}
+        if planned is None or any(rank in asking for rank in lacking):  # a client makes room and comes again
+            raise OutOfRoom(_shortage(short[0], "for this", "nothing was run"), lacking)
+        raise OutOfRoom(planned.shortage(rooms, short[0], self.memory.device.type), lacking)
+
+    def prepare(
+        self,
+        message: Sample | ModelCall,
+        prepare: Callable[[], Prepared],
+        parked: bool,
+        planned: Planned | None,
+    ) -> Prepared:
+        """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
+        before needs no round. ``parked``: the model's weights have to come back first. Raises OutOfRoom."""
+        if parked:
+            self.check(planned and planned.with_weights(), asking=message.asking)
+        about = _about(message)
+        if about is not None and about == self._admitted and not message.asking:
+            return prepare()
+        prepared = _ready_or_none(prepare, self.memory)
+        self.check(planned, prepared is not None, message.asking)
+        self._admitted = about
+        assert prepared is not None  # check() has refused what is not
+        return prepared
+
+    def _gather(self, needs: list[Need], ready: bool) -> list[RankRoom]:
+        """Gather every rank's room; ``needs``: of all ranks, on rank 0."""
+        ranks = len(self.names)
+        given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
+        own = [self.memory.free(), self.memory.cached(), int(ready), *given]
+        rows = self.dispatcher.all_gather_numbers(own)
+        found = rows[0][3:]
+        return [
+            RankRoom(rank, self.names[rank], Need(*found[2 * rank : 2 * rank + 2]), free, cached, bool(ok))
+            for rank, (free, cached, ok, *_) in enumerate(rows)
+        ]
+
+
+def ran_out(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
+    """Return what to raise where an allocation has failed in the middle of a request: OutOfRoom where there
+    is no other rank, which may wait in a collective; else what ends this one."""
+    free = _gb(memory.free() + memory.cached())
+    text = f"rank {rank} ran out of memory in the middle of a request, with {free} free on its device"
+    if ranks == 1:
+        text += f"; the model stays loaded. Use a smaller latent or batch, or more ranks ({reason(error)})."
+        return OutOfRoom(text, {})
+    return OutOfMemory(f"{text} ({reason(error, 160)}); use a smaller latent or batch, or more ranks")
+
+
+def _about(message: Sample | ModelCall) -> tuple | None:
+    """What decides the memory of a call: the same on every rank. None for a sample, which is looked at each
+    time: others may have used the device since."""
+    if isinstance(message, Sample):
+        return None
+    shapes = [(name, tuple(value.shape)) for name, value in sorted(message.tensors.items())]
+    return message.model, str(message.latent_shapes), tuple(shapes), *sorted(message.kept)
+
+
+def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:
+    """Return what ``prepare`` makes, or None where memory runs out: no other rank waits for this one yet, so
+    it says so in the next round."""
+    try:
+        return prepare()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    memory.release()
+    return None
+
+
+def _shortage(room: RankRoom, what: str, result: str, plan: RankPlan | None = None) -> str:
+    """Say which rank lacks how much."""
+    parts = plan and {
+        "keys and values": plan.kv_bytes,
+        "activations about": plan.activation_bytes,
+        "gathered weights": plan.gathered_bytes,
+        "modulation": plan.modulation_bytes,
+    }
+    listed = ", ".join(f"{name} {_gb(size)}" for name, size in (parts or {}).items() if size >= 1e7)
+    need = f"{_gb(room.need.likely)} {what}" + (f" ({listed})" if listed else "")
+    least = f", at least {_gb(room.need.least)}," if room.need.least < room.need.likely else ""
+    return (
+        f"rank {room.rank} needs about {need}{least} but {_gb(room.free + room.cached)} are free on its "
+        f"device, so {result}."
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

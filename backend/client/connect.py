@@ -1,0 +1,40 @@
+"""Connects to a backend that somebody else has started."""
+
+import os
+
+from ..config import ConfigError, ParallelConfig, in_words
+from ..protocol import BackendError
+from .client import BackendClient
+
+#: Environment variable with the addresses that a graph may name.
+ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
+
+
+def connect(config: ParallelConfig) -> BackendClient:
+    """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not
+    name it or the backend runs with other degrees, BackendError where nobody listens."""
+    # graphs come from strangers: they may name only what this process's starter has listed
+    allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
+    if config.address not in allowed:
+        raise ConfigError(
+            f"address is {config.address[:200]!r}, which {ADDRESSES_VARIABLE} does not list; a graph may "
+            f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
+            f"clear address to launch one here."
+        )
+    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
+    if not token:
+        what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
+        raise ConfigError(f"{what}; set it to the token that this backend was started with.")
+    try:
+        client = BackendClient(config.address, token)
+    except OSError as error:
+        why = f"No backend listens at {config.address} ({error})"
+        raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
+    runs = client.welcome.degrees
+    if runs != config.degrees:
+        client.close()
+        raise ConfigError(
+            f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
+            f"{in_words(config.degrees)}; set the same degrees."
+        )
+    return client

@@ -1,0 +1,56 @@
+"""Ends backends that nobody has used for a while, where whoever starts ComfyUI asks for that."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from ..config import ConfigError
+
+#: Environment variable: minutes without a request after which a launched backend ends. Unset: never.
+IDLE_VARIABLE = "PARALLEL_DIT_IDLE_MINUTES"
+#: Most seconds between two looks.
+LOOK_SECONDS = 10.0
+
+
+def idle_seconds() -> float | None:
+    """Return the seconds that IDLE_VARIABLE asks for, None where it does not. Raises ConfigError."""
+    text = os.environ.get(IDLE_VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise ConfigError(
+            f"{IDLE_VARIABLE} is {text!r:.100}, which is no number of minutes; set it to a positive number, "
+            f"or unset it to keep idle backends."
+        )
+    return 60 * minutes
+
+
+class IdleClock:
+    """When something was last used; ``used`` from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.last = clock()
+
+    def used(self):
+        self.last = self.clock()
+
+    def idle_for(self, seconds: float) -> bool:
+        """Return whether it was not used for so long."""
+        return self.clock() - self.last >= seconds
+
+
+def watch(seconds: float, close_idle: Callable[[float], None]):
+    """Call ``close_idle(seconds)`` now and then, on a thread of its own that ends with this process."""
+
+    def look():
+        while True:
+            time.sleep(min(LOOK_SECONDS, seconds / 4))
+            close_idle(seconds)
+
+    threading.Thread(target=look, name="parallel-dit idle", daemon=True).start()

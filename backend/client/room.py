@@ -1,0 +1,61 @@
+"""Room on the GPUs that ranks share with this process, made by ComfyUI's memory manager.
+
+The manager is an argument: this imports no ComfyUI. It counts what its own process caches as free, which is
+of no use to a rank, so the cache goes first and last.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..device_memory import device_name
+from ..protocol import Welcome
+
+#: A rank's CUDA context, its libraries and their workspaces, before anything is loaded.
+CONTEXT_BYTES = 10**9
+
+
+def local_gpus() -> dict[str, torch.device]:
+    """Return the GPUs that this process sees, by the name of their memory."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return {name: device for device in devices if (name := device_name(device))}
+
+
+class Room:
+    """``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus."""
+
+    def __init__(self, management: Any, gpus: dict[str, torch.device]):
+        self.management = management
+        self.gpus = gpus
+
+    def shared_ranks(self, welcome: Welcome) -> list[int]:
+        """Return the ranks on GPUs on which this process computes or keeps models of its own."""
+        others = {
+            loaded.device
+            for loaded in self.management.current_loaded_models
+            if not getattr(loaded.model, "is_on_ranks", False)
+        }
+        used = {self.management.get_torch_device(), *others}
+        return [rank for rank, name in enumerate(welcome.devices) if self.gpus.get(name) in used]
+
+    def make(self, welcome: Welcome, lacking: dict[int, int], keep: Collection = ()):
+        """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
+        ComfyUI's models gets. ``keep``: entries of current_loaded_models that stay."""
+        for rank, size in lacking.items():
+            device = self.gpus.get(welcome.devices[rank])
+            if device is not None:
+                self.free(size, device, keep)
+
+    def make_for_start(self, gpu_indices: list[int]):
+        """Have room for the ranks' own CUDA contexts, on GPUs of these indices."""
+        for index in gpu_indices:
+            if index < len(self.gpus):
+                self.free(CONTEXT_BYTES, torch.device("cuda", index))
+
+    def free(self, size: int, device: torch.device, keep: Collection = ()):
+        """Have ``size`` bytes free on ``device``, and what ComfyUI leaves to other programs."""
+        management = self.management
+        management.soft_empty_cache()
+        management.free_memory(size + management.extra_reserved_memory(), device, list(keep))
+        management.soft_empty_cache()

@@ -1,0 +1,93 @@
+"""Finds a rank whose heartbeats have stopped: its process is stopped, or hangs where no thread of it can run.
+
+Looks are counted, not seconds: where this process was stopped itself, as by a suspended machine, nobody is
+blamed for it. Imports neither ComfyUI nor torch.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ..protocol.heartbeats import Beat, Heartbeats
+
+#: Seconds between two looks.
+LOOK_SECONDS = 0.5
+#: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
+#: call that holds the GIL, is in docs/reliability.md.
+SILENT_SECONDS = 10.0
+#: While ranks start: creating contexts on many GPUs may hold the GIL for long.
+START_SECONDS = 60.0
+#: Somebody waits for Cancel, and ends a rank that is silent for this long.
+CANCEL_SECONDS = 3.0
+#: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
+VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
+#: State in /proc/PID/stat -> what it means.
+STATES = {
+    "T": "its process is stopped, as by SIGSTOP or a debugger",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a device or a disk and cannot be interrupted",
+}
+RUNS = "its process runs, but none of its Python threads do"
+
+
+class SilenceWatch:
+    """Looks at heartbeats until ``stop``; ``report`` gets one sentence on the ranks that are silent, once."""
+
+    def __init__(self, heartbeats: Heartbeats, report: Callable[[str], None]):
+        self.heartbeats = heartbeats
+        self.limit = START_SECONDS
+        self._report = report
+        self._seen: dict[int, tuple[Beat, int]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
+        self._thread.start()
+
+    def ready(self):
+        """The ranks have started: from now on a shorter silence counts."""
+        self.limit = float(os.environ.get(VARIABLE, SILENT_SECONDS))
+
+    def stop(self):
+        """End the looks, and wait for the one under way."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._stopped.wait(LOOK_SECONDS):
+            self._look()
+            silent = self.silent(self.limit)
+            if silent:
+                self._report(silent)
+                return
+
+    def _look(self):
+        for beat in self.heartbeats.read():
+            before, looks = self._seen.get(beat.rank, (beat, 0))
+            self._seen[beat.rank] = (beat, looks + 1 if before.count == beat.count else 0)
+
+    def silent(self, seconds: float) -> str:
+        """Return what is known of the ranks that have not beaten for ``seconds``; empty where all have, or
+        have ended, which is for torchrun to tell."""
+        found = []
+        for beat, looks in list(self._seen.values()):
+            state = process_state(beat.pid)
+            if looks * LOOK_SECONDS >= seconds and state not in ("Z", "X", ""):
+                known = STATES.get(state, RUNS)
+                found.append(f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})")
+        return " and ".join(found)
+
+
+def process_state(pid: int) -> str:
+    """Return a process's state letter in /proc; empty where there is none, "R" where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if Path("/proc/self/stat").exists() else "R"
+
+
+def is_of(pid: int, folder: Path) -> bool:
+    """Is the process one of the backend in ``folder``? Its number may be another's by now."""
+    try:
+        return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return not Path("/proc/self/stat").exists()

@@ -1,0 +1,69 @@
+"""The memory of a rank's device: whose it is, how much of it is free, and whether an error says that it ran
+out. ComfyUI's process uses it too, to find which ranks share a GPU with it."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+#: Where the system does not say what is free: more than any request needs.
+UNKNOWN = 1 << 62
+#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, NCCL
+#: and cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+
+
+def device_name(device: torch.device) -> str:
+    """Name the memory of a device, the same in every process of every machine: ranks whose names are equal
+    share it. Empty where torch does not say which GPU it is."""
+    if device.type == "cuda":
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    machine = Path("/etc/machine-id")
+    return f"memory of {platform.node()} {machine.read_text().strip() if machine.exists() else ''}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that an allocation failed, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+class DeviceMemory:
+    """The memory of one device, in bytes, as this process sees it. Tests inject another one of these
+    methods."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        """As device_name."""
+        return device_name(self.device)
+
+    def free(self) -> int:
+        """Count what every process on the device may still allocate; UNKNOWN where nobody says. On the CPU
+        what the machine has left, swap included."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return host_free()
+
+    def cached(self) -> int:
+        """Count what this process's allocator holds and does not use: free for this process alone."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def release(self):
+        """Give the cached memory back to the device, for other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def host_free() -> int:
+    """Count the bytes of host memory and swap that are free; UNKNOWN where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return UNKNOWN
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return sum(1024 * int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree"))

@@ -1,0 +1,33 @@
+"""What a family makes of a prompt and a latent's size alone, made once a request."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Made = TypeVar("Made")
+
+
+class RequestArguments(dict[str, Tensor]):
+    """The model arguments of one prompt and some samples, the same object at every step of a request.
+
+    made: what ``once`` has made for them.
+    """
+
+    def __init__(self, arguments: Mapping[str, Tensor]):
+        super().__init__(arguments)
+        self.made: dict[str, Any] = {}
+
+
+def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Made:
+    """Return what ``make`` returns, computed at the first step of a request alone.
+
+    For what depends on neither the latent's values nor the noise level, and would wait for the device or keep
+    the host busy: positions, indices, whether a mask hides anything. ``cond``: the arguments that
+    ModelIO.arguments was given; with a plain dictionary it is made anew.
+    """
+    if not isinstance(cond, RequestArguments):
+        return make()
+    if name not in cond.made:
+        cond.made[name] = make()
+    return cond.made[name]

@@ -1,0 +1,278 @@
+"""Which rows and columns of each matrix a rank keeps under tensor parallelism (schemes: tensor_parallel.py).
+
+A CutPlan is made once for a transformer: patterns are matched to layers there, not for every rank. Cuts are
+even, but at two places they fall between blocks of a quantized matrix, so that no rank keeps part of a block:
+where a rank takes its columns out of whole activations (row, 2d), and in an MLP, whose first layers are cut
+as its last. Attention is cut between heads, wherever blocks end: one head more would cost a rank more than
+the rest of a block.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedError
+from .mesh import Axis, Mesh
+from .sequence import Span
+
+#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
+QUERIES = ("to_q", "to_query")
+HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
+#: Scheme -> the mesh axes that cut inputs and outputs of every layer.
+AXES = {"row": ("tp", ""), "column": ("", "tp"), "2d": ("tp_inputs", "tp_outputs")}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The piece of one weight (out, in) on this rank, and the collectives of its layer.
+
+    outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
+    whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
+    outputs are concatenated, of ``widths[i]`` features. edges: columns where any rank's inputs begin or end.
+    heights: how many rows each of the ranks holds that the rows are cut over.
+    """
+
+    outputs: tuple[Span, ...]
+    inputs: tuple[Span, ...]
+    take_input: bool = False
+    reduce: Axis | None = None
+    gather: Axis | None = None
+    widths: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
+    heights: tuple[int, ...] = ()
+
+    @property
+    def reduced_features(self) -> int:
+        """Numbers of a token that are summed over ``reduce``."""
+        return sum(map(len, self.outputs)) if self.inputs else 1
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of features behind each other, of so many ``widths``, each cut over the ranks of the mesh axis
+    ``over`` ("" for none), after multiples of its number in ``units``."""
+
+    widths: tuple[int, ...]
+    over: str = ""
+    units: tuple[int, ...] = ()
+
+    def spans(self, axis: Axis | None) -> tuple[Span, ...]:
+        """Return the shard of each run of the rank at ``axis``."""
+        starts = accumulate(self.widths, initial=0)
+        units = self.units or (1,) * len(self.widths)
+        return tuple(_piece(*run, axis) for run in zip(starts, self.widths, units))
+
+    def sizes(self, axis: Axis) -> tuple[int, ...]:
+        """Count the features of every rank along ``axis``."""
+        return tuple(sum(map(len, self.spans(replace(axis, rank=rank)))) for rank in range(axis.size))
+
+    def edges(self, axis: Axis) -> tuple[int, ...]:
+        """Return where any rank's shard of any run begins or ends."""
+        every = (span for rank in range(axis.size) for span in self.spans(replace(axis, rank=rank)))
+        return tuple(sorted({edge for span in every for edge in (span.lo, span.hi)}))
+
+
+def _piece(start: int, width: int, unit: int, axis: Axis | None) -> Span:
+    if axis is None:
+        return Span(start, start + width)
+    if start % unit or width % unit or width // unit < axis.size:  # fewer blocks than ranks
+        unit = 1
+    part = Span(0, width // unit).shard(axis.rank, axis.size)
+    return Span(start + part.lo * unit, start + part.hi * unit)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one matrix is cut, whichever rank keeps a piece. exchanges: each rank is given and returns whole
+    activations. A norm has no columns."""
+
+    rows: Runs
+    columns: Runs
+    exchanges: bool = False
+
+    def shard(self, mesh: Mesh) -> Shard:
+        """Return the piece of the rank whose place is ``mesh``."""
+        rows_axis: Axis | None = getattr(mesh, self.rows.over) if self.rows.over else None
+        columns_axis: Axis | None = getattr(mesh, self.columns.over) if self.columns.over else None
+        outputs = self.rows.spans(rows_axis)
+        heights = self.rows.sizes(rows_axis) if rows_axis else (sum(self.rows.widths),)
+        if not self.columns.widths:
+            return Shard(outputs, (), reduce=rows_axis, heights=heights)
+        gather = rows_axis if self.exchanges else None
+        return Shard(
+            outputs,
+            self.columns.spans(columns_axis),
+            self.exchanges and columns_axis is not None,
+            columns_axis,
+            gather,
+            heights if gather else (),
+            self.columns.edges(columns_axis) if columns_axis else (),
+            heights,
+        )
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """Module -> how it is cut, of every layer that a scheme cuts."""
+
+    cuts: Mapping[str, Cut]
+
+    def shards(self, mesh: Mesh) -> dict[str, Shard]:
+        """Return module -> the piece of the rank whose place is ``mesh``."""
+        alike = {cut: cut.shard(mesh) for cut in set(self.cuts.values())}
+        return {name: alike[cut] for name, cut in self.cuts.items()}
+
+
+def cut_plan(
+    transformer: nn.Module, family, scheme: str, ranks: int, units: Mapping[str, int] | None = None
+) -> CutPlan:
+    """Plan how ``scheme`` cuts every layer of the blocks over ``ranks``; megatron by the family's plan, else
+    diffusers' _tp_plan. ``units``: module -> neighbouring columns of a quantized matrix that stay together.
+    Raises UnsupportedError if the scheme does not fit the transformer."""
+    units = units or {}
+    layers = {
+        name: module
+        for name, module in transformer.named_modules()
+        if name.startswith(tuple(f"{blocks}." for blocks in family.blocks.lists))
+    }
+    if scheme != "megatron":
+        linear = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+        return CutPlan({name: _whole(layer, scheme, units.get(name, 1)) for name, layer in linear.items()})
+    styles: Any = family.tensor_plan or transformer._tp_plan
+    if not styles:
+        raise UnsupportedError(
+            f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
+            f"column or 2d."
+        )
+    _check_heads(layers, ranks)
+    found = {}
+    for name, layer in layers.items():
+        cut = _megatron(layers, name, _style(styles, name))
+        if cut is None and isinstance(layer, nn.Linear) and _is_modulation(name, family):
+            cut = _whole(layer, "column", 1)
+        if cut is not None:
+            found[name] = cut
+    return CutPlan(_between_blocks(layers, found, family, units))
+
+
+def _style(styles: Mapping, name: str):
+    return next((style for pattern, style in styles.items() if fnmatchcase(name, pattern)), None)
+
+
+def _is_modulation(name: str, family) -> bool:
+    """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
+    inner = name.removeprefix(f"{_block(name, family)}.")
+    return any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation)
+
+
+def _block(name: str, family) -> str:
+    """Return the block that a layer is in."""
+    lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
+    return f"{lists}.{name.removeprefix(f'{lists}.').partition('.')[0]}"
+
+
+def _check_heads(layers: Mapping[str, nn.Module], ranks: int):
+    for name, module in layers.items():
+        if not any(hasattr(module, query) for query in QUERIES):
+            continue
+        for count in (getattr(module, key, None) for key in HEAD_COUNTS):
+            if isinstance(count, int) and count % ranks:
+                raise UnsupportedError(
+                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
+                    f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
+                )
+
+
+def _whole(linear: nn.Linear, scheme: str, unit: int) -> Cut:
+    inputs, outputs = AXES[scheme]
+    columns = Runs((linear.in_features,), inputs, (unit,))
+    return Cut(Runs((linear.out_features,), outputs), columns, exchanges=True)
+
+
+def _megatron(layers: Mapping[str, nn.Module], name: str, style) -> Cut | None:
+    """Return how a layer of that style is cut; None where it is not."""
+    layer = layers[name]
+    if style == "norm":
+        return _norm(layer, layers[name.rpartition(".")[0]], name)
+    if not style or not isinstance(layer, nn.Linear):
+        return None
+    outputs = {
+        "colwise": lambda: [layer.out_features],
+        "packed colwise": lambda: vars(layer)["_tp_packed_col_blocks"],
+        "gated colwise": lambda: [layer.out_features // 2] * 2,
+    }
+    inputs = {
+        "rowwise": lambda: [layer.in_features],
+        "rowwise after attention": lambda: [layer.out_features, layer.in_features - layer.out_features],
+    }
+    if isinstance(style, str) and style in outputs:
+        return Cut(Runs(tuple(outputs[style]()), "tp"), Runs((layer.in_features,)))
+    # else diffusers' packed rowwise style
+    widths = inputs[style]() if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
+    return Cut(Runs((layer.out_features,)), Runs(tuple(widths), "tp"))
+
+
+def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
+    """The norm of each head by itself stays whole; one over all heads is cut as its queries or keys."""
+    width = getattr(attention, "to_q" if name.endswith("q") else "to_k").out_features
+    weight = getattr(norm, "weight", None)
+    if weight is None or len(weight) != width:
+        return None
+    return Cut(Runs((width,), "tp"), Runs(()))
+
+
+def _between_blocks(
+    layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut], family, units: Mapping[str, int]
+) -> dict[str, Cut]:
+    """Move the cuts of each MLP to where no block of its last layer is cut. Its layers are those of a block
+    of the transformer with as many hidden features, outside of attention."""
+    if not units:
+        return dict(cuts)
+    attentions = {name for name, module in layers.items() if any(hasattr(module, q) for q in QUERIES)}
+    blocks = defaultdict(dict)
+    for name, cut in cuts.items():
+        if not cut.exchanges and cut.columns.widths:
+            blocks[_block(name, family)][name] = cut
+    moved = dict(cuts)
+    for own in blocks.values():
+        fixed = set[int]()
+        wanted: defaultdict[int, int] = defaultdict(lambda: 1)
+        for name, cut in own.items():
+            if cut.columns.over:
+                for width in cut.columns.widths:
+                    wanted[width] = math.lcm(wanted[width], units.get(name, 1))
+            fixed |= _of_heads(cut, any(parent in attentions for parent in _parents(name)))
+        sizes = {width: unit for width, unit in wanted.items() if unit > 1 and width not in fixed}
+        moved |= {name: _moved(cut, sizes) for name, cut in own.items()}
+    return moved
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the modules that a layer is in."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _of_heads(cut: Cut, in_attention: bool) -> set[int]:
+    """Return the widths of runs that are divided by heads: in a layer of attention and MLP at once, queries,
+    keys and values (or what attention returns) come first."""
+    runs = cut.columns if cut.columns.over else cut.rows
+    if in_attention:
+        return set(runs.widths)
+    is_packed = len(runs.widths) > (1 if cut.columns.over else 2)  # two of rows are the halves of a gate
+    return set(runs.widths[:1]) if is_packed else set()
+
+
+def _moved(cut: Cut, sizes: Mapping[int, int]) -> Cut:
+    """Cut the runs of these widths at multiples of their units."""
+
+    def fitted(runs: Runs) -> Runs:
+        return replace(runs, units=tuple(sizes.get(width, 1) for width in runs.widths)) if runs.over else runs
+
+    return Cut(fitted(cut.rows), fitted(cut.columns))

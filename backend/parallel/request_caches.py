@@ -1,0 +1,135 @@
+"""What of attention and token cuts stays the same in a request, made once: positions of tokens on the device,
+and attention masks.
+
+Each of them would otherwise copy to the device, or wait for it, at every micro-step.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .sequence import Span, TokenShards
+
+
+def take(x: Tensor, dim: int, where: slice | Tensor) -> Tensor:
+    """Return the entries of ``x`` at ``where`` along ``dim``; a view where they are adjacent."""
+    if isinstance(where, slice):
+        return x.narrow(dim, where.start, where.stop - where.start)
+    return x.index_select(dim, where)
+
+
+@dataclass
+class Positions:
+    """Positions of tokens in their sequence."""
+
+    _found: dict[tuple, tuple[TokenShards, slice | Tensor]] = field(default_factory=dict)
+
+    def clear(self):
+        """Forget the request before."""
+        self._found.clear()
+
+    def of(
+        self,
+        tokens: TokenShards,
+        kind: str,
+        device: torch.device,
+        ranks: range | None = None,
+        dummy: str = "",
+    ) -> slice | Tensor:
+        """Return where the tokens of SP ``ranks`` (default: all) stand in a ``kind`` of sequence: a slice if
+        they are adjacent. ``dummy``: where a dummy token stands ("first" | "last"), "" without one."""
+        key = (id(tokens), kind, device, ranks, dummy)
+        if key not in self._found:
+            positions = tokens.positions(kind, ranks)
+            if dummy:
+                padding = positions.new_zeros(1)
+                positions = torch.cat([padding, positions] if dummy == "first" else [positions, padding])
+            self._found[key] = tokens, _adjacent(positions, device)  # the tokens too: their id stays theirs
+        return self._found[key][1]
+
+
+def _adjacent(positions: Tensor, device: torch.device) -> slice | Tensor:
+    first = int(positions[0]) if len(positions) else 0
+    if positions.equal(torch.arange(first, first + len(positions))):
+        return slice(first, first + len(positions))
+    return positions.to(device)
+
+
+@dataclass
+class Masks:
+    """Attention masks. What an attention call is given first in a request stands for what it is given at
+    every step: masks are of prompts, and no family has one that changes with the noise level.
+
+    _first: (branch, layer, call, samples, ...) -> the first mask there. _needed: that mask -> what is applied
+    of it, None where it hides nothing. _cuts: that -> (tokens, kind, ranks) -> its rows and columns.
+    """
+
+    positions: Positions
+    _first: dict[tuple, Tensor] = field(default_factory=dict)
+    _needed: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _cuts: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+    def clear(self):
+        """Forget the request before."""
+        self._first.clear()
+        self._needed.clear()
+        self._cuts.clear()
+
+    def needed(self, mask: Tensor | None, where: tuple) -> Tensor | None:
+        """Return the mask of the call ``where``; None if it is boolean and hides nothing, so that the fast
+        kernels run."""
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        known = self._known(mask, where)
+        if known not in self._needed:
+            self._needed[known] = None if bool(known.all()) else known
+        return self._needed[known]
+
+    def of_text(self, text: Tensor, tokens: TokenShards, where: tuple) -> Tensor | None:
+        """Return a mask of text (B, text) as one over the keys of the whole joint sequence, (B, 1, 1, text +
+        image); None if it hides nothing."""
+        known = self._known(text, where)
+        if known not in self._needed:
+            seen = known.bool()
+            self._needed[known] = None if bool(seen.all()) else _key_mask(seen, tokens)
+        return self._needed[known]
+
+    def _known(self, mask: Tensor, where: tuple) -> Tensor:
+        return self._first.setdefault((*where, tuple(mask.shape)), mask)
+
+    def cut(
+        self, tokens: TokenShards, mask: Tensor | None, kind: str, queries: range, keys: range | None
+    ) -> Tensor | None:
+        """Return the mask for the queries and keys of these SP ranks; ``keys`` None: for every key."""
+        if mask is None:
+            return None
+        cuts = self._cuts.setdefault(mask, {})
+        which = (id(tokens), kind, queries, keys)
+        if which not in cuts:
+            found = mask
+            if keys is not None and mask.shape[-1] > 1:
+                found = take(found, -1, self.positions.of(tokens, kind, mask.device, keys))
+            if mask.shape[-2] > 1:
+                found = take(found, -2, self.positions.of(tokens, kind, mask.device, queries))
+            cuts[which] = tokens, found
+        return cuts[which][1]
+
+    def cut_static_text(self, tokens: TokenShards, mask: Tensor, ranks: range) -> Tensor:
+        """Return the mask for the keys of SP ``ranks``: their cached text, then their image tokens."""
+        cuts = self._cuts.setdefault(mask, {})
+        which = (id(tokens), "static text", ranks)
+        if which not in cuts:
+            whole = replace(tokens, text=Span(0, tokens.sequence.text))
+            image = whole.positions("image", ranks) + whole.sequence.text
+            positions = torch.cat([whole.positions("text", ranks), image]).to(mask.device)
+            cuts[which] = tokens, mask.index_select(-1, positions)
+        return cuts[which][1]
+
+
+def _key_mask(text: Tensor, tokens: TokenShards) -> Tensor:
+    sequence = tokens.sequence
+    image = text.new_ones(text.shape[0], sequence.stream)
+    joint = torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)
+    return joint[:, None, None]

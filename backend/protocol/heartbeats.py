@@ -1,0 +1,88 @@
+"""Heartbeats of the ranks of one machine: a counter each, in memory shared with who launched them.
+
+A thread of every rank counts, apart from its work: the main thread may compute, load or wait for an hour. It
+needs Python's lock (GIL) alone, which torch, files and sockets release while they work. The launcher looks
+whether the counters move (client/silence.py). Standard library only.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Seconds between two beats of a rank.
+BEAT_SECONDS = 0.5
+#: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).
+SLOT = struct.Struct("=4Q")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank has written last. ``longest``: most seconds between two of its beats so far."""
+
+    pid: int
+    rank: int
+    count: int
+    longest: float
+
+
+class Heartbeats:
+    """The slots of ``ranks`` ranks; ``make`` them in the launcher, ``join`` them in each rank."""
+
+    def __init__(self, file: int, path: str, ranks: int):
+        self.path = path
+        self.ranks = ranks
+        self._file = file
+        self._memory = mmap.mmap(file, SLOT.size * ranks)
+
+    @classmethod
+    def make(cls, ranks: int, folder: Path) -> "Heartbeats":
+        """Return new slots at a path that only this user can open: memory without a name, which waits for no
+        disk, or a file in ``folder`` where the system has none. Raises OSError."""
+        if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+            file = os.memfd_create("parallel-dit-heartbeats")
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            path = str(folder / "heartbeats")
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(file, SLOT.size * ranks)
+        return cls(file, path, ranks)
+
+    @classmethod
+    def join(cls, path: str) -> "Heartbeats":
+        """Open the launcher's slots. Raises OSError."""
+        file = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        return cls(file, path, os.fstat(file).st_size // SLOT.size)
+
+    def start(self, place: int, rank: int):
+        """Beat in slot ``place`` for this process, which is ``rank``, as long as it lives."""
+        threading.Thread(target=self._beat, args=(place, rank), name="heartbeat", daemon=True).start()
+
+    def _beat(self, place: int, rank: int):
+        count = 0
+        longest = 0.0
+        last = time.monotonic()
+        while True:
+            now = time.monotonic()
+            longest = max(longest, now - last)
+            last = now
+            count += 1
+            values = (os.getpid(), rank, count, round(1000 * longest))
+            SLOT.pack_into(self._memory, SLOT.size * place, *values)
+            time.sleep(BEAT_SECONDS)
+
+    def read(self) -> list[Beat]:
+        """Return the beats of every rank that has begun; none after ``close``."""
+        if self._memory.closed:
+            return []
+        beats = SLOT.iter_unpack(self._memory[:])
+        return [Beat(pid, rank, count, longest / 1000) for pid, rank, count, longest in beats if pid]
+
+    def close(self):
+        """Give the memory back, more than once is fine; ranks that still beat keep theirs."""
+        if not self._memory.closed:
+            self._memory.close()
+            os.close(self._file)

@@ -1,0 +1,154 @@
+"""What every rank does with a message, in step with the others."""
+
+import os
+import traceback
+from functools import partial
+
+from torch import Tensor
+
+from . import start
+from .admission import Admission, OutOfRoom, Planned, ran_out
+from .config import ParallelConfig
+from .device_memory import is_out_of_memory
+from .engine import Engine
+from .loading import parking
+from .loading.load_report import by_rank
+from .loading.lora_keys import lora_stack
+from .loading.model_key import check_unchanged, model_key
+from .parallel import mesh as meshes
+from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
+from .sampling.step_loop import Callbacks
+from .sampling.step_loop import Cancelled as Stopped
+from .serving.broadcast import Dispatcher
+
+
+class Worker:
+    """What every rank does with a message; rank 0 (Leader) adds the clients."""
+
+    def __init__(self, begun: start.Start):
+        self.device = begun.device
+        self.mesh = meshes.build(begun.config, begun.device, begun.store)
+        self.engine = Engine(begun.config, self.mesh, begun.folders)
+        self.dispatcher = Dispatcher(self.mesh.control)
+        self.pids = self.dispatcher.all_gather_object(os.getpid())
+        capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
+        self.engine.capabilities = {tuple(each) for of_rank in capabilities for each in of_rank}
+        self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
+        self.reports: dict[str, list[dict]] = {}
+
+    def follow(self):
+        """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
+        while not isinstance(message := self.dispatcher.receive(), Shutdown):
+            try:
+                self.obey(message)
+            except (Stopped, OutOfRoom):
+                pass  # rank 0 answers the client
+
+    def obey(self, message):
+        """Do what a message says, as every other rank does now."""
+        if isinstance(message, Load):
+            self.load(message)
+        elif isinstance(message, Unload):
+            self.unload(message)
+        elif isinstance(message, Release):
+            self.release(message.ranks)
+        elif isinstance(message, Arrange):
+            self.arrange(ParallelConfig(**message.config))
+        elif isinstance(message, Sample):
+            self.run_sample(message, Callbacks())
+        elif isinstance(message, ModelCall):
+            self.run_call(message)
+
+    def run_sample(
+        self, message: Sample, callbacks: Callbacks, planned: Planned | None = None
+    ) -> tuple[Tensor, dict]:
+        """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises OutOfRoom and
+        Cancelled."""
+        prepare = partial(self.engine.prepare_sample, message)
+        prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
+        try:
+            return self._guarded(partial(self.engine.sample, message, callbacks, prepared))
+        finally:
+            self.release(message.shared)
+
+    def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
+        """Call the model once, as run_sample. A call like the one before is not looked at again."""
+        prepare = partial(self.engine.prepare_call, message)
+        prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
+        return self._guarded(partial(self.engine.forward, message, prepared))
+
+    def _is_parked(self, message: Sample | ModelCall) -> bool:
+        return self.engine.models[message.model].parked
+
+    def _guarded(self, run):
+        """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises OutOfRoom."""
+        try:
+            return run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = ran_out(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
+        self.engine.memory.release()  # only here: the error held what was computed
+        raise failure
+
+    def release(self, ranks: list):
+        """Give cached memory back, on those ranks."""
+        if self.mesh.rank in ranks:
+            self.engine.memory.release()
+
+    def unload(self, message: Unload):
+        """Free a model, or move its weights to host memory where every rank's machine has room."""
+        model = self.engine.models.get(message.model)
+        if model is not None and message.park and model.can_park:
+            room = model.parked or parking.has_room(model.report.weight_bytes)
+            if all(self.dispatcher.all_gather_object(room)):
+                self.engine.park(model)
+                return
+        self.engine.unload(message.model)
+
+    def load(
+        self,
+        message: Load,
+        own: str = "",
+        on_progress=lambda done, total: None,
+        planned: Planned | None = None,
+    ) -> list[str]:
+        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
+        no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
+        checked the model, which is that of all ranks. Raises OutOfRoom before anything is read."""
+        own = own or model_key(message)
+        key = self.dispatcher.all_gather_object(own)[0]
+        if key in self.engine.models:
+            self.engine.name(key, lora_stack(message.loras))
+            return []
+        self.admission.check(planned, asking=message.asking)
+        reason = ""
+        try:
+            how = (message.weight_dtype, message.matmul, message.trial)
+            self.engine.load(key, message.path, *how, on_progress)
+            check_unchanged(message, own)
+            print(self.engine.models[key].report)
+        except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
+            traceback.print_exc()
+            reason = str(error)
+        report = None if reason else self.engine.models[key].report.as_dict()
+        answers = self.dispatcher.all_gather_object([reason, report])
+        self.reports[key] = [report for _, report in answers]
+        reasons = by_rank([why for why, _ in answers])
+        if reasons:
+            self.engine.unload(key)
+        return reasons
+
+    def arrange(self, config: ParallelConfig):
+        """Change the process groups and what is loaded on them."""
+        old = self.mesh
+        self.mesh = meshes.build(config, self.device)
+        self.engine.rearrange(config, self.mesh)
+        meshes.close(old)
+        self.dispatcher = Dispatcher(self.mesh.control)
+        self.admission = Admission(config, self.dispatcher, self.engine.memory)
+        self.reports = {
+            key: self.dispatcher.all_gather_object(self.engine.models[key].report.as_dict())
+            for key in self.reports
+            if key in self.engine.models
+        }

@@ -1,0 +1,48 @@
+"""What a request and a load still have to allocate on each rank: at least, and likely.
+
+A request is refused by the first alone, so estimates count with their lower side there. ComfyUI is asked to
+make room for the second.
+"""
+
+from dataclasses import dataclass
+
+from ..config import ParallelConfig
+from .describe import RankPlan
+
+#: Tiny models allocate between 1/1.45 and 1/0.75 of the estimate of activations (activations.py). Released
+#: sizes and GPUs were not measured: half, and the larger end.
+LEAST_ACTIVATIONS = 0.5
+LIKELY_ACTIVATIONS = 4 / 3
+#: Tiny models of 27 families hold between 0.9 and 1.5 times the keys and values that are planned.
+LEAST_KV = 0.9
+#: Memory of one NCCL communicator on a GPU: its channels' buffers (NCCL_BUFFSIZE, 4 MB, for each protocol and
+#: channel). Not measured here.
+COMMUNICATOR = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a rank has yet to allocate."""
+
+    least: int
+    likely: int
+
+
+def request_need(plan: RankPlan, config: ParallelConfig, device: str, scratch_held: bool = False) -> Need:
+    """Count what a request allocates on a rank of ``config`` whose weights are loaded; ``scratch_held``: the
+    memory to dequantize in is there from an earlier request."""
+    least = int(LEAST_KV * plan.kv_bytes)
+    least += int(LEAST_ACTIVATIONS * (plan.activation_bytes + plan.gathered_bytes))
+    likely = plan.kv_bytes + plan.modulation_bytes + plan.gathered_bytes
+    likely += int(LIKELY_ACTIVATIONS * plan.activation_bytes)
+    likely += 0 if scratch_held else plan.scratch_bytes
+    if device == "cuda":
+        likely += COMMUNICATOR * sum(degree > 1 for degree in config.degrees.values())
+    return Need(least, likely)
+
+
+def load_need(plan: RankPlan, device: str, mapped: bool) -> Need:
+    """Count what a load allocates on a rank. ``mapped``: weights stay in the file's memory on the CPU, which
+    the system takes back as it likes."""
+    weights = plan.weight_bytes
+    return Need(0 if device == "cpu" and mapped else weights, weights + plan.scratch_bytes)

@@ -1,0 +1,102 @@
+"""Settings with which a load or a request that does not fit would: each is planned, none is guessed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import ConfigError, ParallelConfig
+from ..errors import UnsupportedError
+from ..loading.checkpoint import Checkpoint
+from ..sampling.validation import check_family, check_model
+from .need import request_need
+from .request_size import RequestSize
+
+#: Bits of a value in quantized files, scales included: fp8 and Q8_0, then Q4_K.
+QUANTIZED = {"8-bit": 9, "4-bit": 5}
+#: Settings that are named at most.
+MOST = 3
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to change (for the sentence), and what then runs."""
+
+    text: str
+    config: ParallelConfig
+    size: RequestSize
+    bits: int = 0
+
+
+def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iterator[Remedy]:
+    """Yield changes of the configuration, the file or the request that may need less memory, the cheapest
+    for the user first. They need not suit the model."""
+    buffered = config.pipefusion_degree > 1 and config.patches > 1
+    fields = []
+    if buffered and config.stale_kv == "extrapolate":
+        fields.append({"stale_kv": "reuse"})
+    if buffered:
+        fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
+    fields += [{"offload_modulation": True}, {"shard_weights": True}]
+    divided = config.sp_degree * config.tensor_parallel_degree * config.pipefusion_degree
+    plain = {"ulysses_degree": 1, "ring_degree": 1, "num_pipeline_patch": 0, "shard_weights": False}
+    plain |= {"pipefusion_degree": 1, "tensor_parallel_degree": 1, "attn_layer_num_for_pp": ""}
+    fields += [plain | {name: divided} for name in ("tensor_parallel_degree", "pipefusion_degree")]
+    fields.append(plain | {"ulysses_degree": divided, "shard_weights": divided > 1})
+    others = dict.fromkeys(replace(config, **changed) for changed in fields)
+    for other in others:
+        if other != config:
+            yield Remedy(_difference(config, other), other, size)
+    if not quantized:
+        for name, bits in QUANTIZED.items():
+            yield Remedy(f"an {name} file" if name == "8-bit" else f"a {name} file", config, size, bits)
+    if size.batch > config.data_parallel_degree:
+        least = replace(size, batch=config.data_parallel_degree)
+        yield Remedy(f"a batch of {least.batch}", config, least)
+
+
+def fitting(
+    config: ParallelConfig,
+    checkpoint: Checkpoint,
+    size: RequestSize,
+    dtype: torch.dtype,
+    device: str,
+    capacity: list[int],
+) -> list[str]:
+    """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
+    bytes; each likely need counts, so that what is named does run."""
+    quantized = any(plan.scratch_bytes for plan in size.plans(config, checkpoint, dtype))
+    found = []
+    for remedy in remedies(config, size, quantized):
+        try:
+            _check(remedy.config, checkpoint)
+            plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits)
+        except (ConfigError, UnsupportedError):
+            continue  # the model or the other settings forbid it
+        needs = (plan.weight_bytes + request_need(plan, remedy.config, device).likely for plan in plans)
+        if all(need <= room for need, room in zip(needs, capacity)):
+            found.append(remedy.text)
+        if len(found) == MOST:
+            break
+    return found
+
+
+def _check(config: ParallelConfig, checkpoint: Checkpoint):
+    """Refuse degrees that do not suit the model. Raises ConfigError and UnsupportedError."""
+    config.validate()
+    check_family(checkpoint.family, config)
+    heads = checkpoint.family.blocks.heads(checkpoint.config)
+    check_model(checkpoint.name, checkpoint.block_count, heads, config)
+
+
+def _difference(before: ParallelConfig, after: ParallelConfig) -> str:
+    """Name the settings of ``after`` that differ, as the inputs of Parallel Config do."""
+    values = {name: (value, getattr(after, name)) for name, value in vars(before).items()}
+    changed = {name: new for name, (old, new) in values.items() if old != new}
+    return " with ".join(f"{name} {_word(value)}" for name, value in changed.items())
+
+
+def _word(value) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) if value != "" else "empty"

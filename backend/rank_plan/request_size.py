@@ -1,0 +1,88 @@
+"""How large a request is, counted from its message: what its memory follows from."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..loading.checkpoint import Checkpoint
+from ..models.family import Family
+from ..protocol import ModelCall, Sample
+from ..sampling.guidance import names
+from ..sampling.model_call import samples_at_once
+from ..sampling.request import arguments_of, request_config
+from .describe import RankPlan, describe
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
+    longest prompt; batch, prompts: of all replicas and both sides of guidance; calls: of the model with each
+    prompt."""
+
+    image_tokens: int
+    text_tokens: int
+    batch: int
+    prompts: int
+    calls: int
+
+    def plans(
+        self, config: ParallelConfig, checkpoint: Checkpoint, dtype: torch.dtype, bits: int = 0
+    ) -> list[RankPlan]:
+        """Plan every rank; ``bits`` as in describe. Raises ConfigError and UnsupportedError."""
+        size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
+        return describe(config, checkpoint, *size, dtype=dtype, calls=self.calls, bits=bits)
+
+
+def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
+    """Return the backend's configuration with the settings of a request; under a call PipeFusion is drained
+    and reads no stale keys and values."""
+    return (
+        request_config(message, config)
+        if isinstance(message, Sample)
+        else replace(config, num_pipeline_patch=1)
+    )
+
+
+def size_of(
+    message: Sample | ModelCall, config: ParallelConfig, family: Family, model_config: dict
+) -> RequestSize:
+    """Return the size of a checked request; of a call with all its tensors."""
+    if isinstance(message, Sample):
+        return _size_of_sample(message, family, model_config)
+    return _size_of_call(message, config, family, model_config)
+
+
+def _size_of_sample(sample: Sample, family: Family, model_config: dict) -> RequestSize:
+    shape = sample.tensors["noise"].shape
+    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    prompts = [arguments_of(name, sample.tensors) for name in names(sample)]
+    text = max(_text_tokens(family, given) for given in prompts)
+    references = max(family.conditioning.context_tokens(model_config, grid, given) for given in prompts)
+    calls = len(sample.tensors["sigmas"]) - 1
+    return RequestSize(grid.tokens + references, text, shape[0], len(prompts), calls)
+
+
+def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
+    """Count the samples that go through the model together on each replica."""
+    x = call.tensors["x"]
+    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
+    grid = family.latent.grid(model_config, (channels, *x.shape[2:]), call.latent_shapes)
+    given = arguments_of("cond", call.tensors)
+    references = family.conditioning.context_tokens(model_config, grid, given)
+    replicas = config.data_parallel_degree * config.cfg_degree
+    batch = min(-(-x.shape[0] // replicas), samples_at_once(grid.tokens))
+    tokens = grid.tokens + references
+    prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
+    return RequestSize(
+        tokens, _text_tokens(family, given), batch * config.data_parallel_degree, prompts, calls=1
+    )
+
+
+def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:
+    """Count the tokens of a prompt that blocks read, in the image's sequence or beside it."""
+    if family.blocks.text_position:
+        return family.conditioning.text_tokens(given)
+    text = given.get("c_crossattn")
+    return text.shape[1] if text is not None and text.ndim == 3 else 0

@@ -1,0 +1,65 @@
+"""Runs of a loaded model over the mesh: a whole request, or one call. Every rank makes the same."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..parallel import comm
+from ..parallel.mesh import Mesh
+from ..parallel.sequence import Span
+from .model_call import OneCall
+from .model_runner import LoadedModel, running
+from .request import Request
+from .step_loop import Callbacks, Denoiser
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A loaded model with its LoRAs in place, and a request's tensors on this rank. No collective has run."""
+
+    model: LoadedModel
+    request: Request
+
+
+def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks) -> tuple[Tensor, dict]:
+    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``."""
+    comm.SENT.clear()
+    model = prepared.model
+    request = prepared.request
+    started = time.perf_counter()
+
+    def on_step(step, x0):
+        return callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
+
+    with running(model, request) as runner:
+        denoiser = Denoiser(mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
+        tokens = _all_replicas(mesh, denoiser.run(), request)
+        if denoised:
+            last = _all_replicas(mesh, denoiser.x0, request)
+            callbacks.on_denoised(request.grid.to_latent(last).cpu())
+    samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
+    return samples.cpu(), runner.statistics(started)
+
+
+def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
+    """Call the model once; as Engine.forward. ``batch``: samples of all replicas."""
+    comm.SENT.clear()
+    request = prepared.request
+    started = time.perf_counter()
+    with running(prepared.model, request) as runner:
+        tokens = OneCall(mesh, request, runner).run()
+    output = request.grid.to_latent(tokens)
+    # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
+    for axis in (mesh.cfg, mesh.dp):
+        output = comm.gather(output, axis, "outputs")
+    return output[:batch].cpu(), runner.statistics(started)
+
+
+def _all_replicas(mesh: Mesh, tokens: Tensor, request: Request) -> Tensor:
+    """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
+    replicas = mesh.dp.size
+    counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
+    shapes = [(count, *tokens.shape[1:]) for count in counts]
+    return torch.cat(comm.all_gather(tokens, shapes, mesh.dp, "outputs"))

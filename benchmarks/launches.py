@@ -1,0 +1,231 @@
+"""What the host does for a device in a steady micro-step: how often it waits, how many operations it starts.
+
+    python benchmarks/launches.py [--json] [--only FAMILY ...] [--waits] [--write]
+
+Needs no GPU: meta tensors stand for one (meta_device.py). Every family with a golden latent runs as one rank
+of every method, in bf16, at its golden size; of a pipeline the first, a middle and the last stage, of which
+the largest number counts. A micro-step is one CFG branch of one patch: the model's call, and of the first
+stage the solvers' step. Printed for one of the last step: waits (reads of device values and copies between
+host and device), operations on the device, operations on host tensors, and microseconds of the host outside
+of operations. --write stores the counts that a test holds.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(ROOT / "tests/support")]
+import torch
+from families import LATENT_FORMATS, golden
+from headers import HeaderFiles, fold
+from meta_device import META, Clock, Count, meta_device
+from tiny import facts, golden_request
+
+from backend.config import ParallelConfig
+from backend.loading.checkpoint import Checkpoint
+from backend.loading.load_report import LoadReport
+from backend.loading.recognition import recognise
+from backend.parallel.cached_layers import cache_layers
+from backend.parallel.mesh import Axis, Mesh, layout
+from backend.parallel.pipeline_stage import Stage
+from backend.protocol import Sample
+from backend.sampling.model_runner import LoadedModel, running
+from backend.sampling.request import build
+from backend.sampling.step_loop import Callbacks, Denoiser
+
+#: Method -> degrees, and the ranks that are counted.
+METHODS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
+    "one rank": ({}, (0,)),
+    "u2": ({"ulysses_degree": 2}, (1,)),
+    "u8": ({"ulysses_degree": 8}, (1,)),
+    "ring 4": ({"ring_degree": 4}, (1,)),
+    "pp2": ({"pipefusion_degree": 2}, (0, 1)),
+    "pp8": ({"pipefusion_degree": 8}, (0, 3, 7)),
+}
+#: Golden families that are not counted -> why.
+LEFT_OUT = {
+    "minimax-h3-curves": "differs from minimax-h3 in its weights alone",
+    "qwen-image21": "diffusers' forward asks the device where its tokens are: meta tensors have no answer",
+}
+FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
+STEPS = 3
+STORED = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class Launches:
+    """One line: of a micro-step, but for waits, which are of a whole step."""
+
+    family: str
+    method: str
+    waits: int
+    device_ops: float
+    cpu_ops: float
+    host_us: float
+
+
+def checkpoint_of(family: str) -> Checkpoint:
+    """Recognise the golden family's checkpoint by its shapes."""
+    shapes = {key: value[0] if isinstance(value[0], list) else value for key, value in _shapes(family)}
+    tensors = {key: ("BF16", list(shape)) for key, shape in shapes.items()}
+    header = {"tensors": fold(tensors), "metadata": {}, "data": {}}
+    return recognise(family, cast(Any, HeaderFiles(family, header)))
+
+
+def _shapes(family: str):
+    return [(key, value) for key, value in facts(family)["shapes"].items() if value]
+
+
+def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
+    """Return the place of ``rank``, with names for groups."""
+    ranks = layout(config)
+    here = (ranks == rank).nonzero()[0].tolist()
+    axes = {}
+    for dim, name in enumerate(config.degrees):
+        line: list[Any] = list(here)
+        line[dim] = slice(None)
+        axes[name] = Axis(cast(Any, name), here[dim], ranks.shape[dim], tuple(ranks[tuple(line)].tolist()))
+    sp = axes["ring"] if axes["ring"].size > 1 else axes["ulysses"]
+    alone = Axis(None, 0, 1, (rank,))
+    grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": None, "control": None}
+    returns = cast(Any, "return") if axes["pp"].size > 1 else None
+    return Mesh(META, rank, config.world_size, **axes, sp=sp, pp_return=returns, **grid)
+
+
+def load(checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh) -> LoadedModel:
+    """Return a rank's model without weights. A pipeline of more stages than there are blocks repeats some."""
+    transformer = checkpoint.empty
+    family = checkpoint.family
+    for name, parameter in transformer.named_parameters():
+        if not family.build.is_float32(name):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    for module in transformer.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(META)
+    count = checkpoint.block_count
+    first = mesh.pp.rank * count // mesh.pp.size
+    blocks = range(first, max(first + 1, (mesh.pp.rank + 1) * count // mesh.pp.size))
+    names = [name for index, name in enumerate(checkpoint.block_names) if index in blocks]
+    nobody = cast(Any, SimpleNamespace(owners={}, holders={}))
+    cache = cache_layers(transformer, names, family, META, torch.bfloat16, nobody, mesh)
+    stage = None
+    if config.world_size > 1 or family.cache.static_text:
+        stage = Stage(transformer, family, mesh, blocks)
+    report = LoadReport(mesh.rank, mesh.pp.rank, (blocks.start, blocks.stop), 0, 0, 0, 0, 0.0)
+    weights = cast(Any, SimpleNamespace(checkpoint=checkpoint))
+    return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights, {})
+
+
+def request_of(family: str) -> Sample:
+    """Return the family's golden request in STEPS steps of Euler."""
+    found = golden_request("euler_simple") if family == "flux-dev" else golden(f"{family}__euler_simple")
+    sigmas = torch.linspace(found[0].tensors["sigmas"][0].item(), 0, STEPS + 1)
+    return replace(found[0], sampler="euler", tensors={**found[0].tensors, "sigmas": sigmas})
+
+
+class LastStep(Denoiser):
+    """The step loop, which counts in its last step, or times it."""
+
+    mode: Count | Clock
+    seconds = 0.0
+
+    def _evaluate(self, plan, index):
+        mode = self.mode
+        before = self.runner.calls
+        if isinstance(mode, Count):
+            mode.active = index == len(plan) - 1
+            super()._evaluate(plan, index)
+            mode.active = False
+        else:
+            started = time.perf_counter() - mode.seconds
+            super()._evaluate(plan, index)
+            self.seconds = time.perf_counter() - mode.seconds - started
+        self.calls = self.runner.calls - before
+
+
+def run(family: str, config: ParallelConfig, rank: int, mode: Count | Clock) -> LastStep:
+    """Run the family's request as one rank; return the loop whose last step ``mode`` has seen."""
+    checkpoint = checkpoint_of(family)
+    mesh = mesh_of(config, rank)
+    with meta_device(mode if isinstance(mode, Count) else Count()), torch.inference_mode():
+        model = load(checkpoint, config, mesh)
+        model.cache.offload()
+        sample = request_of(family)
+        request = build(sample, config, model.family, model.config, model.dtype, META)
+        with running(model, request) as runner:
+            loop = LastStep(mesh, request, runner, Callbacks())
+            loop.mode = mode
+            with mode:
+                loop.run()
+    return loop
+
+
+def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, dict[str, int]]:
+    """Return the counts of a family under a method, and what waited where."""
+    degrees, ranks = METHODS[method]
+    config = ParallelConfig(**degrees).validate()
+    waits: dict[str, int] = {}
+    device = host = microseconds = 0.0
+    for rank in ranks:
+        count = Count()
+        loop = run(family, config, rank, count)
+        waits |= count.waits
+        device = max(device, count.device.total() / loop.calls)
+        host = max(host, count.host.total() / loop.calls)
+        if timing:
+            timed = run(family, config, rank, Clock())
+            microseconds = max(microseconds, timed.seconds / timed.calls * 1e6)
+    total = sum(waits.values())
+    return Launches(family, method, total, round(device, 1), round(host, 1), round(microseconds)), waits
+
+
+def stored() -> dict[str, dict[str, list[float]]]:
+    """Family -> method -> [device operations, host operations] as last written."""
+    return json.loads(STORED.read_text())
+
+
+def write(lines: list[Launches]):
+    """Store the counts, a line for each family."""
+    found = stored() if STORED.exists() else {}
+    for line in lines:
+        found.setdefault(line.family, {})[line.method] = [line.device_ops, line.cpu_ops]
+    text = ",\n".join(f"{json.dumps(family)}: {json.dumps(row)}" for family, row in sorted(found.items()))
+    STORED.write_text("{\n" + text + "\n}\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--only", nargs="*", default=FAMILIES, help="golden families")
+    parser.add_argument("--methods", nargs="*", default=tuple(METHODS), help=", ".join(METHODS))
+    parser.add_argument("--waits", action="store_true", help="say what waits, and in which function")
+    parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")
+    parser.add_argument("--quick", action="store_true", help="no times")
+    options = parser.parse_args()
+    lines = []
+    for family in options.only:
+        if options.write and lines:
+            write(lines)
+        for method in options.methods:
+            line, waits = measure(family, method, not options.quick)
+            lines.append(line)
+            if not options.json:
+                print("{:18} {:9} {:5} {:8} {:8} {:8}".format(*asdict(line).values()), flush=True)
+            for what, times in waits.items() if options.waits else ():
+                print(f"    {times} x {what}")
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+    if options.write:
+        write(lines)
+
+
+if __name__ == "__main__":
+    main()

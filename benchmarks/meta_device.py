@@ -1,0 +1,271 @@
+"""A GPU that computes nothing: meta tensors stand for a device's, and operations on them are counted.
+
+What the host does for a device can be seen without one. Operations are counted by a TorchDispatchMode; reads
+of a device's values and copies between host and device are counted as waits, with the function at fault.
+Collectives are stand-ins that take and return tensors of the right size.
+"""
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backend.parallel import attention_kernels
+
+META = torch.device("meta")
+ROOT = Path(__file__).resolve().parents[1]
+#: Operations that make no kernel, besides those whose schema says that they return a view.
+NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+#: Operations whose result has a size that the host reads from the device.
+READS = {"nonzero", "masked_select", "unique_dim", "_unique2", "_local_scalar_dense", "bincount", "equal"}
+
+
+def tensors_in(value) -> Iterator[Tensor]:
+    """Yield the tensors of nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for element in value:
+            yield from tensors_in(element)
+
+
+def place() -> str:
+    """Name the innermost function of the backend or of diffusers that runs now, as file.function."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if ROOT / "backend" in path.parents or "diffusers" in path.parts:
+            return f"{path.stem}.{frame.name}"
+    return "?"
+
+
+class Count(TorchDispatchMode):
+    """Counts while it is ``active``. waits: (what, file.function) -> how often; device, host: operation ->
+    how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.active = False
+        self.reset()
+
+    def reset(self):
+        """Count from zero."""
+        self.waits: Counter[str] = Counter()
+        self.device: Counter[str] = Counter()
+        self.host: Counter[str] = Counter()
+
+    def wait(self, what: str):
+        """Note that the host waits for the device here."""
+        if self.active:
+            self.waits[f"{what} in {place()}"] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self.active:
+            given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
+            self._note(func, given, list(tensors_in(out)))
+        return out
+
+    def _note(self, func, given: list[Tensor], made: list[Tensor]):
+        name = func._schema.name.partition("::")[2]
+        kinds = {x.device.type for x in (*given, *made)}
+        if "meta" not in kinds:
+            self.host[name] += bool(kinds)
+            return
+        from_host = any(x.device.type == "cpu" and x.ndim for x in given)  # numbers travel with the kernel
+        by_mask = name.startswith("index") and any(x.dtype == torch.bool for x in given[1:])
+        if from_host or name in READS or by_mask:
+            self.wait(name)
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if not is_view and name not in NO_KERNEL:
+            self.device[name] += 1
+
+
+class Clock(TorchDispatchMode):
+    """Adds up the seconds inside operations, which on meta tensors are Python of torch's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        started = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - started
+        return out
+
+
+class Work:
+    """A communication that is done."""
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return True
+
+
+def _contiguous(*tensors: Tensor):
+    found = [x for x in tensors if isinstance(x, Tensor)]
+    assert all(x.is_contiguous() for x in found), "NCCL sends contiguous tensors"
+
+
+class Ring:
+    """Stands for yunchang's RingComm."""
+
+    def __init__(self, group):
+        pass
+
+    def send_recv(self, sent: Tensor, received: Tensor):
+        _contiguous(sent, received)
+
+    def commit(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+class PeerOperation:
+    """Stands for torch.distributed.P2POp."""
+
+    def __init__(self, operation, tensor: Tensor, peer: int, group=None):
+        _contiguous(tensor)
+
+
+def _one_work(tensor, *rest, **named) -> Work:
+    _contiguous(tensor)
+    return Work()
+
+
+def _exchange(received, sent, *rest, **named):
+    _contiguous(received, sent)
+
+
+def _attend(query, key, value, mask=None, *rest, **named) -> Tensor:
+    return torch.mul(query[..., :1], 1).expand(*query.shape[:3], value.shape[3])  # one kernel
+
+
+def _attend_lse(kernel, query, key, value, mask, scale) -> tuple[Tensor, Tensor]:
+    return torch.mul(query, 1), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+class _Names:
+    """What torch.unique returns of rows that all differ."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def tolist(self) -> list[int]:
+        return list(range(self.count))
+
+
+def _unique(x: Tensor, dim=None, return_inverse=False):
+    return x, _Names(len(x))
+
+
+class NoNoise:
+    """Stands for FreshNoise: there is no generator on a meta device, and Euler asks for none."""
+
+    def __init__(self, *rest):
+        pass
+
+
+#: Reads of values, as methods of Tensor -> what they return of a tensor without values.
+READERS: dict[str, Callable[[Tensor], object]] = {
+    "__bool__": lambda x: False,
+    "__int__": lambda x: 0,
+    "__float__": lambda x: 1.0,
+    "__index__": lambda x: 0,
+    "item": lambda x: 1.0 if x.is_floating_point() else 1,
+    "tolist": lambda x: torch.ones(x.shape, dtype=x.dtype).tolist(),
+    "cpu": lambda x: torch.ones(x.shape, dtype=x.dtype),
+    "bincount": lambda x: torch.tensor([x.numel() // 2, x.numel() - x.numel() // 2]),  # two experts
+    "numpy": lambda x: torch.ones(x.shape, dtype=x.dtype).numpy(),
+}
+PEERS = {
+    **dict.fromkeys(("isend", "irecv", "broadcast"), _one_work),
+    "P2POp": PeerOperation,
+    "batch_isend_irecv": lambda operations: [Work()],
+    "all_to_all_single": _exchange,
+    "all_reduce": lambda x, *rest, **named: _contiguous(x),
+}
+
+
+def _is_meta(device) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+@contextmanager
+def meta_device(count: Count) -> Iterator[None]:
+    """Let collectives, attention and reads of values work on meta tensors; ``count`` notes the waits."""
+    with ExitStack() as stack:
+
+        def replace(where, name: str, stand_in):
+            stack.enter_context(patch.object(where, name, stand_in))
+
+        for name, stand_in in PEERS.items():
+            replace(dist, name, stand_in)
+        replace(torch, "autocast", lambda *rest, **named: nullcontext())  # which knows no meta device
+        # every mask is true: sizes are those of the largest result
+        stack.enter_context(patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True))
+        stack.enter_context(patch("yunchang.ring.utils.RingComm", Ring))
+        stack.enter_context(patch("backend.sampling.step_loop.FreshNoise", NoNoise))
+        replace(attention_kernels, "SDPA", _attend)
+        replace(F, "scaled_dot_product_attention", _attend)
+        replace(attention_kernels, "_lse_kernel", _attend_lse)
+        replace(torch, "unique", _unique)
+        for name, value in READERS.items():
+            replace(Tensor, name, _reader(count, name, getattr(Tensor, name), value))
+        replace(Tensor, "to", _to_host(count, Tensor.to))
+        replace(torch, "tensor", _from_host(count, torch.tensor))
+        replace(Tensor, "new_tensor", _new_tensor(count, Tensor.new_tensor))
+        yield
+
+
+def _reader(count: Count, name: str, own, value):
+    def read(self, *rest, **named):
+        if self.device.type != "meta":
+            return own(self, *rest, **named)
+        count.wait(name)
+        return value(self)
+
+    return read
+
+
+def _to_host(count: Count, own):
+    def to(self, *rest, **named):
+        targets = [x for x in (*rest, named.get("device")) if isinstance(x, (str, torch.device))]
+        if self.device.type == "meta" and any(not _is_meta(x) for x in targets):
+            count.wait("to")
+            return own(torch.ones(self.shape, dtype=self.dtype), *rest, **named)
+        return own(self, *rest, **named)
+
+    return to
+
+
+def _from_host(count: Count, own):
+    def tensor(data, *rest, **named):
+        if _is_meta(named.get("device")):
+            count.wait("tensor")
+        return own(data, *rest, **named)
+
+    return tensor
+
+
+def _new_tensor(count: Count, own):
+    def new_tensor(self, data, *rest, **named):
+        if self.device.type == "meta":
+            count.wait("new_tensor")
+        return own(self, data, *rest, **named)
+
+    return new_tensor

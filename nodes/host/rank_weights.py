@@ -1,0 +1,91 @@
+"""A transformer's weights on the ranks, as ComfyUI's memory manager sees them.
+
+One entry of its list for each device, with the device and the size that they have there. So the manager takes
+them where that frees the device in question, and *Unload Models* takes them anywhere.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+
+from ...backend.client.room import Room, local_gpus
+from ...backend.device_memory import device_name
+from ...backend.protocol import Loaded, Welcome
+
+
+class TransformerOnRanks(torch.nn.Module):
+    """ComfyUI writes the name of this class to its log."""
+
+
+class RankWeights(comfy.model_patcher.ModelPatcher):
+    """``size`` bytes of weights on ``device``. ``free``: takes them from the ranks; whether it did."""
+
+    is_on_ranks = True
+
+    def __init__(self, device: torch.device, size: int, free: Callable[[], bool]):
+        super().__init__(TransformerOnRanks(), device, torch.device("cpu"), size)
+        self.free = free
+        self.held = False
+        #: While true nothing is taken: the manager makes room for a model without weights.
+        self.pinned_down = False
+
+    def register(self):
+        """Put the entry into ComfyUI's list, unless it is there: the ranks have loaded it."""
+        management = comfy.model_management
+        entry = management.LoadedModel(self)
+        if entry not in management.current_loaded_models:
+            entry.model_load()
+            management.current_loaded_models.insert(0, entry)
+        self.held = True
+
+    def loaded_size(self) -> int:
+        return self.size if self.held else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device if self.held else self.offload_device
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+        """The ranks load by themselves."""
+        return 0
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+        """Free all of it: a model without one of its layers is of no use to the ranks. Returns bytes."""
+        if self.pinned_down:
+            return memory_to_free  # the entry stays
+        size = self.loaded_size()
+        return size if self.take() else 0
+
+    def detach(self, unpatch_all=True):
+        if unpatch_all and not self.pinned_down:
+            self.take()
+        return self.model
+
+    def take(self) -> bool:
+        """Free the weights on every rank; return whether this process's ranks had them."""
+        if not self.held or not self.free():
+            return False
+        self.held = False
+        return True
+
+
+@cache
+def host_room() -> Room:
+    """Return the room on the GPUs of this ComfyUI, of which there are none in its CPU mode."""
+    on_gpu = comfy.model_management.get_torch_device().type == "cuda"
+    return Room(comfy.model_management, local_gpus() if on_gpu else {})
+
+
+def entries(loaded: Loaded, welcome: Welcome, free: Callable[[], bool]) -> list[RankWeights]:
+    """Return an entry for each device of this machine that holds weights of a loaded transformer; ``free`` as
+    in RankWeights."""
+    cpu = torch.device("cpu")
+    devices = host_room().gpus | {device_name(cpu): cpu}
+    sizes: Counter[torch.device] = Counter()
+    for name, report in zip(welcome.devices, loaded.info["ranks"]):
+        if name in devices:
+            sizes[devices[name]] += report["weight_bytes"]
+    return [RankWeights(device, size, free) for device, size in sizes.items()]

@@ -1,0 +1,156 @@
+"""ComfyUI's own memory manager with weights of ranks in its list, on GPUs that are not there: their free
+memory is a number that models and ranks change."""
+
+from collections import Counter
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+from fake_memory import GB
+
+with comfy_modules():
+    import comfy.model_management as management
+    import comfy.model_patcher
+    from parallel_dit.backend.client.room import Room
+    from parallel_dit.backend.protocol import Loaded, Welcome
+    from parallel_dit.nodes.host import handle, rank_weights
+    from parallel_dit.nodes.host.rank_weights import RankWeights
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+CPU = torch.device("cpu")
+
+
+class TextEncoder(comfy.model_patcher.ModelPatcher):
+    """A model of ComfyUI's own, of which only the size is there."""
+
+    def __init__(self, device, size, free):
+        super().__init__(torch.nn.Linear(1, 1), device, CPU, size)
+        self.bytes_free = free
+
+    def loaded_size(self):
+        return self.model.model_loaded_weight_memory
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        self.model.model_loaded_weight_memory = self.size
+        self.bytes_free[self.load_device] -= self.size
+        return self.size
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
+        self.detach()
+        return self.size
+
+    def detach(self, unpatch_all=True):
+        if unpatch_all and self.loaded_size():
+            self.model.model_loaded_weight_memory = 0
+            self.bytes_free[self.load_device] += self.size
+        return self.model
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Device -> free bytes; ComfyUI's list is empty."""
+    found = Counter({FIRST: 24 * GB, SECOND: 24 * GB})
+
+    def get_free_memory(device=None, torch_free_too=False):
+        count = found[device or FIRST]
+        return (count, 0) if torch_free_too else count
+
+    monkeypatch.setattr(management, "get_free_memory", get_free_memory)
+    monkeypatch.setattr(management, "get_torch_device", lambda: FIRST)
+    monkeypatch.setattr(management, "get_all_torch_devices", lambda: [FIRST, SECOND], raising=False)
+    monkeypatch.setattr(management, "current_loaded_models", [])
+    return found
+
+
+class OnRanks:
+    """A transformer of 12 GB on each of two ranks; ``freed``: how often it was taken from both."""
+
+    def __init__(self, free, devices=(FIRST, SECOND)):
+        self.free = free
+        self.freed = 0
+        self.busy = False
+        self.entries = [RankWeights(device, 12 * GB, self.take) for device in devices]
+        self.load()
+
+    def load(self):
+        for entry in self.entries:
+            self.free[entry.load_device] -= 0 if entry.held else entry.size
+            entry.register()
+
+    def take(self) -> bool:
+        if self.busy:
+            return False
+        self.freed += 1
+        for entry in self.entries:
+            self.free[entry.load_device] += entry.size
+            entry.held = False
+        return True
+
+
+def test_room_for_a_rank_takes_the_text_encoder_and_leaves_its_weights(free):
+    ranks = OnRanks(free)
+    encoder = TextEncoder(FIRST, 9 * GB, free)
+    management.load_models_gpu([encoder], minimum_memory_required=0)
+    room = Room(management, {"GPU-0": FIRST, "GPU-1": SECOND})
+    welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
+    assert room.shared_ranks(welcome) == [0]
+    keep = [entry for entry in management.current_loaded_models if entry.model in ranks.entries]
+    room.make(welcome, {0: 8 * GB}, keep)
+    assert free[FIRST] == 12 * GB and not encoder.loaded_size()
+    assert not ranks.freed and all(entry.held for entry in ranks.entries)
+
+
+def test_a_full_device_takes_the_weights_that_are_on_it(free):
+    ranks = OnRanks(free)
+    management.free_memory(20 * GB, FIRST)
+    assert ranks.freed == 1 and free[FIRST] == 24 * GB
+
+
+def test_a_full_device_leaves_the_weights_that_are_elsewhere(free):
+    """They were taken before, though that freed nothing there."""
+    ranks = OnRanks(free, [SECOND])
+    TextEncoder(FIRST, 20 * GB, free)
+    free[FIRST] = 2 * GB
+    management.free_memory(20 * GB, FIRST)
+    assert not ranks.freed
+
+
+@pytest.mark.parametrize("devices", [(FIRST, SECOND), (SECOND,)])
+def test_unload_models_takes_them_anywhere(free, devices):
+    ranks = OnRanks(free, devices)
+    management.unload_all_models()
+    assert ranks.freed == 1
+    ranks.load()
+    management.unload_all_models()
+    assert ranks.freed == 2
+
+
+def test_weights_in_use_stay_in_the_list(free):
+    """A request runs: nothing is freed and nothing is claimed to be."""
+    ranks = OnRanks(free)
+    ranks.busy = True
+    management.free_memory(18 * GB, FIRST)
+    assert not ranks.freed and all(entry.held for entry in ranks.entries)
+
+
+def test_making_a_model_without_weights_ready_takes_none(free, monkeypatch):
+    ranks = OnRanks(free)
+    monkeypatch.setattr(handle, "_weights", {"dit": (None, ranks.entries)})
+    free[FIRST] = GB // 10
+    weightless = TextEncoder(FIRST, 1, free)
+    handle.make_no_room(management.load_models_gpu, [weightless])
+    assert not ranks.freed
+    listed = [entry.model for entry in management.current_loaded_models]
+    assert all(entry in listed for entry in ranks.entries)
+
+
+def test_sizes_are_those_of_each_device(free, monkeypatch):
+    monkeypatch.setattr(rank_weights, "host_room", lambda: Room(management, {"GPU-0": FIRST}))
+    reports = [{"weight_bytes": 3 * GB}, {"weight_bytes": 5 * GB}]
+    loaded = Loaded("m", "flux", {"ranks": reports})
+    here = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-of-another-machine"])
+    (entry,) = rank_weights.entries(loaded, here, lambda: True)
+    assert (entry.load_device, entry.model_size()) == (FIRST, 3 * GB)
+    ram = rank_weights.device_name(CPU)
+    (entry,) = rank_weights.entries(loaded, Welcome(2, "cpu", {}, [], [ram, ram]), lambda: True)
+    assert (entry.load_device, entry.model_size()) == (CPU, 8 * GB)

@@ -1,0 +1,126 @@
+"""Which processes are found silent by their heartbeats: real ones, without ranks' work."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backend.client.silence import LOOK_SECONDS, SilenceWatch
+from backend.protocol.heartbeats import BEAT_SECONDS, Heartbeats
+
+#: A rank that beats and does ``what``.
+RANK = """
+import ctypes, sys, time; sys.path.insert(0, {root!r})
+from backend.protocol.heartbeats import Heartbeats
+Heartbeats.join({path!r}).start({rank}, {rank})
+print("begun", flush=True)
+{what}
+"""
+#: Several beats and looks.
+LIMIT = 3.0
+SOON = 30
+
+
+class Ranks:
+    """Processes that beat, and the watch over them; ``reports`` holds what it has reported."""
+
+    def __init__(self, folder: Path, whats: list[str]):
+        self.beats = Heartbeats.make(len(whats), folder)
+        root = str(Path(__file__).parents[2])
+        codes = (RANK.format(root=root, path=self.beats.path, rank=i, what=w) for i, w in enumerate(whats))
+        commands = [[sys.executable, "-c", code] for code in codes]
+        self.processes = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
+        for process in self.processes:
+            assert process.stdout.readline() == "begun\n"
+        self.reports = []
+        self.watch = SilenceWatch(self.beats, self.reports.append)
+        self.watch.limit = LIMIT
+
+    def close(self):
+        self.watch.stop()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        self.beats.close()
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    started = []
+
+    def start(*whats):
+        started.append(Ranks(tmp_path, list(whats)))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def wait_for(is_so):
+    deadline = time.monotonic() + SOON
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_work_is_no_silence(ranks):
+    """A C call that releases the GIL, a loop that never does so by itself, and a short one that holds it."""
+    holds = "while True: ctypes.PyDLL(None).usleep(int(1e6)); time.sleep(0.01)"
+    busy = ranks("time.sleep(600)", "while True: pass", holds)
+    time.sleep(3 * LIMIT)
+    assert busy.reports == []
+    assert [beat.rank for beat in busy.beats.read()] == [0, 1, 2]
+    assert busy.beats.read()[2].longest >= 1.0  # it says how long it was kept from its beat
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="states of processes are in /proc")
+def test_a_stopped_rank_is_named_with_its_cause(ranks):
+    two = ranks("time.sleep(600)", "time.sleep(600)")
+    time.sleep(2 * LOOK_SECONDS)
+    os.kill(two.processes[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    wait_for(lambda: two.reports)
+    assert time.monotonic() - began < LIMIT + 4 * max(BEAT_SECONDS, LOOK_SECONDS) + 1
+    assert two.reports == [
+        "rank 1 has been silent for 3 s (its process is stopped, as by SIGSTOP or a debugger)"
+    ]
+    time.sleep(2 * LOOK_SECONDS)
+    assert len(two.reports) == 1
+
+
+def test_a_rank_that_hangs_with_the_gil_is_named(ranks):
+    one = ranks("ctypes.PyDLL(None).sleep(600)")
+    wait_for(lambda: one.reports)
+    assert (
+        "rank 0 has been silent for 3 s (its process runs, but none of its Python threads do)" in one.reports
+    )
+
+
+def test_a_dead_rank_is_not_silent(ranks):
+    one = ranks("pass")
+    one.processes[0].wait()
+    time.sleep(2 * LIMIT)
+    assert one.reports == []
+
+
+def test_looks_are_counted_and_not_seconds(ranks, monkeypatch):
+    """As where the machine was suspended: nobody has looked meanwhile."""
+    monkeypatch.setattr("backend.client.silence.LOOK_SECONDS", 3600.0)  # the thread does not look by itself
+    one = ranks("time.sleep(600)")
+    one.watch._look()
+    os.kill(one.processes[0].pid, signal.SIGSTOP)
+    time.sleep(2 * BEAT_SECONDS)
+    one.watch._look()
+    monkeypatch.setattr("backend.client.silence.LOOK_SECONDS", 0.5)
+    time.sleep(LIMIT)
+    one.watch._look()
+    assert one.watch.silent(LIMIT) == ""
+    for _ in range(round(LIMIT / 0.5)):
+        one.watch._look()
+    assert "rank 0" in one.watch.silent(LIMIT)

@@ -1,0 +1,292 @@
+"""Loads and requests that do not fit are refused on every rank, those that run are not. Memory is made of
+numbers: no GPU, no ranks."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from fake_memory import GB, FakeMemory, on_ranks
+from families import golden
+from headers import opened
+from live_memory import LiveMemory
+from tiny import golden_request, write_checkpoint
+
+from backend import admission as admissions
+from backend.admission import Admission, OutOfRoom, RankRoom, short_ranks
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+from backend.parallel.kv_buffers import KVBuffers
+from backend.protocol import ModelCall
+from backend.rank_plan.need import LEAST_KV, Need
+from backend.rank_plan.request_size import RequestSize, planned_config, size_of
+from backend.sampling import model_runner
+from backend.sampling.step_loop import Callbacks
+
+BF16 = torch.bfloat16
+#: Wan 2.2 A14B at 1280 x 720 and 81 frames, with CFG on eight stages: K/V of 14.4 GB a rank (issue).
+WAN = "wan2.2-i2v-A14B"
+WAN_SIZE = RequestSize(21 * 45 * 80, 512, batch=1, prompts=2, calls=40)
+FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
+
+
+def room(rank=0, least=1, likely=2, free=10, cached=0, memory="", ready=True) -> RankRoom:
+    return RankRoom(rank, memory or f"GPU-{rank}", Need(least, likely), free, cached, ready)
+
+
+def test_what_is_certain_refuses_and_what_is_likely_only_asks():
+    tight = room(least=5, likely=12)
+    assert not short_ranks([tight])
+    assert not short_ranks([tight], asking=[1])
+    assert short_ranks([tight], asking=[0]) == [tight]
+    assert short_ranks([room(least=11, likely=12)])
+
+
+def test_cached_memory_of_the_rank_itself_counts_as_free():
+    assert not short_ranks([room(least=12, likely=14, free=10, cached=4)])
+    assert room(likely=14, cached=4).wanted == 10
+
+
+def test_ranks_of_one_memory_share_it():
+    """On the CPU: together they need more than there is, though each alone would fit. Uneven ranks fit where
+    their sum does."""
+    ram = [room(rank, least=6, free=10, memory="ram") for rank in (0, 1)]
+    assert len(short_ranks(ram)) == 2
+    uneven = [room(0, least=8, free=10, memory="ram"), room(1, least=1, free=10, memory="ram")]
+    assert not short_ranks(uneven)
+
+
+def test_a_rank_that_is_not_ready_stops_all():
+    failed = room(1, ready=False)
+    assert short_ranks([room(0), failed]) == [failed]
+
+
+def check(config, checkpoint, memories, size=FLUX_SIZE, asking=(), load=False, dtype=BF16):
+    """What each rank's round raises, None where it admits; and the rounds of all."""
+
+    def act(rank, dispatcher, memory):
+        admission = Admission(config, dispatcher, memory)
+        planned = None
+        if rank == 0 and load:
+            planned = admission.plan_load(checkpoint, dtype)
+        elif rank == 0:
+            planned = admission.plan_request(config, checkpoint, size, dtype)
+        admission.check(planned, asking=asking)
+
+    return on_ranks(memories, act)
+
+
+def gpus(*free: int) -> list[FakeMemory]:
+    return [FakeMemory(each * GB, name=f"GPU-{index}") for index, each in enumerate(free)]
+
+
+@pytest.fixture(scope="module")
+def wan():
+    return opened(WAN)
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return opened("saved__flux1-dev")
+
+
+def test_the_largest_known_keys_and_values_are_refused_on_all_ranks_with_numbers(wan):
+    config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
+    found, ranks = check(config, wan, gpus(80, 80, 80, 12, 80, 80, 80, 80), WAN_SIZE)
+    assert all(isinstance(each, OutOfRoom) for each in found)
+    assert all(list(each.lacking) == [3] for each in found)
+    text = str(found[0])
+    assert text.startswith("rank 3 needs about ") and "12.00 GB are free" in text
+    assert float(re.search(r"keys and values ([\d.]+) GB", text)[1]) == pytest.approx(2 * 15.5, rel=0.1)
+    assert ranks.rounds == 2  # the names once, and one round
+
+
+def test_what_would_fit_is_planned(wan):
+    """stale_kv reuse halves the buffers; with one patch there are none."""
+    config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
+    (first, *_), _ = check(config, wan, gpus(*[33] * 8), WAN_SIZE)
+    assert "It would fit with stale_kv reuse, or num_pipeline_patch 1 with stale_kv reuse" in str(first)
+    (first, *_), _ = check(config, wan, gpus(*[18] * 8), WAN_SIZE)
+    assert "It would fit with num_pipeline_patch 1 with stale_kv reuse" in str(first)
+    (first, *_), _ = check(replace(config, stale_kv="reuse"), wan, gpus(*[1] * 8), WAN_SIZE)
+    assert "No single setting" in str(first)
+
+
+def test_every_remedy_that_is_named_is_admitted(flux):
+    """A load of bf16 Flux on two cards of 16 GB: each remedy, tried by itself, fits."""
+    (first, _), _ = check(ParallelConfig(ulysses_degree=2), flux, gpus(16, 16), load=True)
+    text = str(first)
+    assert text.startswith("rank 0 needs about 23.8") and "to load this model" in text
+    named = text.partition("It would fit with ")[2].rstrip(".").split(", or ")
+    assert named == [
+        "shard_weights on",
+        "ulysses_degree 1 with tensor_parallel_degree 2",
+        "an 8-bit file",
+    ]
+    for fields in (
+        {"ulysses_degree": 2, "shard_weights": True},
+        {"tensor_parallel_degree": 2},
+    ):
+        found, _ = check(ParallelConfig(**fields), flux, gpus(16, 16), load=True)
+        assert found == [None, None]
+
+
+def test_a_quantized_file_is_named_for_one_rank(flux):
+    (only,), _ = check(ParallelConfig(), flux, gpus(16), load=True)
+    assert "It would fit with an 8-bit file, or a 4-bit file." in str(only)
+
+
+def test_a_quantized_file_is_about_the_size_of_the_real_one(flux):
+    size = RequestSize(4096, 512, 1, 1, 28)
+    real = size.plans(ParallelConfig(), opened("var__flux1-dev-fp8-e4m3fn__Kijai_"), BF16)[0].weight_bytes
+    derived = size.plans(ParallelConfig(), flux, BF16, bits=8)[0].weight_bytes
+    assert derived == pytest.approx(real, rel=0.02)
+
+
+#: Released files on cards on which docs/memory.md says that they run: (file, degrees, cards in GB, size).
+RUN = [
+    ("saved__flux1-dev", {"pipefusion_degree": 2}, 24, FLUX_SIZE),
+    ("saved__flux1-dev", {"tensor_parallel_degree": 2}, 16, FLUX_SIZE),
+    ("saved__flux1-dev", {"ulysses_degree": 2, "shard_weights": True}, 16, FLUX_SIZE),
+    ("var__flux1-dev-fp8-e4m3fn__Kijai_", {"ulysses_degree": 2}, 16, FLUX_SIZE),
+    ("flux2-dev", {"pipefusion_degree": 4}, 24, FLUX_SIZE),
+    ("saved__qwen-image", {"pipefusion_degree": 2}, 24, FLUX_SIZE),
+    (WAN, {"pipefusion_degree": 4}, 24, RequestSize(21 * 30 * 52, 512, 1, 1, 8)),
+    (WAN, {"pipefusion_degree": 8}, 48, WAN_SIZE),
+]
+
+
+@pytest.mark.parametrize("name, degrees, card, size", RUN, ids=str)
+def test_released_files_that_fit_are_admitted(name, degrees, card, size):
+    """Each first loads on empty cards, then samples beside its weights, with 1.5 GB taken by CUDA."""
+    config = ParallelConfig(**degrees)
+    checkpoint = opened(name)
+    free = [int((card - 1.5) * GB)] * config.world_size
+    loads, _ = check(config, checkpoint, [FakeMemory(f, name=str(i)) for i, f in enumerate(free)], load=True)
+    assert loads == [None] * config.world_size
+    plans = size.plans(config, checkpoint, BF16)
+    left = [FakeMemory(f - plan.weight_bytes, name=str(plan.rank)) for f, plan in zip(free, plans)]
+    samples, _ = check(config, checkpoint, left, size)
+    assert samples == [None] * config.world_size
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "wan21-t2v", "sd3", "ltx2", "minimax-h3", "sana"])
+def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
+    """The least that is certain is less than what the tiny model's own request allocates (LiveMemory)."""
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(), mesh.single())
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    sample = (
+        golden(f"{family}__euler_simple")[0] if family != "flux-dev" else golden_request("euler_simple")[0]
+    )
+    sample = replace(sample, model="tiny")
+    model = engine.models["tiny"]
+    memory = LiveMemory()
+    with memory:
+        engine.sample(sample, Callbacks())
+    size = size_of(sample, engine.config, model.family, model.config)
+    config = planned_config(sample, engine.config)
+    found, _ = check(config, pristine, [FakeMemory(memory.peak, kind="cpu")], size, dtype=model.dtype)
+    assert found == [None]
+
+
+@pytest.mark.parametrize("family", ["flux3", "lumina2", "sana", "wan21-vace"])
+def test_no_family_holds_less_keys_and_values_than_refuse_it(tmp_path, family, monkeypatch):
+    """Those whose buffers are furthest from what is planned, over all 27, and one of linear attention. Two
+    patches in one process hold what two stages hold together."""
+    made = []
+
+    def recorded(*arguments):
+        made.append(KVBuffers(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(model_runner, "KVBuffers", recorded)
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    sample = golden(f"{family}__euler_simple")[0]
+    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
+    sample = replace(sample, num_pipeline_patch=2, tensors=short)
+    engine.sample(sample, Callbacks())
+    model = engine.models["tiny"]
+    config = ParallelConfig(pipefusion_degree=2)
+    plans = size_of(sample, config, model.family, model.config).plans(config, pristine, model.dtype)
+    planned = sum(plan.kv_bytes for plan in plans)
+    assert LEAST_KV * planned <= made[0].bytes <= 1.55 * planned
+
+
+def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(flux):
+    """On rank 1, while it makes the request's tensors: no rank begins, and both are left."""
+    sample, _ = golden_request("euler_simple")
+
+    def prepare(rank):
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return "prepared"
+
+    def act(rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
+        return admission.prepare(sample, partial(prepare, rank), False, planned)
+
+    memories = gpus(80, 80)
+    found, _ = on_ranks(memories, act)
+    assert all(isinstance(each, OutOfRoom) and "rank 1" in str(each) for each in found)
+    assert memories[1].released == 1
+
+
+def test_a_call_like_the_one_before_needs_no_round(flux):
+    """Unless the client asks, as at the start of a sampling; another size is looked at."""
+    call = ModelCall("m", tensors={"x": torch.zeros(1, 16, 8, 8), "time": torch.zeros(1)})
+    larger = replace(call, tensors={**call.tensors, "x": torch.zeros(1, 16, 16, 8)})
+
+    def act(messages, rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
+        return [admission.prepare(message, lambda: "prepared", False, planned) for message in messages]
+
+    def rounds(*messages) -> int:
+        found, ranks = on_ranks(gpus(80, 80), partial(act, messages))
+        assert found == [["prepared"] * len(messages)] * 2
+        return ranks.rounds - 1  # the names
+
+    assert rounds(call) == rounds(call, call, call) == 1
+    assert rounds(call, larger, larger) == rounds(call, call, replace(call, asking=[0])) == 2
+    sample, _ = golden_request("euler_simple")
+    assert rounds(sample, sample) == 2
+
+
+def test_who_can_make_no_room_is_told_what_would_fit(wan):
+    """Rank 3 lacks memory, and the client shares rank 0's device only."""
+    config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
+    memories = gpus(80, 80, 80, 33, 80, 80, 80, 80)
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0])
+    assert "It would fit with stale_kv reuse" in str(first)
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0, 3])
+    assert "It would fit" not in str(first) and list(first.lacking) == [3]
+
+
+def test_parked_weights_count(flux):
+    """A request that fits beside its weights, but not together with them."""
+    sample, _ = golden_request("euler_simple")
+
+    def act(parked, rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(), dispatcher, memory)
+        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
+        return admission.prepare(sample, lambda: "prepared", parked, planned)
+
+    assert on_ranks(gpus(10), partial(act, False))[0] == ["prepared"]
+    assert isinstance(on_ranks(gpus(10), partial(act, True))[0][0], OutOfRoom)
+
+
+def test_memory_that_runs_out_in_between_is_said_with_numbers():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    alone = admissions.ran_out(0, 1, FakeMemory(GB, GB), error)
+    among = admissions.ran_out(1, 2, FakeMemory(GB), error)
+    assert isinstance(alone, OutOfRoom) and not isinstance(among, OutOfRoom)
+    assert "rank 0 ran out of memory" in str(alone) and "2.00 GB free" in str(alone)
+    assert "rank 1 ran out of memory" in str(among) and "Tried to allocate 2.00 GiB" in str(among)

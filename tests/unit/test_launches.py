@@ -1,0 +1,63 @@
+"""A steady step waits for no device, and starts no more operations than benchmarks/launches.py has stored."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import launches  # noqa: E402 (a script, in no package)
+from meta_device import META, Count, meta_device  # noqa: E402
+
+#: Methods of which each family is run here; the others wait where these do.
+TESTED = ("one rank", "u2", "pp2")
+#: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
+#: noise level is in it.
+OF_DIFFUSERS = {
+    "transformer_hunyuan_video15.forward": "puts tokens of three prompts in order by their masks",
+    "transformer_hunyuanimage.forward": "puts tokens of two prompts in order by their masks",
+    "transformer_hidream_image.moe_infer": "asks how many tokens each expert has",
+}
+#: More than was measured by at most this factor.
+SLACK = 1.05
+#: Operations on host tensors in a micro-step; Ulysses over 8 ranks had 9,140 of them.
+MOST_ON_HOST = 200
+
+
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_a_steady_step_waits_for_nothing(family):
+    for method in TESTED:
+        line, waits = launches.measure(family, method, timing=False)
+        assert {place for place in waits if place.rpartition(" in ")[2] not in OF_DIFFUSERS} == set()
+        device, host = launches.stored()[family][method]
+        assert line.device_ops <= SLACK * device, method
+        assert line.cpu_ops <= min(SLACK * host, MOST_ON_HOST), method
+
+
+WAITS = {
+    "a copy to the device": lambda x: torch.arange(3).to(META),
+    "a copy from the device": lambda x: x.cpu(),
+    "numbers of the host": lambda x: torch.tensor([1, 2], device=META),
+    "a condition": lambda x: bool(x.all()),
+    "a size": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "indices of the host": lambda x: x[torch.arange(2)],
+}
+FREE = {
+    "a number of the host": lambda x: x * torch.tensor(2.0),
+    "positions on the device": lambda x: x[torch.arange(2, device=META)],
+    "a cast": lambda x: x.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("what", [*WAITS, *FREE])
+def test_what_counts_as_a_wait(what):
+    count = Count()
+    with meta_device(count), count:
+        x = torch.zeros(3, device=META)
+        count.active = True
+        (WAITS | FREE)[what](x)
+        count.active = False
+    assert (sum(count.waits.values()) > 0) == (what in WAITS)

@@ -1,0 +1,84 @@
+"""A file that changes while ranks read it, or between two loads, is noticed."""
+
+import os
+from typing import Any, cast
+
+import pytest
+from tiny import write_checkpoint
+
+from backend.admission import Admission
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.load_report import by_rank
+from backend.loading.model_key import model_key
+from backend.parallel import mesh
+from backend.protocol import Load
+from backend.rank import Worker
+
+
+class TwoRanks:
+    """In the dispatcher's place: the other rank says the same."""
+
+    def all_gather_object(self, value):
+        return [value, value]
+
+    def all_gather_numbers(self, numbers):
+        return [numbers, numbers]
+
+
+def worker() -> Worker:
+    made = Worker.__new__(Worker)
+    made.mesh, made.dispatcher, made.reports = mesh.single(), TwoRanks(), {}
+    made.engine = Engine(ParallelConfig(), made.mesh)
+    made.admission = Admission(ParallelConfig(), cast(Any, made.dispatcher), made.engine.memory)
+    return made
+
+
+@pytest.mark.parametrize("change", ["grows", "is touched", "is exchanged"])
+def test_a_file_that_changes_while_it_is_read_is_refused_on_every_rank(tmp_path, monkeypatch, change):
+    path = write_checkpoint(tmp_path / "model.safetensors", prefix="model.diffusion_model.")
+    rank, load = worker(), Engine.load
+
+    def load_and_change(engine, *arguments):
+        load(engine, *arguments)
+        if change == "grows":
+            os.truncate(path, path.stat().st_size + 1)
+        elif change == "is touched":
+            path.touch()
+        else:
+            new = path.with_suffix(".new")
+            new.write_bytes(path.read_bytes())
+            os.utime(new, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+            new.rename(path)
+
+    monkeypatch.setattr(Engine, "load", load_and_change)
+    reasons = rank.load(Load(str(path)))
+    assert reasons == [
+        "ranks 0, 1: 'model.safetensors' was changed while it was read; load it again when it is complete"
+    ]
+    assert not rank.engine.models
+
+
+def test_all_ranks_use_the_key_of_rank_0(tmp_path):
+    """On another machine the same file has another inode."""
+    path = write_checkpoint(tmp_path / "model.safetensors")
+    rank = worker()
+    rank.dispatcher.all_gather_object = lambda value: (
+        ["key of rank 0" if isinstance(value, str) else value] * 2
+    )
+    assert rank.load(Load(str(path))) == [] and list(rank.engine.models) == ["key of rank 0"]
+
+
+def test_a_folder_whose_weights_change_is_another_model(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    weights = tmp_path / "transformer" / "weights.safetensors"
+    weights.write_bytes(b"one")
+    before = model_key(Load(str(tmp_path)))
+    (tmp_path / "README.md").write_text("no weights")
+    assert model_key(Load(str(tmp_path))) == before
+    weights.write_bytes(b"two, in place")
+    assert model_key(Load(str(tmp_path))) != before
+
+
+def test_reasons_name_their_ranks():
+    assert by_rank(["", "full", "", "full", "gone"]) == ["ranks 1, 3: full", "rank 4: gone"]

@@ -1,0 +1,128 @@
+"""Parked weights leave the device whole, and come back to the last bit. Host memory is the device here, and
+another place in it is the host's: no GPU."""
+
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_memory import GB, FakeMemory
+from quantized import write_gguf, write_scaled
+from safetensors.torch import load_file
+from tiny import golden_request, write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading import parking
+from backend.parallel import mesh
+from backend.protocol import Sample, Unload
+from backend.rank import Worker
+from backend.sampling.step_loop import Callbacks
+
+
+def copied(modules, *_, **__):
+    """In the place of parking.to_host and to_device: every tensor in other memory."""
+    for module in modules:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.clone())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parked")
+    plain = write_checkpoint(folder / "plain.safetensors")
+    state = load_file(plain)
+    write_gguf(folder / "all.gguf", state, ("Q8_0", "Q4_K"))
+    scaled = write_scaled(folder / "fp8.safetensors", state, "float8_e4m3fn")
+    return {"plain": plain, "gguf": folder / "all.gguf", "fp8": scaled}
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_modulation": True}], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "gguf", "fp8"])
+def test_nothing_else_holds_the_memory_and_the_latent_is_the_same(files, kind, config, monkeypatch):
+    monkeypatch.setattr(parking, "to_host", copied)
+    monkeypatch.setattr(parking, "to_device", copied)
+    engine = Engine(ParallelConfig(**config), mesh.single())
+    engine.load("tiny", str(files[kind]), "bf16")
+    sample = replace(golden_request("euler_simple")[0], model="tiny")
+    before, _ = engine.sample(sample, Callbacks())
+    model = engine.models["tiny"]
+    storages = [p.untyped_storage() for module in model.modules for p in module.parameters()]
+    # what is mapped from the file is in no device's memory
+    old = [weakref.ref(each) for each in storages if each.nbytes() != files[kind].stat().st_size]
+    del storages
+    engine.park(model)
+    assert old and model.parked and not [storage for storage in old if storage() is not None]
+    after, _ = engine.sample(sample, Callbacks())
+    assert not model.parked and after.equal(before)
+
+
+class Recorder:
+    """In the place of other ranks: each gives what is here, ``others`` what they answer."""
+
+    def __init__(self, *others):
+        self.others = list(others)
+
+    def all_gather_object(self, value):
+        return [value, *self.others]
+
+
+@pytest.mark.parametrize("other_has_room", [True, False])
+def test_all_ranks_park_or_none_does(monkeypatch, other_has_room):
+    """The others' host memory may be another machine's."""
+    calls = []
+    model = SimpleNamespace(can_park=True, parked=False, report=SimpleNamespace(weight_bytes=GB))
+    engine = SimpleNamespace(
+        models={"m": model},
+        park=lambda model: calls.append("park"),
+        unload=lambda name: calls.append("unload"),
+    )
+    monkeypatch.setattr(parking, "host_free", lambda: 3 * GB)
+    rank = Worker.__new__(Worker)
+    rank.engine = engine
+    rank.dispatcher = Recorder(other_has_room)
+    rank.unload(Unload("m", park=True))
+    rank.unload(Unload("m"))
+    assert calls == ["park" if other_has_room else "unload", "unload"]
+
+
+def test_parked_weights_take_half_of_the_free_host_memory_at_most(monkeypatch):
+    assert parking.has_room(GB, free=2 * GB) and not parking.has_room(GB + 1, free=2 * GB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert not parking.has_room(GB, free=7 * GB) and parking.has_room(GB, free=8 * GB)
+
+
+def test_weights_on_the_cpu_are_not_parked(files):
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(files["plain"]), "bf16")
+    assert not engine.models["tiny"].can_park
+
+
+def worker(ranks: int) -> Worker:
+    """One rank of ``ranks``, with made-up memory, whose requests run out of memory."""
+
+    def sample(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    rank = Worker.__new__(Worker)
+    rank.mesh = SimpleNamespace(rank=0, world_size=ranks)
+    rank.engine = SimpleNamespace(memory=FakeMemory(GB, GB), sample=sample, models={}, prepare_sample=print)
+    rank.admission = SimpleNamespace(prepare=lambda *_: None)
+    rank.engine.models["m"] = SimpleNamespace(parked=False)
+    return rank
+
+
+@pytest.mark.parametrize("ranks, error", [(1, "OutOfRoom"), (2, "OutOfMemory")])
+def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error):
+    rank = worker(ranks)
+    with pytest.raises(Exception, match="rank 0 ran out of memory .* 2.00 GB free") as raised:
+        rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
+    assert type(raised.value).__name__ == error and rank.engine.memory.released == 1
+
+
+@pytest.mark.parametrize("shared, released", [([0], 1), ([1], 0), ([], 0)])
+def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, released):
+    rank = worker(1)
+    rank.engine.sample = lambda *_: ("samples", {})
+    assert rank.run_sample(Sample("m", "euler", 1.0, 7, shared=shared), Callbacks()) == ("samples", {})
+    assert rank.engine.memory.released == released
