@@ -165,6 +165,7 @@ class BackendProcess:
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
         ``address`` and ``token`` are those of other clients; without them there are none."""
         self.models = frozenset(models)
+        self._ranks = config.world_size
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
