@@ -129,11 +129,12 @@ def spawned() -> bool:
     return "RANK" in os.environ
 
 
-def spawn(script: str, ranks: int, device: str, model: str | None = None):
-    """Run this command once more as ``ranks`` ranks of one group, and end with their exit status."""
+def spawn(script: str, ranks: int, device: str, model: str | None = None, **config):
+    """Run this command once more as ``ranks`` ranks of one group, and end with their exit status. ``config``:
+    of the model with random weights."""
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         if not model:
-            save_model(folder, device)
+            save_model(folder, device, **config)
         env = {**os.environ, MODEL_VARIABLE: model or folder}
         if sys.platform == "linux":
             env["GLOO_SOCKET_IFNAME"] = "lo"

@@ -2,15 +2,20 @@
 
 import asyncio
 import os
+from functools import partial
 
 from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
-from ..backend.config import ConfigError
+from ..backend.config import ConfigError, ParallelConfig
+from ..backend.planner.auto_config import AutoConfig
 from ..backend.protocol import RefusedError
 from .host import handle
+from .host.auto_plan import plan_for
+from .host.graph import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
+from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths
 from .host.plan import loaded_lines, plan
 from .host.progress import node_text
@@ -37,7 +42,10 @@ class LoadParallelDiT(io.ComfyNode):
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[
                 ParallelConfigType.Input(
-                    "config", tooltip="From Parallel Config: on how many ranks, and how they share the work."
+                    "config",
+                    optional=True,
+                    tooltip="From Parallel Config: on how many GPUs, and how they share the work. Nothing "
+                    "here = all GPUs, shared in the way that is fastest for this model and sampler.",
                 ),
                 io.Combo.Input(
                     "model_name",
@@ -83,7 +91,7 @@ class LoadParallelDiT(io.ComfyNode):
         except ConfigError:  # which its own node says
             return True
         path = model_paths().get(inputs.get("model_name", ""))
-        if config is None or path is None or not os.path.exists(path):
+        if not isinstance(config, ParallelConfig) or path is None or not os.path.exists(path):
             return True
         if not config.address:
             require_dependencies()
@@ -94,24 +102,42 @@ class LoadParallelDiT(io.ComfyNode):
 
     @classmethod
     @on_node
-    def execute(cls, config, model_name, weight_dtype="default", matmul="auto") -> io.NodeOutput:
-        guidance = guidance_of_samplers(cls.hidden.prompt or {}, cls.hidden.unique_id)
-        for cfg, sampler_name in guidance:
-            config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
+    def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
+        prompt, key = cls.hidden.prompt or {}, cls.hidden.unique_id
+        config = config or AutoConfig()
+        guidance = guidance_of_samplers(prompt, key)
+        if isinstance(config, ParallelConfig):
+            for cfg, sampler_name in guidance:
+                config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
         path = model_paths().get(model_name)
         if path is None or not os.path.exists(path):
             raise RefusedError(
                 f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a "
                 f"diffusers folder in models/diffusers; put it there and refresh the page."
             )
-        if not config.address:
+        if isinstance(config, AutoConfig) or not config.address:
             require_dependencies()
         pool.allow(*model_folders())
-        dit = handle.load(config, os.path.abspath(path), weight_dtype, matmul)
+        dit = _load(config, (os.path.abspath(path), weight_dtype, matmul), prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        lines = [*loaded_lines(dit), plan(dit, prompts)]
+        lines = [*dit.lines, *loaded_lines(dit), plan(dit, max(prompts, dit.config.cfg_degree))]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
+
+
+def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict, key: str) -> ParallelDiT:
+    """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
+    if isinstance(config, ParallelConfig):
+        return handle.load(config, *wanted)
+    paths = model_paths()
+    others = {
+        (os.path.abspath(paths[name]), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
+        for inputs in other_loaders(prompt, key)
+        if isinstance(name := inputs.get("model_name"), str) and name in paths
+    }
+    further = tuple(sorted(others - {wanted}))
+    plan, lines = plan_for(config, wanted, partial(request_of_graph, prompt, key), further)
+    return handle.load(plan, *wanted, auto=config, others=further, lines=lines)
 
 
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:

@@ -1,9 +1,13 @@
 """The ParallelConfig node: how many ranks each parallel method gets."""
 
+from dataclasses import replace
+
 import torch
 from comfy_api.latest import io
 
-from ..backend.config import AXES, CHOICES, ParallelConfig
+from ..backend.config import AXES, CHOICES, ConfigError, ParallelConfig
+from ..backend.planner.auto_config import AutoConfig, sets_degrees
+from ..backend.planner.choose import AUTO, MANUAL, METHODS
 from .host.queued import queued, validated, values
 from .host.refusals import on_node
 from .host.schema import ALIASES, schema
@@ -32,7 +36,8 @@ TOOLTIPS = {
     "attention": "Attention kernel: PyTorch's own (sdpa), or flash-attn / SageAttention where they are "
     "installed.",
     "device": "Where the ranks run: one GPU each, or processes on the CPU. auto = GPUs where there are any.",
-    "gpus": "Numbers of the GPUs to use, like 0,2,3,5. Empty = the first ones.",
+    "gpus": "How many GPUs to use, like 2, or their numbers, like 0,2,3. Empty = all of them. On the CPU: "
+    "how many processes, empty = one.",
     "address": "A backend that already runs: tcp:HOST:PORT or unix:/path/to/socket, listed in ComfyUI's "
     "environment variable PARALLEL_DIT_ADDRESSES, with its token in PARALLEL_DIT_TOKEN. Empty = launch one "
     "on this machine.",
@@ -46,12 +51,22 @@ TOOLTIPS = {
     "offload_modulation": "Keep the modulation (adaLN) weights, up to a third of the model, in host memory: "
     "they are used for many steps at once, most often once a request. Same result. Not for Parallel Model, "
     "where every step is a request and moves them to the GPU.",
+    "method": "How the GPUs share the work. auto: the fastest way for this model, size, steps, cfg, memory "
+    "and links, never slower than one GPU; every sampler may get its own. fastest exact: without PipeFusion, "
+    "which drifts a little. least memory: the least per GPU. manual: the degrees of the advanced inputs. "
+    "Setting a degree makes it manual.",
 }
+#: What most people need to see; the rest is folded away where ComfyUI knows advanced inputs.
+BASIC = ("gpus", "method", "device")
 
 
 def _input(name: str, tooltip: str):
     """Return the widget of a field, of the type of its default."""
-    shared = {"default": getattr(ParallelConfig, name), "optional": True, "tooltip": tooltip}
+    shared = {"default": getattr(ParallelConfig, name, AUTO), "optional": True, "tooltip": tooltip}
+    if name not in BASIC:  # not the parameter, which older versions do not have
+        shared["extra_dict"] = {"advanced": True}
+    if name == "method":
+        return io.Combo.Input(name, options=list(METHODS), **shared)
     if name in CHOICES:
         return io.Combo.Input(name, options=list(CHOICES[name]), **shared)
     if name in _MOST:
@@ -61,7 +76,8 @@ def _input(name: str, tooltip: str):
 
 
 class ParallelConfigNode(io.ComfyNode):
-    """Inputs -> a validated ParallelConfig; ConfigError for one that cannot run on this machine."""
+    """Inputs -> a validated ParallelConfig, or an AutoConfig where the degrees are left open; ConfigError for
+    what cannot run on this machine."""
 
     @classmethod
     def define_schema(cls):
@@ -69,8 +85,8 @@ class ParallelConfigNode(io.ComfyNode):
             *ALIASES,
             node_id="ParallelConfig",
             display_name="Parallel Config",
-            description="How many GPUs each parallel method gets. The number of ranks (one per GPU) is the "
-            "product of the degrees.",
+            description="How many GPUs, and how they share the work: auto chooses for each sampler, unless a "
+            "degree is set. Then the number of ranks (one per GPU) is the product of the degrees.",
             inputs=[_input(name, tooltip) for name, tooltip in TOOLTIPS.items()],
             outputs=[ParallelConfigType.Output(display_name="config", tooltip="For LoadParallelDiT.")],
         )
@@ -84,22 +100,32 @@ class ParallelConfigNode(io.ComfyNode):
     @classmethod
     @on_node
     def execute(cls, **inputs) -> io.NodeOutput:
-        return io.NodeOutput(config_of(inputs))
+        return io.NodeOutput(config_of(**inputs))
 
 
-def config_of(inputs: dict) -> ParallelConfig:
+def config_of(method: str = AUTO, gpus: str = "", **inputs) -> ParallelConfig | AutoConfig:
     """Return the configuration of a node's inputs; ConfigError for one that cannot run on this machine."""
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**inputs).validate()
+    gpus_here = torch.cuda.device_count()
+    if method != MANUAL and not config.address and not sets_degrees(config):
+        auto = AutoConfig(method, gpus, config)
+        auto.devices(gpus_here)
+        return auto
+    # one number is how many, which the degrees say too
+    listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
+    config = replace(config, gpus=listed).validate()
     if not config.address:
-        config.resolve_device(torch.cuda.device_count())
+        config.resolve_device(gpus_here)
     return config
 
 
-def config_in(graph: dict, node: str | None) -> ParallelConfig | None:
+def config_in(graph: dict, node: str | None) -> ParallelConfig | AutoConfig | None:
     """Return the configuration of a Parallel Config in a queued graph; None where there is none, or where it
     is not known yet. ConfigError as ``config_of``."""
     known = graph.get(node or "", {})
     inputs = values(graph, node or "")
     if known.get("class_type") != "ParallelConfig" or len(inputs) < len(known["inputs"]):
         return None
-    return config_of(inputs)
+    return config_of(**inputs)

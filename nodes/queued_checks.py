@@ -1,6 +1,6 @@
 """What a sampler node can tell of the queued graph before it runs."""
 
-from ..backend.config import ConfigError
+from ..backend.config import ConfigError, ParallelConfig
 from .host.guidance import guidance_of, skips_negative
 from .host.queued import loader_of, queued, source, validated, values
 from .parallel_config import config_in
@@ -18,6 +18,6 @@ def check_queued() -> bool:
         config = config_in(graph, source(graph, loader, "config"))
     except ConfigError:  # which its own node says
         return True
-    if config is not None:
+    if isinstance(config, ParallelConfig):  # auto chooses degrees that go with it
         config.check_guidance(guidance[0], not skips_negative(*guidance))
     return True

@@ -13,7 +13,10 @@ FLUX_FILES = (
     "Files:\n- `models/diffusion_models/flux1-dev.safetensors`, `models/vae/ae.safetensors`\n"
     "- `models/text_encoders/clip_l.safetensors`, `t5xxl_fp16.safetensors`"
 )
-FITS = "The model fits on each GPU: `ulysses_degree`. It does not: `pipefusion_degree` 2, `ulysses_degree` 1."
+FITS = (
+    "*Parallel Config* shares the work in the way that is fastest for this model and sampler: set `gpus` to "
+    "use fewer, or `method`."
+)
 PHOTO = "a lighthouse on a cliff at dusk, long exposure of the sea, warm light in one window"
 CLIP_SCENE = "a red fox trots through fresh snow at sunrise, camera follows from the side"
 EDIT = "Make it a snowy winter evening, keep everything else as it is."
@@ -28,8 +31,8 @@ SPOKEN_SCENE = (
 )
 LTX2 = "ltx-2-19b-dev-fp8.safetensors"
 QUANTIZED = (
-    "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do "
-    "not fit: `tensor_parallel_degree` 2, `ulysses_degree` 1, or `shard_weights`."
+    "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do not fit, "
+    "auto divides them."
 )
 
 
@@ -464,24 +467,19 @@ WRITTEN = {
         "Any sampler on several GPUs",
         "ComfyUI's own sampling nodes: **Parallel Model** makes a MODEL of a Parallel DiT. "
         + FLUX_FILES
-        + "\n\nEvery sampler, guider and scheduler can follow. With `pipefusion_degree` Parallel Sampler is "
-        "faster.",
+        + "\n\nEvery sampler, guider and scheduler can follow.",
     ),
     "wan21_t2v": (
-        "Wan 2.1 text to video on four GPUs",
+        "Wan 2.1 text to video on several GPUs",
         "Files:\n- `models/diffusion_models/wan2.1_t2v_14B_fp16.safetensors` (or 1.3B), "
         "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`\n\n"
-        "`cfg_degree` 2: one half of the GPUs has the negative prompt. Two GPUs: `ulysses_degree` "
-        "1. `shift` 0 is "
-        "the model's own (8).",
+        "`shift` 0 is the model's own (8).",
     ),
     "wan21_i2v": (
-        "Wan 2.1 image to video on four GPUs",
+        "Wan 2.1 image to video on several GPUs",
         "Files:\n- `models/diffusion_models/wan2.1_i2v_480p_14B_fp16.safetensors`, "
         "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`, "
-        "`models/clip_vision/clip_vision_h.safetensors`\n\nThe image is the first frame. "
-        "`cfg_degree` 2: one half "
-        "of the GPUs has the negative prompt.",
+        "`models/clip_vision/clip_vision_h.safetensors`\n\nThe image is the first frame.",
     ),
     "wan22_t2v_two_stage": (
         "Wan 2.2: two experts on the same GPUs",
@@ -489,7 +487,7 @@ WRITTEN = {
         "`..._low_noise_...`\n- `models/vae/wan_2.1_vae.safetensors`, "
         "`models/text_encoders/umt5_xxl_fp16.safetensors`\n\nBoth loaders have one Parallel Config, "
         "so both models "
-        "stay loaded on the same ranks: each GPU holds a stage of each.",
+        "stay loaded on the same GPUs, and auto counts both.",
     ),
 }
 #: Input that a node feeds -> its title, where the graph alone is kept.
@@ -513,7 +511,7 @@ def written(name: str) -> tuple[str, str, dict]:
 
 
 def note_of(recipe: dict) -> str:
-    """Which files go where, and how to share the work on more or fewer GPUs."""
+    """Which files go where, and how many GPUs share the work."""
     model, checkpoint = recipe["model"], recipe.get("checkpoint")
     holds = (
         ("VAEs and the prompt's projection" if "audio" in recipe else "VAE")
@@ -550,16 +548,7 @@ def note_of(recipe: dict) -> str:
         if key in recipe
     ]
     files += [f"- `models/vae/{name}`" for name in vaes if name]
-    how = (
-        "Each prompt's model is called by itself: `ulysses_degree`, or `pipefusion_degree` where the two "
-        "do not fit."
-        if "second_model" in recipe
-        else "`cfg_degree` 2: one GPU has the prompt, the other the negative prompt. Four GPUs: "
-        "`ulysses_degree` or `pipefusion_degree` 2 as well."
-        if recipe["solve"]["cfg"] != 1.0
-        else FITS
-    )
-    return "\n".join(["Files:", *files, "", how, *([recipe["note"]] if "note" in recipe else [])])
+    return "\n".join(["Files:", *files, "", FITS, *([recipe["note"]] if "note" in recipe else [])])
 
 
 def graph_of(name: str) -> tuple[str, str, dict]:
@@ -592,9 +581,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
     )
     if "tokens" in recipe:
         clip_ = [add(recipe["tokens"][0], clip=clip_, **recipe["tokens"][1]), 0]
-    is_one_branch = settings["cfg"] == 1.0 or "second_model" in recipe
-    method = "ulysses_degree" if is_one_branch else "cfg_degree"
-    config = add("ParallelConfig", None, **{method: 2})
+    config = add("ParallelConfig", None, gpus="", method="auto")
     vae = (
         [folder, 1]
         if folder

@@ -123,17 +123,22 @@ def launch_command(
     """Return the command line of the agent; the ranks' output goes to files under ``folder`` and through the
     agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
     loaded from below ``models`` alone; the ranks beat in the memory at ``heartbeats``."""
+    agent = agent_command(config.world_size, folder)
+    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
+    return [*agent, *rank, "--parent-pipe", "--heartbeats", heartbeats, "--models", *models]
+
+
+def agent_command(ranks: int, folder: Path) -> list[str]:
+    """Return the command line of an agent of so many ranks, without what they run."""
     flags = {
         "--local-addr": "127.0.0.1",
-        "--nproc-per-node": str(config.world_size),
+        "--nproc-per-node": str(ranks),
         "--max-restarts": "0",
         "--monitor-interval": "0.1",
         "--log-dir": str(folder / "ranks"),
         "--tee": "3",
     }
-    agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
-    rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
-    return [*agent, *rank, "--parent-pipe", "--heartbeats", heartbeats, "--models", *models]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
 
 
 class ClosedError(BackendError):
@@ -160,6 +165,7 @@ class BackendProcess:
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
         ``address`` and ``token`` are those of other clients; without them there are none."""
         self.models = frozenset(models)
+        self._ranks = config.world_size
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
@@ -227,9 +233,10 @@ class BackendProcess:
             raise self.failure() from error
 
     @property
-    def ready_ranks(self) -> int:
-        """How many ranks have imported everything and wait for the others."""
-        return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
+    def ready(self) -> str:
+        """How many ranks have imported everything and wait for the others, for a message; empty for none."""
+        found = sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
+        return f": {found} of {self._ranks} ready" if found else ""
 
     @property
     def running(self) -> bool:

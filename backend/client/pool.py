@@ -253,10 +253,8 @@ def folders() -> list[str]:
 
 def keeps_weights(config: ParallelConfig) -> bool:
     """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
-    return any(
-        running.can_become(config) and running.config.same_weights(config) and running.alive()
-        for running in list(_backends.values())
-    )
+    running = launched()
+    return running is not None and running.can_become(config) and running.config.same_weights(config)
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:
@@ -264,13 +262,17 @@ def backend_at_hand(config: ParallelConfig) -> Backend | None:
     return _backends.get(config.topology())
 
 
+def launched() -> Backend | None:
+    """Return the live backend whose ranks we have started, if there is one."""
+    return next((b for b in list(_backends.values()) if b.process is not None and b.alive()), None)
+
+
 def close_idle(seconds: float):
     """End every backend that this process launched and has not used for so long."""
     with _lock:
-        for key, backend in list(_backends.items()):
-            if backend.is_idle(seconds):
-                logging.info("parallel-dit: the ranks were idle for %.0f min and end", seconds / 60)
-                _drop(key)
+        for key in [key for key, backend in _backends.items() if backend.is_idle(seconds)]:
+            logging.info("parallel-dit: the ranks were idle for %.0f min and end", seconds / 60)
+            _drop(key)
 
 
 def close_all():
@@ -329,9 +331,7 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
     process = BackendProcess(config, device, _folders)
 
     def wait():
-        ready = process.ready_ranks
-        state = f": {ready} of {config.world_size} ready" if ready else ""
-        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{state}")
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{process.ready}")
         check()
 
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)

@@ -14,9 +14,17 @@ import comfy.model_patcher
 import comfy.utils
 
 from ...backend.client.launcher import ClosedError
-from ...backend.client.pool import Backend, Wanted, backend_at_hand, backend_for, folders, keeps_weights
+from ...backend.client.pool import (
+    Backend,
+    Wanted,
+    backend_at_hand,
+    backend_for,
+    folders,
+    keeps_weights,
+)
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
+from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded
 from ..comfy_models.registry import weightless_patcher
 from .progress import NodeStatus, bytes_of
@@ -30,7 +38,11 @@ _weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 @dataclass(frozen=True, eq=False)
 class ParallelDiT:
     """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs
-    that are added, (path, strength) each."""
+    that are added, (path, strength) each.
+
+    ``auto``: what chose ``config``, for one request, and chooses again for another; None where the degrees
+    are set. ``others``: models that stay on the same ranks. ``lines``: why this plan.
+    """
 
     config: ParallelConfig
     path: str
@@ -39,6 +51,9 @@ class ParallelDiT:
     patcher: comfy.model_patcher.ModelPatcher
     loras: tuple[tuple[str, float], ...] = ()
     matmul: str = "auto"
+    auto: AutoConfig | None = None
+    others: tuple[Wanted, ...] = ()
+    lines: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> Wanted:
@@ -46,14 +61,19 @@ class ParallelDiT:
         return self.path, self.weight_dtype, self.matmul
 
 
-def load(config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto") -> ParallelDiT:
+def load(
+    config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto", **planned
+) -> ParallelDiT:
     """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
+    ``planned``: auto, others and lines of the handle.
 
     ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
     ends the launch or the load, and the backend with it.
     """
     _, loaded = _load(config, (path, weight_dtype, matmul))
-    handle = ParallelDiT(config, path, weight_dtype, loaded, weightless_patcher(loaded), matmul=matmul)
+    handle = ParallelDiT(
+        config, path, weight_dtype, loaded, weightless_patcher(loaded), matmul=matmul, **planned
+    )
     _handles.add(handle)
     return handle
 
@@ -72,6 +92,16 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.wanted, loras)
     found = replace(handle, loaded=loaded, loras=loras)
+    _handles.add(found)
+    return found
+
+
+def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
+    """Return a handle of the same transformer, loaded under another plan. Errors as in ``load``."""
+    if config == handle.config:
+        return replace(handle, lines=lines)
+    _, loaded = _load(config, handle.wanted, handle.loras)
+    found = replace(handle, config=config, loaded=loaded, lines=lines)
     _handles.add(found)
     return found
 
@@ -116,7 +146,8 @@ def _load_or_fail(
     backend = backend_for(config, check, status.warn, status.show)
     if starts:
         status.show("opening the model")
-    keep = {h.wanted for h in _handles if h.config.topology() == config.topology()}
+    # what auto has placed otherwise goes on with whatever plan its next request gets
+    keep = {h.wanted for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):

@@ -18,6 +18,7 @@ from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
 from . import one_rank
+from .auto_plan import planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded, entries_to_keep, make_no_room
@@ -155,5 +156,9 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
     sampler = getattr(importlib.import_module("nodes"), node)()  # whole only once every pack is imported
     checked = ("cfg", "sampler_name", "positive", "negative", "latent_image")
     inputs["negative"] = check_inputs(dit, *(inputs[name] for name in checked))
+    steps = min(inputs.get("end_at_step", inputs["steps"]), inputs["steps"]) - inputs.get("start_at_step", 0)
+    sampled = ("cfg", "sampler_name", "positive", "latent_image")
+    dit = planned(dit, steps, *(inputs[name] for name in sampled))
     model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
-    return io.NodeOutput(*sampler.sample(model=model, **inputs), ui=shown(remote.lines))
+    samples = sampler.sample(model=model, **inputs)
+    return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))

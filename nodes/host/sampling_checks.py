@@ -17,7 +17,8 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
     if not math.isfinite(cfg):
         raise RefusedError(f"cfg is {cfg}, which is no number; use one from 0 to 100, or 1 for no guidance.")
     skipped = skips_negative(cfg, sampler_name)
-    dit.config.check_guidance(cfg, not skipped)
+    if dit.auto is None:  # which chooses ranks that have work
+        dit.config.check_guidance(cfg, not skipped)
     name = dit.loaded.family
     family = family_named(dit.loaded)
     check_conditioning("positive", positive, name, family)
@@ -25,7 +26,8 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
         negative = positive
     check_conditioning("negative", negative, name, family)
     check_latent(latent, dit.patcher.model.latent_format, family.latents)
-    dit.config.check_batch(latent["samples"].shape[0])
+    if dit.auto is None:
+        dit.config.check_batch(latent["samples"].shape[0])
     return negative
 
 

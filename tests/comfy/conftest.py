@@ -25,6 +25,14 @@ def folders_of_the_pack(tmp_path_factory):
     pool.allow(tmp_path_factory.getbasetemp(), pack.ROOT / "demo")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def measurements_of_the_tests(tmp_path_factory):
+    """What auto measures is kept for the tests alone (client/measurements.py)."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def start_comfy(tmp_path_factory):
     """start_comfy() -> a new ComfyServer with the pack as ``parallel-dit`` and a tiny Flux as

@@ -22,6 +22,13 @@ NODES = [
     "LoadDiffusersCLIPVAE",
     "ParallelDemoLoader",
 ]
+#: Widgets of Parallel Config in graphs from before it had a method, in their order.
+SAVED_WIDGETS = (
+    *("cfg_degree", "pipefusion_degree", "ulysses_degree", "ring_degree", "data_parallel_degree"),
+    *("tensor_parallel_degree", "num_pipeline_patch", "warmup_steps", "attention", "device", "gpus"),
+    *("address", "stale_kv", "attn_layer_num_for_pp", "split_scheme", "shard_weights"),
+    "offload_modulation",
+)
 WORKFLOWS = sorted(path.stem for path in (PACK / "workflows" / "api").glob("*.json"))
 
 
@@ -55,9 +62,19 @@ def test_the_search_finds_the_three_main_nodes(comfy, word):
 def test_config_inputs_all_have_defaults(comfy):
     info = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]
     assert not info.get("required")
-    assert {name: options["default"] for name, (_, options) in info["optional"].items()} == asdict(
-        ParallelConfig()
-    )
+    defaults = {name: options["default"] for name, (_, options) in info["optional"].items()}
+    assert defaults == {**asdict(ParallelConfig()), "method": "auto"}
+
+
+def test_config_shows_one_number(comfy):
+    """The rest is folded away; and the new input is the last, so that saved widgets keep their places."""
+    inputs = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]["optional"]
+    assert {name for name, (_, options) in inputs.items() if not options.get("advanced")} == {
+        *("gpus", "method", "device")
+    }
+    assert list(inputs) == [*SAVED_WIDGETS, "method"]
+    loader = comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]
+    assert "config" in loader["optional"]
 
 
 def test_seed_can_change_after_each_queue(comfy):

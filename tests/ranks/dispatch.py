@@ -1,5 +1,5 @@
 """Rank 0 tells the others bodies of all sizes, faster than they can copy them; every rank says what it
-heard."""
+heard. Then all of them measure their rates for the planner."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from fake_memory import GB, FakeMemory
 from backend.admission import Admission, OutOfRoom, Planned
 from backend.config import ParallelConfig
 from backend.parallel import mesh
+from backend.probe import Probe
 from backend.protocol import Ping, Result
 from backend.rank_plan.need import Need
 from backend.serving import shared_memory
@@ -99,6 +100,7 @@ def main(out: str):
     alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     results["admission"] = rounds(shared)
+    results["rates"] = Probe("cpu").measure().as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()

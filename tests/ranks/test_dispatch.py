@@ -7,6 +7,7 @@ import torch
 from launch import run_ranks
 
 from backend.parallel import mesh
+from backend.planner.machine import Machine
 from backend.serving import shared_memory
 from backend.serving.shared_memory import SharedBuffer
 
@@ -21,6 +22,10 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     assert results["admission"] == {"decided": [[refusal, "admitted"]] * ranks, "collectives": 1}
     # ranks may work for that long while their peers wait, on every axis
     assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
+    rates = Machine.from_dict(results["rates"])
+    assert rates.ranks == ranks and rates.on_host and set(rates.all_to_all) == {ranks}
+    slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())
+    assert slowest > 1e5 and 0 < rates.latency < 10 and rates.alone >= 1
 
 
 def pair(ranks: int = 2) -> list[SharedBuffer]:

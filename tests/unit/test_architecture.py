@@ -24,6 +24,7 @@ LAYERS = [
     "backend.models",
     "backend.quantization",
     "backend.parallel",
+    "backend.planner",
     "backend.loading",
     "backend.serving",
     "backend.sampling",
@@ -33,6 +34,8 @@ LAYERS = [
     "backend.engine",
     "backend.admission",
     "backend.start",
+    "backend.probe",
+    "backend.shape_reader",
     "backend.rank",
     "backend.worker",
     "nodes.comfy_models",
@@ -41,13 +44,21 @@ LAYERS = [
     "nodes",
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
-SHARED = ("backend.client", "backend.protocol", "backend.config", "backend.errors")
-SHARED_FILES = ("backend.loading.regular_files", "backend.device_memory")
+SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
+SHARED_FILES = (*("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),)
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
+    "backend.parallel.stage_split",
+    "backend.planner.auto_config",
+    "backend.planner.candidates",
+    "backend.planner.choose",
+    "backend.planner.cost",
+    "backend.planner.machine",
+    "backend.planner.memory",
+    "backend.planner.model_shape",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",

@@ -1,0 +1,193 @@
+"""What the planner has to know, measured by processes of our own and kept: the rates of this machine, the
+shape of a model, and the memory that is free. Imports neither ComfyUI nor torch.distributed."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..config import ParallelConfig
+from ..planner.machine import Machine
+from ..planner.model_shape import ModelShape
+from ..protocol import BackendError, RefusedError
+from .launcher import agent_command, sanitized_environment
+from .pool import Wanted
+from .private_folder import PrivateFolder
+
+#: Changes where what is kept has another meaning.
+VERSION = 4
+#: A machine, or a file's headers, that take longer than this to measure are not going to.
+LONGEST_SECONDS = 300.0
+#: Part of a GPU's memory that is free where nothing tells how much is.
+USABLE = 0.9
+
+Check = Callable[[], None]
+Measured = TypeVar("Measured")
+
+
+def cache_folder() -> Path:
+    """Return the folder in which measurements are kept: parallel-dit in the user's cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "parallel-dit"
+
+
+def machine_rates(device: str, indices: list[int], check: Check, show: Callable[[str], None]) -> Machine:
+    """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
+    them. ``check`` is called ten times a second and may raise; ``show`` gets a line. Raises BackendError."""
+    names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
+    key = [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
+
+    def measure() -> dict:
+        show(f"measuring the links of {len(indices)} ranks, once for this machine")
+        config = ParallelConfig(ulysses_degree=len(indices))
+        listed = ",".join(map(str, indices)) if device == "cuda" else ""
+        private = PrivateFolder()
+        try:
+            out = private.path / "rates.json"
+            probe = ["-m", "backend.probe", "--store", str(private.path / "store"), "--device", device]
+            command = [*agent_command(len(indices), private.path), *probe, "--out", str(out)]
+            _run(command, replace(config, gpus=listed), device, check)
+            return json.loads(out.read_text())
+        finally:
+            private.close()
+
+    return _kept("machine", key, measure, Machine.from_dict)
+
+
+def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
+    """Return the shape of a transformer, read once for each state of its file. ``check`` and ``show`` as
+    above. Raises RefusedError where it cannot be loaded, and BackendError."""
+    path, weight_dtype, matmul = wanted
+
+    def measure() -> dict:
+        show("reading the model's headers")
+        with tempfile.TemporaryDirectory(prefix="parallel-dit-shape-") as folder:
+            out = Path(folder) / "shape.json"
+            kinds = ["--weight-dtype", weight_dtype, "--matmul", matmul]
+            where = ["--device", device, "--out", str(out)]
+            command = [sys.executable, "-m", "backend.shape_reader", path, *kinds, *where]
+            _run(command, ParallelConfig(), device, check)
+            found = json.loads(out.read_text())
+        if "refused" in found:
+            raise RefusedError(found["refused"])
+        return found["shape"]
+
+    key = [*wanted, device, _stamp(Path(path))]
+    return _kept("shape", key, measure, ModelShape.from_dict)
+
+
+def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
+    """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
+    if device == "cpu":
+        return (_host_memory(),)
+    told = _told_by_driver()
+    found = []
+    for index, usual in zip(indices, usual_memory(device, indices)):
+        own = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
+        free = told.get(_physical(index))
+        found.append(usual if free is None else free + own)
+    return tuple(found)
+
+
+def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
+    """Return the bytes of each GPU, or of the host, that are free where nobody else needs much."""
+    if device == "cpu":
+        return (int(_host_bytes() * USABLE),)
+    return tuple(int(torch.cuda.get_device_properties(each).total_memory * USABLE) for each in indices)
+
+
+def _stamp(path: Path) -> list:
+    """What changes with a file, or with the files of a folder of diffusers."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(each), each.stat()) for each in files if each.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dict], Measured]) -> Measured:
+    """Return what ``read`` makes of the kept measurement, or of a new one, which is kept."""
+    name = hashlib.sha256(json.dumps([VERSION, *key]).encode()).hexdigest()[:24]
+    path = cache_folder() / f"{kind}-{name}.json"
+    try:
+        return read(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # there is none, or it is not ours: measure
+    found = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps(found))
+        new.replace(path)
+    except OSError:
+        pass  # a home that cannot be written: measured again the next time
+    return read(found)
+
+
+def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
+    """Run a process of the backend to its end. Raises BackendError with its last words where it fails."""
+    environment = sanitized_environment(dict(os.environ), config, device)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + LONGEST_SECONDS
+            while process.poll() is None and time.monotonic() < deadline:
+                check()
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        if process.returncode:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
+            raise BackendError(
+                f"Auto could not measure this machine or the model ({last}); set the degrees of Parallel "
+                f"Config by hand (method manual)."
+            )
+
+
+def _physical(index: int) -> str:
+    """Return the driver's name of the GPU that this process numbers ``index``."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index].strip() if visible else str(index)
+
+
+def _told_by_driver() -> dict[str, int]:
+    """Return index and UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for line in answer.splitlines():
+        index, uuid, free = (entry.strip() for entry in line.split(","))
+        if free.isdecimal():
+            found |= dict.fromkeys((index, uuid), int(free) * 1024**2)
+    return found
+
+
+def _host_memory() -> int:
+    """Return the bytes of host memory that programs may still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = dict(line.split(":", 1) for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return int(_host_bytes() * USABLE)
+
+
+def _host_bytes() -> int:
+    """Return the bytes of host memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

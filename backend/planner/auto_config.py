@@ -1,0 +1,73 @@
+"""What Parallel Config says where the degrees are left to the planner."""
+
+from dataclasses import dataclass, replace
+
+from ..config import ConfigError, ParallelConfig
+from .choose import AUTO
+
+#: Fields that the planner sets; a graph that sets one of them has chosen by hand.
+PLANNED = (
+    "cfg_degree",
+    "pipefusion_degree",
+    "ulysses_degree",
+    "ring_degree",
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+    "num_pipeline_patch",
+    "attn_layer_num_for_pp",
+    "shard_weights",
+)
+
+
+def sets_degrees(config: ParallelConfig) -> bool:
+    """Return whether a configuration says itself how the work is shared."""
+    return any(getattr(config, name) != getattr(ParallelConfig, name) for name in PLANNED)
+
+
+@dataclass(frozen=True)
+class AutoConfig:
+    """gpus: how many ("2"), their numbers ("0,2"), or empty for all. base: everything that is no degree."""
+
+    method: str = AUTO
+    gpus: str = ""
+    base: ParallelConfig = ParallelConfig()
+
+    def devices(self, gpus_here: int) -> list[int]:
+        """Return the GPUs that may be used on a machine with so many, or the ranks of the CPU. ConfigError
+        for what is no such list, or more than there are."""
+        on_gpus = self.base.resolve_device(gpus_here) == "cuda"
+        text = self.gpus.strip()
+        if not text:  # a process on the CPU uses all its cores: more of them gain little
+            return list(range(gpus_here)) if on_gpus else [0]
+        if "," in text:
+            listed = replace(self.base, gpus="", data_parallel_degree=text.count(",") + 1)
+            indices = replace(listed, gpus=text).gpu_indices
+        else:
+            indices = list(range(_count(text)))
+        probe = replace(self.base, data_parallel_degree=len(indices))
+        if not on_gpus and "," in text:
+            raise ConfigError(
+                f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
+            )
+        if on_gpus:
+            replace(probe, gpus=",".join(map(str, indices))).resolve_device(gpus_here)
+        else:
+            probe.resolve_device(gpus_here)
+        return indices
+
+    def placed(self, plan: ParallelConfig, devices: list[int], device: str) -> ParallelConfig:
+        """Return ``plan`` on the first of ``devices``."""
+        used = devices[: plan.world_size]
+        are_first = used == list(range(plan.world_size))
+        listed = "" if are_first or device == "cpu" else ",".join(map(str, used))
+        return replace(plan, gpus=listed, device=self.base.device).validate()
+
+
+def _count(text: str) -> int:
+    """Read how many GPUs. ConfigError for anything but a number from 1."""
+    if not text.isdecimal() or not 0 < len(text) < 6 or int(text) < 1:
+        raise ConfigError(
+            f"gpus is {text!r:.200}; say how many GPUs, like 2, or list their numbers, like 0,2, or leave it "
+            f"empty for all."
+        )
+    return int(text)

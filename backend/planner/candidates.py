@@ -1,0 +1,98 @@
+"""Every plan that could run: degrees, patches and sharded weights for so many ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..config import ParallelConfig
+from .machine import Request
+from .model_shape import ModelShape
+
+#: PipeFusion reuses keys and values of the step before: with fewer steps they differ too much.
+LEAST_STEPS = 8
+#: Fewer tokens of a rank in one patch than these keep no GPU busy.
+LEAST_TOKENS = 128
+#: Axes in the order of the mesh, fastest last, as products of factors are listed.
+DEGREES = (
+    "data_parallel_degree",
+    "cfg_degree",
+    "pipefusion_degree",
+    "ring_degree",
+    "ulysses_degree",
+    "tensor_parallel_degree",
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a plan may do. exact: no stale keys and values. sharded: weights may be sharded (FSDP2), which
+    needs fast links."""
+
+    exact: bool = False
+    sharded: bool = True
+
+
+def is_exact(config: ParallelConfig) -> bool:
+    """Return whether the result is one GPU's: nothing is stale."""
+    return config.pipefusion_degree == 1 or config.patches == 1
+
+
+def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write ``ranks`` as an ordered product of ``axes`` factors."""
+    if axes == 1:
+        yield (ranks,)
+        return
+    for first in range(1, ranks + 1):
+        if ranks % first == 0:
+            for others in factorings(ranks // first, axes - 1):
+                yield first, *others
+
+
+def candidates(
+    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, rules: Rules
+) -> Iterator[ParallelConfig]:
+    """Yield the plans of exactly ``ranks`` ranks that fit the model and the request; what ``base`` says of
+    anything but degrees, patches and sharding stays."""
+    for sizes in factorings(ranks, len(DEGREES)):
+        plan = replace(base, **dict(zip(DEGREES, sizes)), num_pipeline_patch=0, shard_weights=False)
+        if not _divides(plan, shape, request):
+            continue
+        yield from _patched(plan, shape, request, rules)
+        replicas = plan.sp_degree * plan.data_parallel_degree
+        undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1
+        if rules.sharded and replicas > 1 and undivided and not base.offload_modulation:
+            yield replace(plan, shard_weights=True)
+
+
+def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
+    """Whether every rank has work: prompts, samples, blocks, heads and tokens go round."""
+    tp = plan.tensor_parallel_degree
+    whole = plan.pipefusion_degree * plan.sp_degree * tp == 1
+    heads = shape.heads // tp
+    return (
+        plan.cfg_degree <= request.prompts
+        and plan.data_parallel_degree <= request.batch
+        and (whole or not shape.whole_only)
+        and (tp == 1 or (shape.tensor and shape.heads % tp == 0))
+        and plan.ulysses_degree <= heads
+        and plan.pipefusion_degree <= len(shape.blocks)
+        and plan.sp_degree <= request.image_tokens
+        and (plan.pipefusion_degree == 1 or request.steps >= LEAST_STEPS)
+    )
+
+
+def _patched(
+    plan: ParallelConfig, shape: ModelShape, request: Request, rules: Rules
+) -> Iterator[ParallelConfig]:
+    """Yield a plan with every number of patches that is worth it."""
+    stages = plan.pipefusion_degree
+    if stages == 1:
+        yield plan
+        return
+    yield replace(plan, num_pipeline_patch=1)
+    tokens = shape.sequence(request.image_tokens, request.text_tokens)
+    if rules.exact or request.drained or plan.warmup_steps < 1:
+        return
+    for patches in (stages, 2 * stages):
+        if patches == stages or tokens >= LEAST_TOKENS * patches * plan.sp_degree:
+            if patches * plan.sp_degree <= request.image_tokens:
+                yield replace(plan, num_pipeline_patch=patches)

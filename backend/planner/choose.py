@@ -1,0 +1,204 @@
+"""Which plan to take of all that fit, and why: one line for the choice and one for each runner-up."""
+
+import math
+from dataclasses import dataclass, field
+
+from ..config import ConfigError, ParallelConfig, in_words
+from .candidates import DEGREES, LEAST_STEPS, Rules, candidates, is_exact
+from .cost import Cost
+from .machine import Machine, Request
+from .memory import held
+from .model_shape import ModelShape
+
+#: What the user chooses between; "manual" takes the degrees as they are.
+AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
+#: A plan whose result is not one GPU's has to be so much faster than one whose is.
+STALE = 1.05
+#: The same for every further mechanism and every further rank, and for those with more traffic: what is
+#: within the error of the estimate goes to the simpler plan.
+MECHANISM, RANK = 1.01, 1.002
+TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
+#: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
+STAYS = 1.1
+#: Runners-up that are told.
+RUNNERS_UP = 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
+    unit: what a rank has to itself, for messages."""
+
+    plan: ParallelConfig
+    seconds: float
+    bytes: int
+    room: int
+    unit: str = "GPU"
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return self.bytes <= self.room
+
+    @property
+    def mechanisms(self) -> frozenset[str]:
+        """The methods that share the work."""
+        sharded = {"shard_weights"} if self.plan.shard_weights else set()
+        return frozenset({name for name in DEGREES if getattr(self.plan, name) > 1} | sharded)
+
+    @property
+    def score(self) -> float:
+        """Seconds, with what a plan has to gain to be worth its drawbacks."""
+        penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
+        penalty *= 1.0 if is_exact(self.plan) else STALE
+        for mechanism in self.mechanisms & TRAFFIC.keys():
+            penalty *= TRAFFIC[mechanism]
+        return self.seconds * penalty
+
+    @property
+    def name(self) -> str:
+        """The inputs of Parallel Config that make it."""
+        words = [in_words(self.plan.degrees)] if self.plan.world_size > 1 else [f"one {self.unit}"]
+        if self.plan.pipefusion_degree > 1:
+            words.append("1 patch" if self.plan.patches == 1 else f"{self.plan.patches} patches")
+        if self.plan.shard_weights:
+            words.append("shard_weights")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
+    there)."""
+
+    option: Option
+    runners_up: tuple[Option, ...]
+    one: Option
+    method: str
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for the choice, and one for each runner-up."""
+        chosen = self.option
+        kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
+        first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
+        return [first, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
+
+    def _figures(self, option: Option) -> str:
+        memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per {option.unit}"
+        if option.plan.world_size == 1:
+            return memory
+        speed = f"about {self.one.seconds / option.seconds:.1f}x one {option.unit} (projected)"
+        if not self.one.fits:
+            speed += ", which it does not fit"
+        return f"{speed}, {memory}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
+    plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks."""
+
+    shape: ModelShape
+    request: Request
+    machine: Machine
+    gpus: int
+    base: ParallelConfig = field(default_factory=ParallelConfig)
+    others: tuple[ModelShape, ...] = ()
+
+    def option(self, plan: ParallelConfig) -> Option:
+        """Estimate one plan."""
+        seconds = Cost(self.shape, plan, self.machine, self.request).total
+        size = held(self.shape, plan, self.request, self.others).bytes
+        unit = "rank" if self.machine.on_host else "GPU"
+        return Option(plan, seconds, size, self.machine.room(plan.world_size), unit)
+
+    def options(self, exact: bool = False) -> list[Option]:
+        """Estimate every plan of one to ``gpus`` ranks; ``exact``: of those whose result is one GPU's."""
+        return [
+            self.option(plan)
+            for ranks in range(1, self.gpus + 1)
+            for plan in candidates(self.shape, self.request, ranks, self.base, Rules(exact))
+        ]
+
+
+def choose(question: Question, method: str = AUTO, running: ParallelConfig | None = None) -> Choice:
+    """Choose a plan. ``running``: the one that the ranks have, which stays where the best is hardly faster.
+    ConfigError, with the numbers, where nothing fits."""
+    options = question.options(method == EXACT)
+    ordered = ranked(options, method)
+    if not ordered:
+        raise ConfigError(_why_not(question, options))
+    best = _kept(ordered, running, method) or ordered[0]
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method)
+
+
+def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
+    """Return the options that may be taken, best first: those that fit, and where one GPU does, those that
+    are not slower than it (all of them for the least memory)."""
+    one = _one_of(options)
+    fitting = [each for each in options if each.fits]
+    if method == MEMORY:
+        return sorted(fitting, key=_by_memory)
+    if one.fits:
+        fitting = [each for each in fitting if each.seconds <= one.seconds]
+    return sorted(fitting, key=_by_score)
+
+
+def _one_of(options: list[Option]) -> Option:
+    return next(each for each in options if each.plan.world_size == 1)
+
+
+def _by_score(option: Option) -> float:
+    return option.score
+
+
+def _by_memory(option: Option) -> tuple[float, float]:
+    """Least memory; plans within 2 % of each other by their speed."""
+    return (round(math.log(option.bytes, 1.02)), option.score)
+
+
+def _kept(ordered: list[Option], running: ParallelConfig | None, method: str) -> Option | None:
+    """Return the running plan where it may stay, else the best one for as many ranks: others would start."""
+    if running is None or method == MEMORY:
+        return None
+    near = [each for each in ordered if each.score <= STAYS * ordered[0].score]
+    same = [each for each in near if each.plan == running]
+    as_many = [each for each in near if each.plan.world_size == running.world_size]
+    return next(iter(same + as_many), None)
+
+
+def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:
+    """Return the best option of each other set of methods, in order."""
+    seen = {best.mechanisms}
+    found = []
+    for option in ordered:
+        if option.mechanisms not in seen:
+            seen.add(option.mechanisms)
+            found.append(option)
+    return tuple(found[:RUNNERS_UP])
+
+
+def _why_not(question: Question, options: list[Option]) -> str:
+    """Say in one sentence what the request would need, and what would help."""
+    least = min(options, key=_missing)
+    ranks = least.plan.world_size
+    each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
+    more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
+    remedies = ["a quantized file", "a smaller latent", "free memory", more]
+    request = question.request
+    if request.steps < LEAST_STEPS:
+        remedies.insert(0, f"{LEAST_STEPS} steps or more, which PipeFusion needs")
+    return (
+        f"{question.shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
+        f"({least.name}) needs about {_gb(least.bytes)} on {each}, which has {_gb(least.room)} free for it, "
+        f"{_gb(_missing(least))} too little; use {', '.join(remedies[:-1])} or {remedies[-1]}."
+    )
+
+
+def _missing(option: Option) -> int:
+    return option.bytes - option.room
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

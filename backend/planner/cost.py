@@ -1,0 +1,185 @@
+"""Seconds of a request under a plan: FLOPs over rates, bytes over links, and the pipeline's fill.
+
+Bytes that a rank sends are those of the methods' papers (DeepSpeed-Ulysses arXiv 2309.14509, ring attention
+arXiv 2310.01889, USP arXiv 2405.07719, PipeFusion arXiv 2405.14430, Megatron arXiv 1909.08053) and of
+rank_plan/traffic.py, which tests compare.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..config import ParallelConfig
+from .machine import Machine, Request
+from .model_shape import BlockShape, ModelShape, stages_of
+
+#: Attention over blocks of keys and values that come around a ring, against one kernel over all of them.
+RING_EFFICIENCY = 0.87
+#: Merging two such results by their log-sum-exp: passes over outputs in float32, and small kernels, of which
+#: a stream of a block has LAUNCHES.
+MERGE_PASSES, MERGE_KERNELS, LAUNCHES = 6, 8, 24
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The seconds of one plan."""
+
+    shape: ModelShape
+    plan: ParallelConfig
+    machine: Machine
+    request: Request
+
+    @property
+    def total(self) -> float:
+        """Seconds of all steps."""
+        steps = self.request.steps
+        if self.plan.pipefusion_degree == 1 or self.plan.patches == 1:
+            return steps * self.step(1)
+        synchronous = min(self.plan.warmup_steps, steps)
+        return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches)
+
+    def step(self, patches: int) -> float:
+        """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
+        plan = self.plan
+        branches = math.ceil(self.request.prompts / plan.cfg_degree)
+        micro = max(self._micro(blocks, patches) for blocks in self._stages)
+        hop = self._hop(patches)
+        stages = plan.pipefusion_degree
+        work = patches * branches
+        if stages == 1:
+            seconds = work * micro
+        elif patches == 1:  # every stage waits for the one before; branches follow each other
+            seconds = (stages + branches - 1) * (micro + hop)
+        else:
+            seconds = max(work * micro, stages * (micro + hop), work * hop)
+        return seconds + self._combine()
+
+    @cached_property
+    def _stages(self) -> list[tuple[BlockShape, ...]]:
+        """The blocks of each stage."""
+        split = stages_of(self.shape, self.plan.pipefusion_degree)
+        return [self.shape.blocks[each.start : each.stop] for each in split]
+
+    @cached_property
+    def _samples(self) -> int:
+        return math.ceil(self.request.batch / self.plan.data_parallel_degree)
+
+    @cached_property
+    def _sequence(self) -> int:
+        return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
+
+    @cached_property
+    def _speed(self) -> float:
+        """How much faster than measured a rank computes."""
+        return self.machine.speed(self.plan.world_size)
+
+    def _micro(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+        """Seconds of one patch of one prompt on one rank of a stage with these blocks."""
+        plan = self.plan
+        # narrow matrices are as slow as short ones
+        divided = plan.sp_degree * plan.tensor_parallel_degree
+        tokens = self._samples * self._sequence / divided / patches
+        efficiency = self._speed * tokens / (tokens + self.machine.half_rate)
+        share = self._samples / (divided * patches)
+        lengths = (self.request.image_tokens, self.request.text_tokens)
+        linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
+        products = max(linear / (self.machine.gemm * efficiency), self._read(blocks))
+        attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
+        device = products + self._dequantize(blocks)
+        device += self._ring(attention / (self.machine.attention * efficiency), len(blocks), patches)
+        device += self._exchange(len(blocks), patches) + self._reduce(blocks, patches)
+        gathered = self._gather_weights(blocks)
+        device = device + gathered if self.machine.on_host else max(device, gathered)
+        if divided > 1:
+            device += self.machine.overhead * len(blocks)
+        launches = self.machine.launch * sum(block.streams for block in blocks) / self._speed
+        return device + launches if self.machine.on_host else max(device, launches)
+
+    @property
+    def _uneven_heads(self) -> float:
+        """Heads of the rank that has most, as a multiple of an even share."""
+        heads = self.shape.heads / self.plan.tensor_parallel_degree
+        u = self.plan.ulysses_degree
+        return math.ceil(heads / u) * u / heads
+
+    def _read(self, blocks: tuple[BlockShape, ...]) -> float:
+        """Seconds to read the weights once from device memory."""
+        size = sum(block.unpacked or block.weights for block in blocks)
+        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth / self._speed
+
+    def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
+        """Seconds to write what quantized weights stand for, before it is read."""
+        size = sum(block.unpacked + block.weights for block in blocks if block.unpacked)
+        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth / self._speed
+
+    def _activation(self, patches: int) -> float:
+        """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group."""
+        return self._samples * self._sequence * self.shape.width * self.shape.itemsize / patches
+
+    def _ring(self, attention: float, blocks: int, patches: int) -> float:
+        """Seconds of attention whose keys and values travel: hidden as far as it computes meanwhile."""
+        plan = self.plan
+        r = plan.ring_degree
+        if r == 1:
+            return attention
+        width = plan.ulysses_degree * plan.tensor_parallel_degree
+        sent = 2 * self._activation(patches) * blocks * (r - 1) / (r * width)
+        travelling = sent / self.machine.p2p + (r - 1) * self.machine.latency * blocks
+        if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
+            return attention + travelling
+        hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
+        if self.machine.on_host:
+            hidden = attention + travelling
+        return hidden + (r - 1) * blocks * self._merge(patches)
+
+    def _merge(self, patches: int) -> float:
+        """Seconds to merge the attention over one block of keys into that over others."""
+        plan = self.plan
+        width = plan.sp_degree * plan.tensor_parallel_degree
+        outputs = self._activation(patches) / self.shape.itemsize * FLOAT32 / width
+        passes = MERGE_PASSES * outputs / self.machine.bandwidth
+        return (passes + self.machine.launch * MERGE_KERNELS / LAUNCHES) / self._speed
+
+    def _exchange(self, blocks: int, patches: int) -> float:
+        """Seconds of Ulysses' all-to-all before and after attention."""
+        plan = self.plan
+        u = plan.ulysses_degree
+        if u == 1:
+            return 0.0
+        own = self._activation(patches) / plan.ring_degree / plan.tensor_parallel_degree
+        sent = 4 * own * (u - 1) / u**2 * blocks
+        return sent / self.machine.exchange(u) + 2 * self.machine.latency * blocks
+
+    def _reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+        """Seconds of tensor parallelism's sums."""
+        plan = self.plan
+        tp = plan.tensor_parallel_degree
+        if tp == 1:
+            return 0.0
+        image, text = self.request.image_tokens, self.request.text_tokens
+        numbers = sum(block.reduced_image * image + block.reduced_text * text for block in blocks)
+        held = self._samples * self.shape.itemsize / plan.sp_degree / patches
+        sent = 2 * (tp - 1) / tp * numbers * held
+        return sent / self.machine.p2p + 2 * self.machine.latency * len(blocks)
+
+    def _gather_weights(self, blocks: tuple[BlockShape, ...]) -> float:
+        """Seconds in which sharded weights come from the others, while blocks before them compute."""
+        if not self.plan.shard_weights:
+            return 0.0
+        ranks = self.plan.sp_degree * self.plan.data_parallel_degree
+        size = sum(block.unpacked or (block.weights + block.modulation) for block in blocks)
+        return size * (ranks - 1) / ranks / self.machine.p2p + self.machine.latency * len(blocks)
+
+    def _hop(self, patches: int) -> float:
+        """Seconds in which a patch goes to the next stage."""
+        if self.plan.pipefusion_degree == 1:
+            return 0.0
+        return self.machine.latency + self._activation(patches) / self.plan.sp_degree / self.machine.p2p
+
+    def _combine(self) -> float:
+        """Seconds in which CFG ranks exchange their predictions."""
+        if self.plan.cfg_degree == 1:
+            return 0.0
+        # float32 of a token's latent pixels: at most about 64 numbers
+        return self.machine.latency + self._samples * self.request.image_tokens * 64 * 4 / self.machine.p2p

@@ -1,0 +1,109 @@
+"""What the planner knows of a transformer: FLOPs and bytes of each block. rank_plan/shape_of.py reads it from
+the headers of a file."""
+
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+
+from ..parallel import stage_split
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One block.
+
+    image, text: multiplications of its linear layers for one token of the stream. image_pairs, cross_pairs,
+    text_pairs: multiplications of attention for a pair of two image tokens, of one of each, of two text
+    tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
+    divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized.
+    reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
+    image pass layers of their own.
+    """
+
+    image: float
+    text: float
+    image_pairs: float
+    cross_pairs: float
+    text_pairs: float
+    weights: int
+    modulation: int = 0
+    unpacked: int = 0
+    cut: float = 1.0
+    reduced_image: int = 0
+    reduced_text: int = 0
+    streams: int = 1
+
+    def linear(self, image: int, text: int) -> float:
+        """Count the multiplications of linear layers for so many tokens."""
+        return self.image * image + self.text * text
+
+    def attention(self, image: int, text: int) -> float:
+        """Count the multiplications of attention for so many tokens."""
+        return self.image_pairs * image**2 + self.cross_pairs * image * text + self.text_pairs * text**2
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer. rest: bytes of weights outside of its blocks. itemsize: bytes of a number in which it
+    computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
+    activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
+    one quantized weight is dequantized. whole_only: why it runs with CFG and data parallelism only, or empty;
+    tensor: whether matrices can be cut."""
+
+    name: str
+    family: str
+    blocks: tuple[BlockShape, ...]
+    rest: int
+    heads: int
+    head_size: int
+    width: int
+    itemsize: int
+    joint: bool
+    patch: tuple[int, int, int] = (1, 2, 2)
+    activation_image: float = 0.0
+    activation_text: float = 0.0
+    scratch: int = 0
+    whole_only: str = ""
+    tensor: bool = True
+
+    def sequence(self, image: int, text: int) -> int:
+        """Count the tokens of self-attention."""
+        return image + text if self.joint else image
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, as stored."""
+        return self.rest + sum(block.weights + block.modulation for block in self.blocks)
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "ModelShape":
+        """Read what ``as_dict`` made. TypeError or KeyError for anything else."""
+        blocks = tuple(BlockShape(**block) for block in values["blocks"])
+        known = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**known | {"blocks": blocks, "patch": tuple(values["patch"])})
+
+
+@lru_cache(maxsize=256)
+def _split(shape: ModelShape, degree: int) -> stage_split.Stages:
+    """Place blocks and their modulation as loading does (stage_split.plan)."""
+    tokens = (4096, 512)  # loading balances for a typical request too
+    costs = [block.linear(*tokens) + block.attention(*tokens) for block in shape.blocks]
+    weights = [block.weights for block in shape.blocks]
+    modulation = [{str(index): block.modulation} for index, block in enumerate(shape.blocks)]
+    return stage_split.plan(costs, weights, modulation, degree)
+
+
+def stages_of(shape: ModelShape, degree: int) -> list[range]:
+    """Return the blocks of each of ``degree`` stages."""
+    return _split(shape, degree).blocks
+
+
+def modulation_of(shape: ModelShape, degree: int) -> list[int]:
+    """Return the bytes of modulation that each of ``degree`` stages holds, for its own blocks or others'."""
+    found = [0] * degree
+    for index, stage in _split(shape, degree).holders.items():
+        found[stage] += shape.blocks[int(index)].modulation
+    return found

@@ -1,0 +1,176 @@
+"""Measures one machine in about a second: python -m torch.distributed.run ... -m backend.probe --store FILE
+--device cuda --out FILE, on as many ranks as a plan may use.
+
+All ranks compute and send at once, as in a request, and the slowest counts. The planner (backend/planner)
+reads the result; client/machine_rates.py starts this and keeps what it found.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from .config import ParallelConfig
+from .parallel import comm, mesh
+from .parallel.mesh import Mesh
+from .planner.machine import Machine
+from .serving.broadcast import Dispatcher
+
+#: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
+SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
+#: Calls of each measurement, after one that is not counted.
+CALLS = 5
+#: Small kernels that a block starts for each stream.
+KERNELS = 24
+MICROSECOND = 1e-6
+
+
+class Probe:
+    """The measurements of one rank; every rank makes the same in the same order."""
+
+    def __init__(self, device: str, store: mesh.Store | None = None):
+        """``store``: where the ranks meet; None where they have met, or meet in torchrun's own."""
+        self.ranks = int(os.environ["WORLD_SIZE"])
+        self.kind = device
+        self.mesh = mesh.build(ParallelConfig(ulysses_degree=self.ranks), device, store)
+        self.device = self.mesh.device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.dispatcher = Dispatcher(self.mesh.control)
+        (self.tokens, self.width, self.heads, self.head_size), self.sent = SIZES[device]
+
+    def seconds(self, action: Callable[[], object], calls: int = CALLS) -> float:
+        """Return the least seconds of ``action`` on this rank: other processes only add to them."""
+        found = []
+        for _ in range(1 + calls):
+            self._wait()
+            started = time.perf_counter()
+            action()
+            self._wait()
+            found.append(time.perf_counter() - started)
+        return max(MICROSECOND, min(found[1:]))
+
+    def measure(self) -> Machine:
+        """Return the rates of the slowest rank."""
+        gemm, attention, bandwidth, launch = self._compute()
+        latency, exchanges = self._exchanges()
+        own = [gemm, attention, bandwidth, launch, latency, self._neighbours(), *exchanges.values()]
+        everybody = list(zip(*self.dispatcher.all_gather_object(own)))
+        slowest = [min(values) for values in everybody]
+        return Machine(
+            name=self._name(),
+            gemm=slowest[0],
+            attention=slowest[1],
+            bandwidth=slowest[2],
+            launch=max(everybody[3]),
+            latency=max(everybody[4]),
+            p2p=slowest[5],
+            all_to_all=dict(zip(exchanges, slowest[6:])),
+            alone=self._alone(slowest[0]),
+            ranks=self.ranks,
+            on_host=self.kind == "cpu",
+        )
+
+    def _wait(self):
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def _name(self) -> str:
+        return torch.cuda.get_device_name() if self.kind == "cuda" else "CPU"
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def _gemm(self) -> float:
+        """FLOP/s of a linear layer."""
+        x = self._random(self.tokens, self.width)
+        weight = self._random(self.width, self.width)
+        return 2 * self.tokens * self.width**2 / self.seconds(lambda: F.linear(x, weight))
+
+    def _compute(self) -> tuple[float, float, float, float]:
+        """FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
+        x = self._random(self.tokens, self.width)
+        q = self._random(1, self.heads, self.tokens, self.head_size)
+        small = self._random(8, 64)
+        weight = self._random(64, 64)
+        flop = 4 * self.tokens**2 * self.heads * self.head_size
+
+        def kernels():
+            for _ in range(KERNELS // 2):
+                F.layer_norm(F.linear(small, weight), (64,))
+
+        attention = self.seconds(lambda: F.scaled_dot_product_attention(q, q, q))
+        copied = self.seconds(x.clone)
+        size = 2 * x.numel() * x.element_size()
+        return self._gemm(), flop / attention, size / copied, self.seconds(kernels)
+
+    def _alone(self, together: float) -> float:
+        """How many times as fast rank 0 computes while the others sleep: cores of a CPU are shared."""
+        if self.kind == "cuda" or self.ranks == 1:
+            return 1.0
+        rate = self._gemm() if self.mesh.rank == 0 else 0.0
+        return max(1.0, self.dispatcher.all_gather_object(rate)[0] / together)
+
+    def _neighbours(self) -> float:
+        """Bytes/s between pairs of ranks, all pairs at once; among all of an odd number of ranks."""
+        size = 2 if self.ranks % 2 == 0 else self.ranks
+        x = self._random(self.sent // self.dtype.itemsize)
+        found = self._grouped(size, lambda axis: comm.all_gather(x, [x.shape] * size, axis, "probe"))
+        return (size - 1) * self.sent / found
+
+    def _exchanges(self) -> tuple[float, dict[int, float]]:
+        """Seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
+        found = {}
+        latency = MICROSECOND
+        for size in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
+            numbers = self.sent // self.dtype.itemsize // size
+            latency = self._grouped(size, partial(_exchange, [self._random(8)] * size))
+            large = self._grouped(size, partial(_exchange, [self._random(numbers)] * size))
+            found[size] = self.sent * (size - 1) / size / max(MICROSECOND, large - latency)
+        return latency, found
+
+    def _grouped(self, size: int, action: Callable[[mesh.Axis], object]) -> float:
+        """Seconds of ``action`` in all groups of ``size`` ranks at once."""
+        config = ParallelConfig(data_parallel_degree=self.ranks // size, ulysses_degree=size)
+        groups: Mesh = mesh.build(config, self.kind)
+        found = self.seconds(lambda: action(groups.ulysses))
+        mesh.close(groups)
+        return found
+
+
+def _exchange(chunks: list[torch.Tensor], axis: mesh.Axis):
+    """Send ``chunks[i]`` to rank i of a group; all are of one shape."""
+    comm.all_to_all(chunks, [tuple(chunk.shape) for chunk in chunks], axis, "probe")
+
+
+def main():
+    """Measure; rank 0 writes the result as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", required=True, help="a new file in which the ranks meet")
+    parser.add_argument("--device", choices=SIZES, required=True)
+    parser.add_argument("--out", required=True, help="where rank 0 writes the result")
+    options = parser.parse_args()
+    with torch.inference_mode():
+        probe = Probe(options.device, mesh.file_store(options.store))
+        machine = probe.measure()
+    if probe.mesh.rank == 0:
+        Path(options.out).write_text(json.dumps(machine.as_dict()))
+    probe.dispatcher.all_gather_object(None)  # nobody leaves while another one still measures
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # at once, as a rank of a backend ends (worker.py)

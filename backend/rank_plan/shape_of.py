@@ -1,0 +1,170 @@
+"""What the planner (backend/planner) has to know of a transformer, read from its headers."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..config import ParallelConfig
+from ..errors import UnsupportedError
+from ..loading.checkpoint import Checkpoint
+from ..models.blocks import APART
+from ..parallel.block_cost import block_costs, layer_tokens
+from ..planner.model_shape import BlockShape, ModelShape
+from ..quantization.kernels import Choice
+from .activations import activation_bytes
+from .weights import HeldParameter, held_parameters, scratch_bytes
+from .workload import Place, Workload
+
+#: Tokens for which activations are measured; they are taken to grow with the tokens.
+IMAGE, TEXT = 4096, 512
+#: Only the cuts of the first rank of two are looked at: a layer is cut by any degree or by none.
+TWO = 2
+FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
+
+
+def shape_of(
+    checkpoint: Checkpoint, dtype: torch.dtype, choices: Mapping[str, Choice] | None = None
+) -> ModelShape:
+    """Measure a transformer that computes in ``dtype``. ``choices``: how quantized parameters multiply, by
+    default by the dequantized weight. Raises UnsupportedError as loading does."""
+    return _Measured(checkpoint, dtype, choices or {}).shape()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    choices: Mapping[str, Choice]
+
+    def shape(self) -> ModelShape:
+        """Return the whole transformer's."""
+        family = self.checkpoint.family
+        config = self.checkpoint.config
+        held = self._parameters
+        position = family.blocks.text_position
+        image, text = self._activations()
+        return ModelShape(
+            name=self.checkpoint.name,
+            family=family.name,
+            blocks=tuple(self._block(index) for index in range(self.checkpoint.block_count)),
+            rest=sum(each.bytes for each in held if each.block is None),
+            heads=family.blocks.heads(config),
+            head_size=family.blocks.head_size(config),
+            width=family.blocks.hidden_width(config),
+            itemsize=self.dtype.itemsize,
+            joint=position is not None,
+            patch=family.latent.patch(config),
+            activation_image=image,
+            activation_text=text,
+            scratch=scratch_bytes(held),
+            whole_only=family.blocks.whole_only or "",
+            tensor=bool(self._cuts),
+        )
+
+    def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
+        plan = ParallelConfig(tensor_parallel_degree=tensor)
+        return Workload(plan, self.checkpoint, image, text, 1, 1, self.dtype, 1, self.choices)
+
+    @cached_property
+    def _parameters(self) -> list[HeldParameter]:
+        (whole,) = held_parameters(self.checkpoint, [{}], self.dtype, self.choices)
+        return whole
+
+    @cached_property
+    def _cuts(self) -> dict:
+        """Layer -> what tensor parallelism leaves of it on one rank of two; none where it cannot cut."""
+        if self.checkpoint.family.blocks.whole_only:
+            return {}
+        try:
+            return self._work(TWO).cuts(FIRST)
+        except UnsupportedError:  # no plan for the class, or heads that two do not divide
+            return {}
+
+    @cached_property
+    def _polynomials(self) -> list[tuple[float, float, float, float, float]]:
+        """Multiplications of every block: for each image token and text token, and each pair of two image
+        tokens, of one of each, of two text tokens. They are polynomials, so five counts tell them."""
+
+        def counts(image: int, text: int) -> list[int]:
+            checkpoint = self.checkpoint
+            return block_costs(checkpoint.empty, checkpoint.family, checkpoint.config, image, text)
+
+        points = [counts(*tokens) for tokens in ((1, 0), (2, 0), (0, 1), (0, 2), (1, 1))]
+        found = []
+        for one, two, prompt, prompts, both in zip(*points):
+            image_pairs = (two - 2 * one) / 2
+            text_pairs = (prompts - 2 * prompt) / 2
+            found.append(
+                (one - image_pairs, prompt - text_pairs, image_pairs, both - one - prompt, text_pairs)
+            )
+        return found
+
+    @cached_property
+    def _by_block(self) -> list[Counter[str]]:
+        """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, and what
+        quantized ones are "unpacked"."""
+        names = self.checkpoint.block_names
+        modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
+        found = [Counter[str]() for _ in names]
+        for each in self._parameters:
+            if each.block is None:
+                continue
+            counts = found[each.block]
+            if each.module in modulation:
+                counts["modulation"] += each.bytes
+                continue
+            counts["weights"] += each.bytes
+            counts["unpacked"] += each.unpacked
+            counts["cut"] += each.bytes if each.module in self._cuts else 0
+        return found
+
+    def _reduced(self, index: int) -> tuple[int, int]:
+        """Numbers of an image token and of a text token that tensor parallelism sums in a block."""
+        block = self.checkpoint.block_names[index]
+        layers = self.checkpoint.empty.get_submodule(block)
+        blocks = block.rpartition(".")[0]
+        tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
+        found = [0, 0]
+        for module, cut in self._cuts.items():
+            inner = module.removeprefix(f"{block}.")
+            if inner == module or not cut.reduce:
+                continue
+            for stream, tokens in enumerate(((1, 0), (0, 1))):
+                found[stream] += tokens_of[inner].count(*tokens) * cut.reduced_features
+        return found[0], found[1]
+
+    def _block(self, index: int) -> BlockShape:
+        sizes = self._by_block[index]
+        blocks = self.checkpoint.block_names[index].rpartition(".")[0]
+        streams = self.checkpoint.family.blocks.lists[blocks]
+        reduced_image, reduced_text = self._reduced(index)
+        image, text, image_pairs, cross_pairs, text_pairs = self._polynomials[index]
+        return BlockShape(
+            image=image,
+            text=text,
+            image_pairs=image_pairs,
+            cross_pairs=cross_pairs,
+            text_pairs=text_pairs,
+            weights=sizes["weights"],
+            modulation=sizes["modulation"],
+            unpacked=sizes["unpacked"],
+            cut=sizes["cut"] / max(1, sizes["weights"]),
+            reduced_image=reduced_image,
+            reduced_text=reduced_text,
+            streams=2 if streams == APART and text else 1,
+        )
+
+    def _activations(self) -> tuple[float, float]:
+        """Bytes of activations of each image token and each text token, by the estimate for many of them."""
+        work = self._work()
+        stages = self.checkpoint.stages(work.config)
+        both, more_image, more_text = (
+            activation_bytes(self._work(image=image, text=text), FIRST, stages)
+            for image, text in ((IMAGE, TEXT), (2 * IMAGE, TEXT), (IMAGE, 2 * TEXT))
+        )
+        text = max(0, more_text - both) / TEXT
+        image = max((more_image - both) / IMAGE, (both - text * TEXT) / IMAGE)
+        return image, text

@@ -1,0 +1,71 @@
+"""What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
+
+from ...backend.planner.machine import Request
+from ...backend.planner.model_shape import ModelShape
+from .guidance import guidance_of, skips_negative
+from .queued import loader_of, values
+
+#: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
+SPATIAL = {"flux2": 16, "flux3": 16, "hunyuan-image-2.1": 32, "hunyuan-video-1.5": 16, "ltxv": 32, "ltx2": 32}
+SPATIAL |= {"sana": 32}
+TEMPORAL = {"ltxv": 8, "ltx2": 8}
+#: Assumed of what is linked and not known: an image, 20 steps, both prompts.
+SIDE, FRAMES, STEPS, TEXT = 1024, 1, 20, 512
+LOADER, MODEL = "LoadParallelDiT", "ParallelModel"
+
+
+def other_loaders(prompt: dict, key: str) -> list[dict]:
+    """Return the values of the other loaders of a graph, whose models stay on the same ranks."""
+    others = [other for other, node in prompt.items() if other != key and node.get("class_type") == LOADER]
+    return [values(prompt, other) for other in others]
+
+
+def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
+    """Return the request of the first sampler that the loader ``key`` feeds, as far as constants tell it."""
+    fed = [node for other, node in prompt.items() if loader_of(prompt, other) == key]
+    node = next((each for each in fed if _samples(each)), {"class_type": "", "inputs": {}})
+    latent = _linked(prompt, node["inputs"].get("latent_image"))
+    space = SPATIAL.get(shape.family, 8)
+    frames = 1 + (_number(latent, "length", FRAMES) - 1) // TEMPORAL.get(shape.family, 4)
+    sides = (frames, _number(latent, "height", SIDE) // space, _number(latent, "width", SIDE) // space)
+    guidance = guidance_of(node["inputs"])
+    drained = node["class_type"] == MODEL
+    return Request(
+        image_tokens=tokens_of(sides, shape.patch),
+        text_tokens=TEXT,
+        steps=_steps(prompt, node),
+        prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
+        batch=_number(latent, "batch_size", 1),
+        drained=drained,
+    )
+
+
+def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
+    """Count the tokens of a latent (T, H, W)."""
+    tokens = 1
+    for side, size in zip(sides, patch):
+        tokens *= max(1, -(-side // size))
+    return tokens
+
+
+def _samples(node: dict) -> bool:
+    return node["class_type"].startswith("ParallelSampler") or node["class_type"] == MODEL
+
+
+def _linked(prompt: dict, link) -> dict:
+    """The inputs of the node at the other end of a link."""
+    return prompt.get(link[0], {"inputs": {}})["inputs"] if isinstance(link, list) else {}
+
+
+def _number(inputs: dict, name: str, default: int) -> int:
+    value = inputs.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _steps(prompt: dict, node: dict) -> int:
+    """The steps that a sampler makes, or those of the scheduler that gives it its sigmas."""
+    inputs = node["inputs"]
+    if "sigmas" in inputs:
+        return _number(_linked(prompt, inputs["sigmas"]), "steps", STEPS)
+    steps = _number(inputs, "steps", STEPS)
+    return max(1, min(_number(inputs, "end_at_step", steps), steps) - _number(inputs, "start_at_step", 0))

@@ -1,0 +1,101 @@
+"""Parallel Config's auto in a real ComfyUI, on two ranks of the CPU."""
+
+import json
+
+import pytest
+from comfy_modules import comfy_modules
+from published import FLUX
+from test_comfy_graph import error_of, graph, ranks_of
+
+with comfy_modules():
+    from parallel_dit.nodes.host.graph import request_of_graph
+
+from backend.planner.choose import METHODS
+
+#: How many, and nothing else; the second one must not be slower, so that whatever is chosen is a plan.
+AUTO = {"gpus": "2", "device": "cpu"}
+
+
+def plans(comfy, since: int = 0) -> list[str]:
+    """What the log says of choices after the character ``since``."""
+    lines = log(comfy)[since:].splitlines()
+    return [line.partition("parallel-dit: ")[2] for line in lines if f"parallel-dit: {METHODS[0]}: " in line]
+
+
+def log(comfy) -> str:
+    return comfy.log.read_text(errors="replace")
+
+
+def test_one_loader_fits_one_prompt_and_two(comfy):
+    """Every sampler gets a plan for its own cfg, whatever the loader had, and the latents are ComfyUI's."""
+    since = len(log(comfy))
+    two = graph(config=AUTO)
+    two["6"] = graph("ddim_ddim_uniform", sampler_name="ddim", scheduler="ddim_uniform", cfg=1.0)["4"]
+    two["6"]["inputs"]["positive"] = two["6"]["inputs"]["negative"] = ["1", 0]
+    two["7"] = {
+        "class_type": "TestGoldenError",
+        "inputs": {
+            "samples": ["6", 0],
+            "file": two["5"]["inputs"]["file"].replace("euler_simple", "ddim_ddim_uniform"),
+        },
+    }
+    run = comfy.run(two)
+    assert error_of(run) <= 1e-4 and json.loads(run.outputs["7"]["text"][0])["error"] <= 1e-4
+    chosen = plans(comfy, since)
+    print("\n".join(chosen))
+    assert len(chosen) == 3  # the load and two samplers
+    assert all("same result as one rank" in line and "per rank" in line for line in chosen)
+
+
+def test_without_a_config_the_cpu_has_one_rank(comfy):
+    alone = graph()
+    del alone["2"], alone["3"]["inputs"]["config"]
+    assert error_of(comfy.run(alone)) <= 1e-4
+    assert len(ranks_of(comfy)) == 1
+
+
+@pytest.mark.parametrize("config", [{"method": "manual"}, {}], ids=["method", "degree"])
+def test_degrees_that_are_set_are_taken(comfy, config):
+    """Graphs from before there was a method go on as they were."""
+    since = len(log(comfy))
+    assert error_of(comfy.run(graph(config={"ulysses_degree": 2, "device": "cpu", **config}))) <= 1e-4
+    assert not plans(comfy, since) and len(ranks_of(comfy)) == 2
+
+
+def test_more_than_there_are_is_refused(comfy):
+    run = comfy.run(graph(config={"gpus": "99", "device": "cpu"}))
+    assert run.status == "rejected"
+    assert "on the CPU this machine runs at most 16" in f"{run.message} {run.node_errors}"
+
+
+def queued(sampler: dict, kind: str = "ParallelSampler") -> dict:
+    """A graph of which the planner knows constants alone."""
+    return {
+        "1": {"class_type": "LoadParallelDiT", "inputs": {"model_name": "a"}},
+        "2": {"class_type": "ParallelLoRA", "inputs": {"dit": ["1", 0]}},
+        "3": {"class_type": "EmptyImage", "inputs": {"width": 512, "height": 768, "batch_size": 3}},
+        "4": {"class_type": "BasicScheduler", "inputs": {"steps": 12}},
+        "5": {"class_type": kind, "inputs": {"dit": ["2", 0], "latent_image": ["3", 0], **sampler}},
+    }
+
+
+@pytest.mark.parametrize(
+    "sampler, steps, prompts",
+    [
+        ({"steps": 9, "cfg": 4.0, "sampler_name": "euler"}, 9, 2),
+        ({"steps": 9, "cfg": 1.0, "sampler_name": "euler"}, 9, 1),
+        ({"steps": ["9", 0], "cfg": ["9", 0], "sampler_name": "euler"}, 20, 2),
+        ({"steps": 9, "start_at_step": 4, "end_at_step": 10000}, 5, 2),
+        ({"sigmas": ["4", 0], "cfg": 1.0, "sampler_name": "euler"}, 12, 1),
+    ],
+    ids=["two prompts", "one prompt", "linked", "range of steps", "sigmas of a scheduler"],
+)
+def test_a_graph_tells_its_request(sampler, steps, prompts):
+    request = request_of_graph(queued(sampler), "1", FLUX)
+    assert (request.steps, request.prompts, request.drained) == (steps, prompts, False)
+    assert (request.image_tokens, request.batch) == (32 * 48, 3)
+
+
+def test_parallel_model_is_drained():
+    request = request_of_graph(queued({}, "ParallelModel"), "1", FLUX)
+    assert request.drained and request.prompts == 1

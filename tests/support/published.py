@@ -1,0 +1,174 @@
+"""Published latencies of parallel diffusion transformers, as data: what the planner's order is compared with.
+
+Sources, by the letter of each row: X xDiT docs/performance and the figures of xdit_assets; P PipeFusion,
+arXiv 2405.14430; C cache-dit docs; A ParaAttention README; D diffusers' page on distributed inference; T
+TensorRT-LLM tech blog 25; R xDiT pull request 788; S SGLang's Step-Video. Models are given by their published
+sizes, machines by data sheets and by what the sources say of their links (all-to-all of 8 L40 over two
+sockets). Rows whose plan is not named, and those of several machines, are left out.
+"""
+
+from dataclasses import dataclass, replace
+
+from backend.config import ParallelConfig
+from backend.planner.machine import Machine, Request
+from backend.planner.model_shape import BlockShape, ModelShape
+
+BF16 = 2
+G, T = 1e9, 1e12
+NAMES = {
+    "cfg": "cfg_degree",
+    "pp": "pipefusion_degree",
+    "u": "ulysses_degree",
+    "r": "ring_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+def double(d: int, adaln: int = 12) -> BlockShape:
+    """A block with layers of its own for text and image, of width ``d``."""
+    return BlockShape(
+        image=12 * d * d,
+        text=12 * d * d,
+        image_pairs=2 * d,
+        cross_pairs=4 * d,
+        text_pairs=2 * d,
+        weights=24 * d * d * BF16,
+        modulation=adaln * d * d * BF16,
+        reduced_image=2 * d,
+        reduced_text=2 * d,
+        streams=2,
+    )
+
+
+def single(d: int, adaln: int = 3) -> BlockShape:
+    """A block whose layers take text and image in one sequence."""
+    return replace(
+        double(d),
+        weights=12 * d * d * BF16,
+        modulation=adaln * d * d * BF16,
+        reduced_image=d,
+        reduced_text=d,
+        streams=1,
+    )
+
+
+def crossed(d: int, matrices: float) -> BlockShape:
+    """A block of self-attention over the image and attention to the prompt, ``matrices`` x d x d."""
+    return BlockShape(
+        image=matrices * d * d,
+        text=0,
+        image_pairs=2 * d,
+        cross_pairs=2 * d,
+        text_pairs=0,
+        weights=round((matrices + 2) * d * d * BF16),
+        reduced_image=3 * d,
+    )
+
+
+def model(name: str, d: int, heads: int, blocks: list[BlockShape], joint: bool = True) -> ModelShape:
+    """A transformer of width ``d``."""
+    return ModelShape(
+        name=name,
+        family=name,
+        blocks=tuple(blocks),
+        rest=60_000_000,
+        heads=heads,
+        head_size=d // heads,
+        width=d,
+        itemsize=BF16,
+        joint=joint,
+        activation_image=14 * d * BF16,
+        activation_text=14 * d * BF16,
+    )
+
+
+FLUX = model("flux", 3072, 24, [double(3072)] * 19 + [single(3072)] * 38)
+FLUX2 = model("flux2", 6144, 48, [double(6144, 0)] * 8 + [single(6144, 0)] * 48)
+SD3 = model("sd3-medium", 1536, 24, [double(1536)] * 24)
+QWEN = model("qwen-image", 3072, 24, [double(3072)] * 60)
+HUNYUAN = model("hunyuan-video", 3072, 24, [double(3072)] * 20 + [single(3072)] * 40)
+COG = model("cogvideox-5b", 3072, 48, [single(3072, 12)] * 42)
+MOCHI = model("mochi", 3072, 24, [double(3072)] * 48)
+STEP = model("step-video", 6144, 48, [crossed(6144, 12)] * 48, joint=False)
+WAN = model("wan-14b", 5120, 40, [crossed(5120, 6 + 2 * 13824 / 5120)] * 40, joint=False)
+PIXART = model("pixart", 1152, 16, [crossed(1152, 14)] * 28, joint=False)
+
+L40 = Machine(
+    *("L40", 120 * T, 110 * T, 0.8 * T, 20 * G, {2: 17 * G, 4: 2.8 * G, 8: 0.8 * G}),
+    launch=9e-4,
+    overhead=7e-4,
+)
+L20 = Machine(*("L20", 95 * T, 85 * T, 0.8 * T, 18 * G, {2: 19 * G, 4: 16 * G, 8: 7 * G}), launch=5e-4)
+RTX4090 = Machine(*("4090", 150 * T, 140 * T, 0.95 * T, 11 * G, {2: 10 * G, 4: 8 * G}), launch=5e-4)
+NVLINK = {2: 160 * G, 4: 160 * G, 8: 160 * G}
+A100 = Machine(*("A100", 185 * T, 160 * T, 1.6 * T, 200 * G, NVLINK), launch=9e-4, overhead=1.25e-3)
+A100_COMPILED = replace(A100, launch=2.5e-4, overhead=1.5e-4)
+FAST = {2: 250 * G, 4: 250 * G, 8: 250 * G}
+H100 = Machine(*("H100", 570 * T, 430 * T, 3 * T, 300 * G, FAST), half_rate=160, overhead=1.5e-4)
+H20 = Machine(*("H20", 130 * T, 120 * T, 4 * T, 300 * G, FAST), overhead=1.5e-4)
+GB200 = Machine(*("GB200", 1800 * T, 1450 * T, 7 * T, 600 * G, {8: 500 * G}), ranks=16)
+RDNA4 = Machine(*("RDNA4", 90 * T, 60 * T, 0.64 * T, 14 * G, {2: 13 * G, 4: 9 * G}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published table: plans of a model, a request and a machine -> seconds."""
+
+    source: str
+    model: ModelShape
+    machine: Machine
+    request: Request
+    seconds: dict[str, float]
+
+    @property
+    def plans(self) -> dict[str, ParallelConfig]:
+        """Name of each plan -> its configuration."""
+        return {name: plan(name) for name in self.seconds}
+
+
+def plan(name: str) -> ParallelConfig:
+    """Read "cfg2 pp4"; PipeFusion with as many patches as stages. "1" is one GPU."""
+    degrees = {}
+    for word in name.split() if name != "1" else ():
+        axis = word.rstrip("0123456789")
+        degrees[NAMES[axis]] = int(word.removeprefix(axis))
+    return ParallelConfig(**degrees)
+
+
+def table(source, model, machine, tokens: tuple[int, int], steps: int, prompts: int, **seconds) -> Case:
+    """One table; "one" is one GPU, and _ stands for the space in the name of a plan."""
+    named = {"1" if name == "one" else name.replace("_", " "): value for name, value in seconds.items()}
+    return Case(source, model, machine, Request(*tokens, steps, prompts), named)
+
+
+CASES = (
+    table("XP", FLUX, L40, (4096, 512), 28, 1, one=18.36, pp2=11.03, pp4=7.05, pp8=5.53, u8=26.0),
+    table("XP", FLUX, L40, (16384, 512), 28, 1, one=105.7, pp2=58.15, pp4=30.1, pp8=18.68, r8=23.5),
+    table("XP", FLUX, L40, (65536, 512), 28, 1, one=855.1, pp2=470.8, pp4=235.95, pp8=133.64),
+    table("X", FLUX, A100, (4096, 512), 28, 1, one=12.77, u2=8.16, u4=5.55, u8=4.13),
+    table("X", FLUX, H100, (4096, 512), 28, 1, one=4.30, r2=2.60, u4=1.63, r4=1.98),
+    table("C", FLUX, L20, (4096, 512), 28, 1, one=23.56, u2=13.80, u4=8.28, r4=9.16, tp2=14.61, tp4=10.69),
+    table("A", FLUX, A100_COMPILED, (4096, 512), 28, 1, one=9.997, r2=5.78, u2_r2=3.56),
+    table("D", FLUX, L20, (4096, 512), 28, 1, u4=281, r4=351, u2_r2=324),
+    table("D", FLUX, RTX4090, (4096, 512), 28, 1, u4=259, r4=339, u2_r2=322),
+    table("C", FLUX2, L20, (4096, 512), 28, 1, tp4=27.7, tp8=21.4, u4_tp2=15.2),
+    table("C", QWEN, H100, (6889, 128), 50, 2, one=18.49, u2=12.81),
+    table("R", QWEN, RDNA4, (32768, 512), 50, 2, u2=209, cfg2=168.7, u4=151.9, cfg2_u2=101.7),
+    table("XP", SD3, L40, (4096, 333), 20, 2, one=3.92, cfg2=1.91, cfg2_pp2=1.26, cfg2_pp4=0.91),
+    table("XP", SD3, L40, (16384, 333), 20, 2, one=22.82, cfg2=11.12, cfg2_pp2=6.15, cfg2_pp4=3.67),
+    table("X", SD3, A100, (16384, 333), 20, 2, one=15.91, cfg2=8.11, cfg2_u2=4.58, cfg2_u4=2.81),
+    table("XP", PIXART, L40, (4096, 120), 20, 2, one=2.80, cfg2=1.40, cfg2_pp2=0.82, cfg2_pp4=0.62),
+    table("XP", PIXART, L40, (65536, 120), 20, 2, one=244.9, cfg2=120.6, cfg2_pp2=60.8, cfg2_pp4=33.0),
+    table("X", HUNYUAN, H100, (118800, 256), 50, 1, one=1904, u2=925, u4=514, u8=337.6),
+    table("X", COG, L40, (17550, 226), 50, 2, one=311.4, cfg2=156.6, cfg2_r2=92.2),
+    table(
+        *("X", COG, L40, (85680, 226), 50, 2),
+        **dict(one=3624, cfg2=1856, u2=2092, r2=2023, r4=1163, u4=1484, cfg2_u2_r2=592.7),
+    ),
+    table("S", STEP, H20, (55488, 320), 50, 2, u8=30.1, tp8=30.4),
+    table("A", MOCHI, A100_COMPILED, (44520, 256), 64, 2, one=149.9, cfg2=81.9, cfg2_r2=47.1),
+    table(
+        *("T", WAN, GB200, (75600, 512), 40, 2),
+        **dict(one=348.4, cfg2=174.0, cfg2_u2=95.9, cfg2_u4=48.1, cfg2_u4_r2=25.6),
+    ),
+)
