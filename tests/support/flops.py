@@ -1,5 +1,7 @@
 """What the blocks of a model multiply in a step, as torch counts it."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +33,7 @@ def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
         calls.run(built.start(), built.sigmas[0], context)
         at.clear()
         with counter:
-            calls.run(built.start(), built.sigmas[0], context)
+            calls.run(built.start(), built.sigmas[0], replace(context))  # a forward of its own
     for hook in hooks:
         hook.remove()
     sequence = model.stage.sequences["positive"]
