@@ -59,6 +59,16 @@ HARMLESS_OPTIONS = set(
 HANDLE = "parallel_dit"
 
 
+def _step_end(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the noise level at which the step under way ends, as models of MeanFlow read it; nothing where a
+    sampler calls the model within a step."""
+    levels = options.get("sample_sigmas")
+    if levels is None or "sigmas" not in options:
+        return {}
+    begins = (levels[:-1] == options["sigmas"][0]).nonzero()
+    return {"step_end": levels[1:][begins[0]]} if len(begins) else {}
+
+
 class ParallelModel(io.ComfyNode):
     """PARALLEL_DIT -> MODEL."""
 
@@ -174,6 +184,8 @@ class RemoteTransformer(ElsewhereModule):
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
+        if "step_end" in loaded.info["conditioning"]:
+            values |= _step_end(transformer_options or {})
         found = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
         found = fill_zeros(found, x.shape[0], family, self.unet_config)
         self._warn_of_idle_ranks(x.shape[0])

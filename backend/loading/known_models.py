@@ -145,6 +145,12 @@ KNOWN = (
     ),
     Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
     Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",), ("WAN21_SCAIL2",)),
+    # relatives of CogVideoX
+    Known(
+        "ConsisID, which is given a face",
+        ("local_facial_extractor.proj_out", "perceiver_cross_attention.0.to_q.weight"),
+        remedy=OTHER_NODES,
+    ),
     # relatives of PixArt
     Known(
         "PixArt-Sigma with KV compression", ("t_block.1.weight", "blocks.14.attn.sr.weight"), remedy=FOLDER

@@ -25,6 +25,7 @@ from . import (
     sana,
     sd3,
     wan,
+    wan_animate,
     wan_vace,
     z_image,
 )
@@ -41,6 +42,7 @@ MODULES = (
     hunyuan_image21,
     wan,
     wan_vace,
+    wan_animate,
     cogvideox,
     ltxv,
     qwen_image,

@@ -15,6 +15,9 @@ from .key_layout import Layout
 from .latent_tokens import NestedGrid, TokenGrid
 
 Grid = TokenGrid | NestedGrid
+#: The argument of distilled models (MeanFlow) that are told at which noise level a step ends (1,). A request
+#: knows it; a client that calls the model by itself sends it.
+STEP_END = "step_end"
 Config = Mapping[str, Any]
 Arguments = dict[str, Tensor]
 #: Half precisions that a family bears, preferred first (Build.dtypes).

@@ -6,22 +6,28 @@ from .blocks import APART, Blocks
 from .common.double_stream import SINGLE_STREAM
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .common.timestep_precision import round_input
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
-    """Sines of the timestep, which diffusers leaves in float32, in the dtype of their layer."""
-    round_input(transformer.time_guidance_embed.timestep_embedder.linear_1)
+    """Sines of timesteps and guidance, which diffusers leaves in float32, in the dtype of their layer."""
+    embedders = transformer.time_guidance_embed
+    for embedder in (embedders.timestep_embedder, embedders.timestep_embedder_r, embedders.guidance_embedder):
+        if embedder is not None:
+            round_input(embedder.linear_1)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000; a prompt without quoted words has no text of byT5."""
+    """Timesteps and guidance run to 1000; a prompt without quoted words has no text of byT5."""
+    batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
     return dict(
         hidden_states=grid.pad(latent),
-        timestep=sigma.expand(latent.shape[0]) * 1000,
+        timestep=sigma.expand(batch) * 1000,
+        timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
+        guidance=cond["guidance"].expand(batch) * 1000 if config["guidance_embeds"] else None,
         encoder_hidden_states=text,
         encoder_attention_mask=cond.get("attention_mask", hunyuan_video.all_tokens(text)),
         encoder_hidden_states_2=glyphs,
@@ -72,16 +78,26 @@ LAYOUT = Layout(
         **hunyuan_video.NAMES,
         **SINGLE_STREAM,
         **under("time_in", "time_guidance_embed.timestep_embedder", IN_OUT),
+        **under("time_r_in", "time_guidance_embed.timestep_embedder_r", IN_OUT),
+        **under("guidance_in", "time_guidance_embed.guidance_embedder", IN_OUT),
         "byt5_in.layernorm": "context_embedder_2.norm",
         **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
     },
 )
-DISTILLED = "a distilled HunyuanImage 2.1, which is told where a step ends,"
-ONLY = {
-    "use_meanflow": (False, DISTILLED),
-    "guidance_embeds": (False, DISTILLED),
-    "patch_size": ((1, 1), "the refiner of HunyuanImage 2.1, which is given an image,"),
-}
+ONLY = {"patch_size": ((1, 1), "the refiner of HunyuanImage 2.1, which is given an image,")}
+ACCEPTED = ("c_crossattn", "txt_byt5", "attention_mask", "guidance")
+
+
+def variant(config):
+    """The distilled model is told where a step ends (MeanFlow), and reads guidance."""
+    found = {}
+    if config["use_meanflow"]:
+        found["conditioning.accepted"] = (*ACCEPTED, STEP_END)
+    if config["guidance_embeds"]:
+        found |= {"conditioning.ignored": (), "conditioning.required": ("c_crossattn", "guidance")}
+    return found
+
+
 FAMILY = Family(
     name="hunyuan-image-2.1",
     transformer="HunyuanImageTransformer2DModel",
@@ -98,7 +114,7 @@ FAMILY = Family(
         per_token={"image_rotary_emb": ("image", 0)},
     ),
     conditioning=Conditioning(
-        accepted=("c_crossattn", "txt_byt5", "attention_mask", "guidance"),
+        accepted=ACCEPTED,
         widths=lambda config: {
             "c_crossattn": config["text_embed_dim"],
             "txt_byt5": config["text_embed_2_dim"],
@@ -114,4 +130,5 @@ FAMILY = Family(
     build=Build(patch_module=patch_module, only=ONLY),
     tensor_plan=COMMON | PARALLEL_MLP,
     layout=LAYOUT,
+    variant=variant,
 )

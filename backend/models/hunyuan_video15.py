@@ -13,7 +13,7 @@ from .common.masked_text import MaskedText
 from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
-from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import FP16_OR_BF16, STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
 from .key_layout import IN_OUT, Layout, under
 
@@ -45,6 +45,8 @@ def patch_module(transformer, config):
     """The cheaper mask for every block, its text clipped; sines of the timestep, made in float32, in their
     layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
+    if config["use_meanflow"]:
+        round_input(transformer.time_embed.timestep_embedder_r.linear_1)
     call = SimpleNamespace(hides=True)
 
     def take(module, args, kwargs):
@@ -65,7 +67,8 @@ def hides_tokens(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000; c_concat: further channels, the image's latent and mask, or zeros."""
+    """Timesteps run to 1000, that of the step's end too; c_concat: further channels, the image's latent and
+    mask, or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]
@@ -74,6 +77,7 @@ def forward_args(config, grid, latent, sigma, cond):
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
         timestep=sigma.expand(batch) * 1000,
+        timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
         encoder_hidden_states=text,
         encoder_attention_mask=cond.get("attention_mask", all_tokens(text)),
         encoder_hidden_states_2=glyphs,
@@ -93,10 +97,10 @@ def config_from_shapes(shapes):
     return video_config(shapes) | dict(
         text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
         image_embed_dim=shapes["vision_in.proj.0.weight"][0],
+        use_meanflow="time_r_in.in_layer.weight" in shapes,
     )
 
 
-MEANFLOW = "a HunyuanVideo 1.5 distilled by MeanFlow, which is told where a step ends"
 LAYOUT = Layout(
     signature=(
         "img_in.proj.weight",
@@ -107,13 +111,13 @@ LAYOUT = Layout(
         "cond_type_embedding.weight",
     ),
     absent=("vector_in.in_layer.weight",),  # HunyuanVideo
-    variants={"time_r_in.in_layer.weight": MEANFLOW},
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
     names={
         **NAMES,
         **under("time_in", "time_embed.timestep_embedder", IN_OUT),
+        **under("time_r_in", "time_embed.timestep_embedder_r", IN_OUT),
         "cond_type_embedding.weight": "cond_type_embed.weight",
         "byt5_in.layernorm": "context_embedder_2.norm",
         **{f"byt5_in.fc{i}": f"context_embedder_2.linear_{i}" for i in (1, 2, 3)},
@@ -123,6 +127,7 @@ LAYOUT = Layout(
         "vision_in.proj.4": "image_embedder.norm_out",
     },
 )
+ACCEPTED = ("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y")
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
@@ -141,7 +146,7 @@ FAMILY = Family(
         per_token={"freqs_cis": ("image", 0)},
     ),
     conditioning=Conditioning(
-        accepted=("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y"),
+        accepted=ACCEPTED,
         widths=lambda config: {
             "c_crossattn": config["text_embed_dim"],
             "txt_byt5": config["text_embed_2_dim"],
@@ -155,8 +160,7 @@ FAMILY = Family(
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear"),
     ),
-    build=Build(
-        dtypes=FP16_OR_BF16, patch_module=patch_module, only={"use_meanflow": (False, f"{MEANFLOW},")}
-    ),
+    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,
+    variant=lambda config: {"conditioning.accepted": (*ACCEPTED, STEP_END)} if config["use_meanflow"] else {},
 )

@@ -167,6 +167,8 @@ ATTENTION = {
     "v_img": "add_v_proj",
     "norm_k_img": "norm_added_k",
 }
+#: The key of files with face attentions.
+FACE = "face_adapter.fuser_blocks.0.k_norm.weight"
 BLOCK = "blocks.{}"
 EMBEDDER = "condition_embedder"
 LAYOUT = Layout(
@@ -179,11 +181,10 @@ LAYOUT = Layout(
         "head.head.weight",
         "head.modulation",
     ),
-    absent=("vace_patch_embedding.weight",),  # VACE
+    absent=("vace_patch_embedding.weight", FACE),  # VACE, Animate
     variants={
         "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
         "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
-        "face_adapter.fuser_blocks.0.k_norm.weight": "Wan 2.2 Animate",
         "pose_patch_embedding.weight": "Wan Animate",
         "patch_embedding_pose.weight": "SCAIL",
         "patch_embedding_global.weight": "WanDancer",
@@ -235,6 +236,11 @@ def variant(config):
     return {"conditioning.accepted": accepted} | (FRAME_TIMESTEPS if by_frame else {})
 
 
+def attention_calls(block: Any) -> int:
+    """To itself and the text, and to an image where the model has one."""
+    return 2 if block.attn2.add_k_proj is None else 3
+
+
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
@@ -245,7 +251,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "cross"),
-        attention_calls=lambda block: 2 if block.attn2.add_k_proj is None else 3,
+        attention_calls=attention_calls,
     ),
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..models.family import Family
+from ..models.family import STEP_END, Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import Sequence, Span, patches
 from ..protocol import Sample
@@ -32,7 +32,7 @@ class Request:
 
     times: (B,), the noise as the client gives it to the model, and given: (B, C, [T,] H, W), the latent as it
     is given to the model (ModelCall; noise and latent then have a shape and no values); None where they
-    follow from the noise level and x."""
+    follow from the noise level and x. tells_step_end: the model is told where a step ends."""
 
     config: ParallelConfig
     prediction: Prediction
@@ -56,6 +56,7 @@ class Request:
     carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
     given: Tensor | None = None
+    tells_step_end: bool = False
 
     @property
     def guidance(self) -> tuple[str, ...]:
@@ -76,6 +77,14 @@ class Request:
     def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
         """Return the model arguments of a branch for some samples of this replica's batch."""
         return _samples(self.conditioning[branch], items, self.noise.shape[0])
+
+    def step_end(self, sigma: Tensor) -> Tensor | None:
+        """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
+        at levels within a step, as in ComfyUI."""
+        if not self.tells_step_end:
+            return None
+        begins = (self.sigmas[:-1] == sigma).nonzero()
+        return self.sigmas[1:][begins[0]] if len(begins) else None
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
         """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""
@@ -139,7 +148,6 @@ def build(
         conditioning[name] = found
         reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, found)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
-    percents = sample.tensors.get("percent_sigmas", torch.zeros(0))
     return Request(
         config=request_config(sample, config),
         prediction=PREDICTIONS[family.noise.prediction],
@@ -158,9 +166,10 @@ def build(
         mask=tokens("denoise_mask") if "denoise_mask" in sample.tensors else None,
         from_pure_noise=_from_pure_noise(family, model_config, sample.tensors["sigmas"][0].item()),
         clean_inpaint=family.noise.clean_inpaint,
-        percent_sigmas=dict(zip(PERCENTS, percents.tolist())),
+        percent_sigmas=dict(zip(PERCENTS, sample.tensors.get("percent_sigmas", torch.zeros(0)).tolist())),
         patch0_tokens=patch0_tokens,
         carry=family.latent.nested and family.latent.nested.carry,
+        tells_step_end=STEP_END in family.conditioning.accepted,
     )
 
 

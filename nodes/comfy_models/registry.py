@@ -102,6 +102,11 @@ FAMILIES = {
         translate=arguments.wan_vace,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
+    "wan-animate": Family(
+        "WAN22_Animate",
+        accepts=IMAGE_TO_VIDEO,
+        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
+    ),
     "cogvideox": Family(
         lambda config: (
             "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V"

@@ -50,9 +50,7 @@ _HUNYUAN_VIDEO_NAMES = (
     "in_channels out_channels axes_dim=rope_axes_dim context_in_dim=text_embed_dim "
     "num_heads=num_attention_heads depth=num_layers "
 )
-_HUNYUAN_VIDEO_FIXED = dict(
-    image_model="hunyuan_video", mlp_ratio=4.0, theta=256, qkv_bias=True, meanflow=False
-)
+_HUNYUAN_VIDEO_FIXED = dict(image_model="hunyuan_video", mlp_ratio=4.0, theta=256, qkv_bias=True)
 _WIDTH = {"hidden_size": values.hidden}
 #: Family -> its entry.
 UNET_CONFIGS = {
@@ -98,7 +96,7 @@ UNET_CONFIGS = {
         extra=values.first_hunyuan_dit,
     ),
     "hunyuan-video": UnetConfig(
-        {**_HUNYUAN_VIDEO_FIXED, "byt5": False},
+        {**_HUNYUAN_VIDEO_FIXED, "byt5": False, "meanflow": False},
         names=_HUNYUAN_VIDEO_NAMES + "depth_single_blocks=num_single_layers "
         "vec_in_dim=pooled_projection_dim guidance_embed=guidance_embeds",
         computed={**_WIDTH, "patch_size": values.hunyuan_video_patch},
@@ -113,7 +111,7 @@ UNET_CONFIGS = {
             "use_cond_type_embedding": True,
             "meanflow_sum": True,
         },
-        names=_HUNYUAN_VIDEO_NAMES + "vision_in_dim=image_embed_dim",
+        names=_HUNYUAN_VIDEO_NAMES + "vision_in_dim=image_embed_dim meanflow=use_meanflow",
         computed={**_WIDTH, "patch_size": values.hunyuan_video_patch},
     ),
     "hunyuan-image-2.1": UnetConfig(
@@ -126,7 +124,7 @@ UNET_CONFIGS = {
             "meanflow_sum": False,
         },
         names=_HUNYUAN_VIDEO_NAMES + "patch_size depth_single_blocks=num_single_layers "
-        "guidance_embed=guidance_embeds",
+        "guidance_embed=guidance_embeds meanflow=use_meanflow",
         computed=_WIDTH,
     ),
     "wan": UnetConfig(
@@ -237,5 +235,10 @@ UNET_CONFIGS["wan-vace"] = replace(
     fixed=UNET_CONFIGS["wan"].fixed | {"model_type": "vace"},
     names=UNET_CONFIGS["wan"].names + " text_dim vace_in_dim=vace_in_channels",
     computed={"dim": values.hidden, "vace_layers": values.vace_layers},
+)
+UNET_CONFIGS["wan-animate"] = replace(
+    UNET_CONFIGS["wan"],
+    fixed=UNET_CONFIGS["wan"].fixed | {"model_type": "animate"},
+    computed={"dim": values.hidden},
 )
 UNET_CONFIGS["minimax-h3-curves"] = UNET_CONFIGS["minimax-h3"]

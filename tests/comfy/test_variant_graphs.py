@@ -235,6 +235,33 @@ def vace(*videos):
     return build
 
 
+def animate(*inputs):
+    """WanAnimateToVideo with these of its inputs."""
+
+    def build(g, positive, negative):
+        made = {
+            "clip_vision_output": lambda: g.features(),
+            "reference_image": lambda: g.image(seed=1),
+            "face_video": lambda: g.image(frames=9, seed=2),
+            "pose_video": lambda: g.image(frames=5, seed=3),  # its last picture is repeated
+            "background_video": lambda: g.image(frames=9, seed=4),
+            "character_mask": lambda: g.one("TestMask", width=144, height=112),
+            "continue_motion": lambda: g.image(frames=5, seed=5),
+        }
+        return g.three(
+            "WanAnimateToVideo",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(),
+            continue_motion_max_frames=5,
+            video_frame_offset=0,
+            **WAN_SIZE,
+            **{name: made[name]() for name in inputs},
+        )
+
+    return build
+
+
 def given_frame(g, positive, negative):
     latent = g.one(
         "Wan22ImageToVideoLatent",
@@ -460,12 +487,23 @@ GRAPHS = {
     "wan vace, text to video": ("wan21-vace", plain(2, 16, 3, 16, 18)),
     "wan vace without anything": ("wan21-vace", vace(())),
     "wan vace, two videos": ("wan21-vace-two", vace(("control_video",), ("control_video", "control_masks"))),
+    "wan animate": (
+        "wan22-animate",
+        animate("clip_vision_output", "reference_image", "face_video", "pose_video"),
+    ),
+    "wan animate, a character replaced": (
+        "wan22-animate",
+        animate("reference_image", "face_video", "background_video", "character_mask", "continue_motion"),
+    ),
+    "wan animate without anything": ("wan22-animate", animate()),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
     "hunyuan-video 1.5 i2v": (
         "hunyuan-video15-i2v",
         first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16}),
     ),
+    "hunyuan-video 1.5, meanflow": ("hunyuan-video15-meanflow", plain(2, 32, 3, 10, 11)),
+    "hunyuan-image 2.1, distilled": ("hunyuan-image21-distilled", plain(1, 64, 9, 11)),
     "ltxv i2v": ("ltxv-i2v", ltx_image),
     "ltxv guides": ("ltxv-i2v", ltx_guides),
     "ltx2 i2v": ("ltx2-i2v", ltx2_image),

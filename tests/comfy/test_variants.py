@@ -25,6 +25,7 @@ with comfy_modules():
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
     from comfy.ldm.pixart.pixartms import PixArtMS, get_2d_sincos_pos_embed_torch
     from comfy.ldm.wan.model import WanModel
+    from comfy.ldm.wan.model_animate import AnimateWanModel
     from comfy.model_detection import detect_unet_config
 
 HERE = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
@@ -73,6 +74,12 @@ def wan(kind):
         qk_norm=True,
         cross_attn_norm=True,
         **HERE,
+    )
+
+
+def animate():
+    return AnimateWanModel(
+        dim=256, ffn_dim=512, num_heads=2, num_layers=10, in_dim=36, out_dim=16, text_dim=64, **HERE
     )
 
 
@@ -164,6 +171,9 @@ T5 = {
     "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]]),
 }
 IMAGE = {"c_crossattn": randn(1, 512, 64), "c_concat": randn(1, 20, 3, 9, 10)}
+#: A reference picture's frame and three of the video.
+EVEN, ODD = randn(1, 16, 4, 10, 10), randn(1, 20, 4, 9, 10)
+ANIMATE = {**TEXT, "c_concat": randn(1, 20, 4, 10, 10), "clip_fea": randn(1, 257, 1280)}
 #: Name -> (ComfyUI's module, latent, arguments by ComfyUI's names).
 VARIANTS = {
     "sd3.5 medium": (lambda: sd3("rms", [0, 1]), randn(1, 16, 11, 14), {**TEXT, "y": randn(1, 32)}),
@@ -225,6 +235,17 @@ VARIANTS = {
         {**TEXT, "attention_mask": hidden_rows(12, 9)},
     ),
     "wan 2.2 image to video": (lambda: wan("t2v"), VIDEO, IMAGE),
+    "wan 2.2 animate": (
+        animate,
+        EVEN,
+        {**ANIMATE, "pose_latents": randn(1, 16, 3, 10, 10), "face_pixel_values": randn(1, 3, 9, 512, 512)},
+    ),
+    "wan 2.2 animate, the last face and pose before the last frame": (
+        animate,
+        EVEN,
+        {**ANIMATE, "pose_latents": randn(1, 16, 1, 10, 10), "face_pixel_values": randn(1, 3, 5, 512, 512)},
+    ),
+    "wan 2.2 animate without face and pose": (animate, randn(1, 16, 4, 9, 10), {**TEXT, "c_concat": ODD}),
 }
 #: Name -> what a file has besides the module's weights: the table of positions of 1024 pixels.
 FURTHER = {"pixart sigma with its positions": {"pos_embed": torch.zeros(1, 4096, 144)}}
@@ -233,12 +254,12 @@ TAKE_SIGMA = ("flux2", "ideogram4")
 
 
 def weights(module):
-    """Random ones that keep activations near 1."""
-    return {
+    """Random ones that keep activations near 1; buffers as they are."""
+    return dict(module.named_buffers()) | {
         name: randn(*value.shape) * value[0].numel() ** -0.5
         if value.ndim > 1
         else 1.0 + 0.1 * randn(*value.shape)
-        for name, value in module.state_dict().items()
+        for name, value in module.named_parameters()
     }
 
 

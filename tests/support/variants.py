@@ -107,6 +107,65 @@ CAMERA = {
         for leaf, shape in (("weight", (512, 512, 3, 3)), ("bias", (512,)))
     },
 }
+#: Channels of the face's encoder, of which each step halves the sides of 512 x 512 pixels: ComfyUI knows no
+#: others.
+FACES = (32, 64, 128, 256, 512, 512, 512, 512)
+ENCODER = "motion_encoder.enc.net_app.convs"
+#: A fifth block: the first of every five has a face attention.
+ANIMATE = {
+    **{
+        key.replace("blocks.3.", "blocks.4."): tuple(shape)
+        for key, shape in (facts("wan21-t2v")["shapes"] | IMAGE_EMBEDDER).items()
+        if key.startswith("blocks.3.")
+    },
+    "pose_patch_embedding.weight": (512, 16, 1, 2, 2),
+    "pose_patch_embedding.bias": (512,),
+    f"{ENCODER}.0.0.weight": (32, 3, 1, 1),
+    f"{ENCODER}.0.1.bias": (1, 32, 1, 1),
+    **{
+        f"{ENCODER}.{i}.{name}": shape
+        for i, (wide, wider_) in enumerate(zip(FACES, FACES[1:]), 1)
+        for name, shape in (
+            ("conv1.0.weight", (wide, wide, 3, 3)),
+            ("conv1.1.bias", (1, wide, 1, 1)),
+            ("conv2.0.kernel", (4, 4)),
+            ("conv2.1.weight", (wider_, wide, 3, 3)),
+            ("conv2.2.bias", (1, wider_, 1, 1)),
+            ("skip.0.kernel", (4, 4)),
+            ("skip.1.weight", (wider_, wide, 1, 1)),
+        )
+    },
+    f"{ENCODER}.8.weight": (512, 512, 4, 4),
+    **{f"motion_encoder.enc.fc.{i}.weight": (512 if i < 4 else 20, 512) for i in range(5)},
+    **{f"motion_encoder.enc.fc.{i}.bias": (512 if i < 4 else 20,) for i in range(5)},
+    "motion_encoder.dec.direction.weight": (512, 20),
+    **{
+        f"face_adapter.fuser_blocks.0.{name}": shape
+        for name, shape in (
+            ("linear1_kv.weight", (1024, 512)),
+            ("linear1_kv.bias", (1024,)),
+            ("linear1_q.weight", (512, 512)),
+            ("linear1_q.bias", (512,)),
+            ("linear2.weight", (512, 512)),
+            ("linear2.bias", (512,)),
+            ("q_norm.weight", (128,)),
+            ("k_norm.weight", (128,)),
+        )
+    },
+    "face_encoder.conv1_local.conv.weight": (4096, 512, 3),
+    "face_encoder.conv1_local.conv.bias": (4096,),
+    **{f"face_encoder.conv{i}.conv.weight": (1024, 1024, 3) for i in (2, 3)},
+    **{f"face_encoder.conv{i}.conv.bias": (1024,) for i in (2, 3)},
+    "face_encoder.out_proj.weight": (512, 1024),
+    "face_encoder.out_proj.bias": (512,),
+    "face_encoder.padding_tokens": (1, 1, 1, 512),
+}
+#: Distilled models' embedder of the noise level at which a step ends.
+STEP_END = {
+    f"time_r_in.{layer}.{leaf}": shape
+    for layer, width in (("in_layer", 256), ("out_layer", 512))
+    for leaf, shape in (("weight", (512, width)), ("bias", (512,)))
+}
 GUIDANCE = {
     f"guidance_in.{layer}.{leaf}": None for layer in ("in_layer", "out_layer") for leaf in ("weight", "bias")
 }
@@ -298,6 +357,19 @@ VARIANTS = {
         },
         negative={"context_latents.1": None},
     ),
+    "wan22-animate": Variant(
+        "wan21-t2v",
+        WAN_36 | IMAGE_EMBEDDER | ANIMATE,
+        "WAN22_Animate",
+        {"model_type": "animate", "in_dim": 36, "num_layers": 5},
+        arguments={
+            "c_concat": randn(1, 20, 3, 16, 16),
+            "clip_fea": randn(1, 25, 1280),
+            "pose_latents": randn(1, 16, 2, 16, 16),
+            "face_pixel_values": randn(1, 3, 5, 512, 512),
+        },
+        negative={"pose_latents": None},
+    ),
     "wan21-vace-two": Variant(
         "wan21-vace",
         arguments={
@@ -321,6 +393,16 @@ VARIANTS = {
     ),
     "hunyuan-video15-i2v": Variant(
         "hunyuan-video15", arguments={"c_concat": randn(1, 33, 3, 10, 10), "clip_fea": randn(1, 25, 1152)}
+    ),
+    "hunyuan-video15-meanflow": Variant(
+        "hunyuan-video15", STEP_END, "HunyuanVideo15", {"meanflow": True, "meanflow_sum": True}
+    ),
+    "hunyuan-image21-distilled": Variant(
+        "hunyuan-image21",
+        STEP_END | {key.replace("time_r_in", "guidance_in"): shape for key, shape in STEP_END.items()},
+        "HunyuanImage21",
+        {"meanflow": True, "guidance_embed": True},
+        arguments={"guidance": torch.full((1,), 6.0)},
     ),
     "ltxv-i2v": Variant(
         "ltxv",
@@ -429,7 +511,9 @@ def state(name: str) -> dict[str, torch.Tensor]:
     weights = weights_module().state_dict(described(name)["shapes"])
     if "head.head.weight" in weights:
         weights["head.head.weight"] *= VARIANTS[name].louder
-    return weights
+    # a blur, which ComfyUI reads and diffusers computes
+    line = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
+    return weights | {key: torch.outer(line, line) for key in weights if key.endswith(".kernel")}
 
 
 def request(name: str, model: str = "tiny") -> Sample:

@@ -5,6 +5,7 @@ be read is refused by name.
 import json
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
+from backend.quantization.formats import GGUF_SCALES
 
 GGUF_KINDS = (
     "Q8_0",
@@ -442,6 +444,69 @@ def test_refused_gguf_files(folder, state):
         with pytest.raises(UnsupportedError, match="truncated or no GGUF file") as error:
             open_checkpoint(str(folder / f"{name}.gguf"))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", GGUF_SCALES)
+def test_gguf_blocks_with_scales_of_nan_are_refused_as_they_are_read(folder, state, kind):
+    """Each scale and minimum of a block, in the last block of a matrix; by the rank that reads it."""
+    gguf = pytest.importorskip("gguf")
+    path = folder / f"nan-{kind}.gguf"
+    write_gguf(path, state, (kind,))
+    reader = gguf.GGUFReader(path)
+    tensor = next(
+        each for each in reader.tensors if each.tensor_type.name == kind and each.shape[0] % 256 == 0
+    )
+    _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    data = path.read_bytes()
+    assert open_checkpoint(str(path)).files.packed(tensor.name) is not None
+    for at, bits in product(GGUF_SCALES[kind], (b"\x00\x7e", b"\x00\xfc")):  # NaN, and minus infinity
+        place = tensor.data_offset + tensor.n_bytes - size + at
+        path.write_bytes(data[:place] + bits + data[place + 2 :])
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.check_load(str(path), "default")
+        with pytest.raises(
+            UnsupportedError, match=f"the {kind} blocks of '{tensor.name}' have a scale of NaN"
+        ):
+            engine.load("m", str(path), "fp32")
+        rows = tensor.shape[1]
+        files = open_checkpoint(str(path)).files
+        assert files.packed(tensor.name, slice(0, rows - 1)) is not None  # a rank that does not read it
+
+
+def test_every_gguf_type_has_its_scales():
+    pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    assert GGUF_SCALES.keys() == {kind.name for kind in dequantize_functions} - {"BF16"}
+
+
+@pytest.mark.parametrize(
+    "architecture, keys, says",
+    [
+        ("llama", ["token_embd.weight", "blk.0.attn_q.weight"], "begin with 'token_embd.weight'"),
+        (
+            "t5encoder",
+            ["enc.blk.0.attn_q.weight", "token_embd.weight"],
+            "text encoder or VAE does not belong",
+        ),
+        ("sdxl", ["input_blocks.0.0.weight", "input_blocks.1.0.in_layers.0.weight"], "is .* a UNet"),
+        ("flux", ["t5_yproj.weight"], "is Mochi"),  # the tensors tell, not what the metadata says
+        ("wan", ["double_blocks.0.img_attn.qkv.weight"], "no transformer of a supported family"),
+    ],
+)
+def test_gguf_of_another_family(folder, architecture, keys, says):
+    gguf = pytest.importorskip("gguf")
+    path = folder / "other.gguf"
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key in keys:
+        writer.add_tensor(key, torch.ones(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match=says) as error:
+        open_checkpoint(str(path))
+    assert "other.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_gguf_without_its_package(folder, state, monkeypatch):

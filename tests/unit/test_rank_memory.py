@@ -87,6 +87,25 @@ def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
         assert plan.scratch_bytes == max(largest, default=0)
 
 
+@pytest.mark.parametrize(
+    "kind, matmul, has_scratch",
+    [
+        ("int8_tensorwise", "auto", False),
+        ("int8_tensorwise", "weight only", True),
+        ("nvfp4", "native", True),  # of which a CPU has no product
+    ],
+)
+def test_layers_that_multiply_natively_need_no_scratch(files, kind, matmul, has_scratch):
+    pytest.importorskip("comfy_kitchen")
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(files[kind]), "bf16", matmul)
+    model = engine.models["tiny"]
+    assert {choice.kernel is not None for choice in model.choices.values()} == {matmul != "weight only"}
+    (plan,) = describe(ParallelConfig(), str(files[kind]), 60, 12, dtype=model.dtype, choices=model.choices)
+    assert plan.weight_bytes == model.report.weight_bytes
+    assert bool(plan.scratch_bytes) == has_scratch
+
+
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("kind", FILES)
 def test_sharded_weights_are_those_of_the_loaded_rank(files, kind, ranks):

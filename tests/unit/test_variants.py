@@ -88,6 +88,13 @@ from backend.sampling.validation import check_sample
         ),
         ("wan21-vace-two", {"vace_strength": torch.ones(1, 3)}, "control videos but"),
         ("wan21-vace-two", {"vace_context": None}, "vace_context"),
+        (
+            "wan22-animate",
+            {"face_pixel_values": torch.zeros(1, 3, 5, 256, 256)},
+            "3 channels and 512 x 512 pixels; use WanAnimateToVideo",
+        ),
+        ("wan22-animate", {"pose_latents": torch.zeros(1, 16, 2, 8, 16)}, "16 channels of 16 x 16"),
+        ("wan22-animate", {"time_dim_concat": torch.zeros(1, 16, 1, 16, 16)}, "'time_dim_concat'"),
         ("wan21-phantom", {"time_dim_concat": torch.zeros(1, 16, 2, 16, 8)}, "16 channels of 16 x 16"),
         (
             "wan22-bernini",
@@ -158,13 +165,35 @@ def test_refusals_name_the_remedy(name, change, words, tmp_path):
         check_sample(sample, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("name", ["hunyuan-video15-meanflow", "hunyuan-image21-distilled"])
+def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
+    """By the request, at its own noise levels; at others, as solvers ask for within a step, by nothing."""
+    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+    built = build(
+        request(name),
+        ParallelConfig(),
+        checkpoint.family,
+        checkpoint.config,
+        torch.float32,
+        torch.device("cpu"),
+    )
+    assert built.tells_step_end and checkpoint.config["use_meanflow"]
+    for begin, end in zip(built.sigmas, built.sigmas[1:]):
+        cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
+        latent = built.grid.to_latent(built.noise)
+        found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)
+        assert found["timestep_r"].tolist() == [(1000 * end).item()]
+    assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) is None
+    plain = open_checkpoint(str(write_checkpoint(tmp_path / "plain.safetensors", VARIANTS[name].family)))
+    assert "step_end" not in plain.family.conditioning.accepted
+
+
 @pytest.mark.parametrize(
     "family, key, name",
     [
         ("chroma", "img_in_patch.weight", "Chroma Radiance"),
-        ("wan21-t2v", "face_adapter.fuser_blocks.0.k_norm.weight", "Wan 2.2 Animate"),
+        ("wan21-t2v", "casual_audio_encoder.encoder.final_linear.weight", "Wan 2.2 S2V"),
         ("z-image-turbo", "siglip_embedder.0.weight", "Z-Image Omni"),
-        ("hunyuan-video15", "time_r_in.in_layer.weight", "distilled by MeanFlow"),
     ],
 )
 def test_files_of_other_variants_are_refused_by_name(family, key, name, tmp_path):
@@ -198,7 +227,6 @@ def test_frame_rates_are_not_rounded(tmp_path):
         ("qwen-image", {"guidance_embeds": True}, "guidance-distilled Qwen-Image"),
         ("z-image", {"all_patch_size": [4]}, "Z-Image of other patches"),
         ("z-image", {"all_f_patch_size": [2]}, "Z-Image of other patches"),
-        ("hunyuan-video-1.5", {"use_meanflow": True}, "MeanFlow"),
         ("z-image", {"siglip_feat_dim": 1152}, "Z-Image Omni"),
         ("sana", {"guidance_embeds": True}, "SANA-Sprint"),
     ],

@@ -18,6 +18,12 @@ class RequestArguments(dict[str, Tensor]):
         super().__init__(arguments)
         self.made: dict[str, Any] = {}
 
+    def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
+        """Return these arguments and those of one step, with what was made of these."""
+        found = RequestArguments({**self, **arguments})
+        found.made = self.made
+        return found
+
 
 def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Made:
     """Return what ``make`` returns, computed at the first step of a request alone.
