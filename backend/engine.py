@@ -59,7 +59,7 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        self.capabilities = {capability_of(mesh.device)} - {None}
+        self.capabilities: set[tuple[int, int]] = set(filter(None, [capability_of(mesh.device)]))
         self.memory = DeviceMemory(mesh.device)
 
     # ------------------------------------------------------------------ loading

@@ -32,7 +32,7 @@ class Worker:
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
         capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
-        self.engine.capabilities = {tuple(each) for of_rank in capabilities for each in of_rank}
+        self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
 

@@ -169,13 +169,14 @@ def run(family: str, config: ParallelConfig, rank: int, mode: Count | Clock) -> 
 def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, dict[str, int]]:
     """Return the counts of a family under a method, and what waited where."""
     degrees, ranks = METHODS[method]
-    config = ParallelConfig(**degrees).validate()
+    config = replace(ParallelConfig(), **cast(Any, degrees)).validate()
     waits: dict[str, int] = {}
     device = host = microseconds = 0.0
     for rank in ranks:
         count = Count()
         loop = run(family, config, rank, count)
-        waits |= count.waits
+        for what, times in count.waits.items():
+            waits[what] = max(times, waits.get(what, 0))
         device = max(device, count.device.total() / loop.calls)
         host = max(host, count.host.total() / loop.calls)
         if timing:

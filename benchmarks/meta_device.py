@@ -23,10 +23,12 @@ from backend.parallel import attention_kernels
 
 META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[1]
-#: Operations that make no kernel, besides those whose schema says that they return a view.
-NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+#: Operations that make no kernel, besides views.
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 #: Operations whose result has a size that the host reads from the device.
 READS = {"nonzero", "masked_select", "unique_dim", "_unique2", "_local_scalar_dense", "bincount", "equal"}
+#: Operations that copy, from wherever their tensor is.
+COPIES = {"to", "_to_copy", "copy_"}
 
 
 def tensors_in(value) -> Iterator[Tensor]:
@@ -80,14 +82,22 @@ class Count(TorchDispatchMode):
         if "meta" not in kinds:
             self.host[name] += bool(kinds)
             return
-        from_host = any(x.device.type == "cpu" and x.ndim for x in given)  # numbers travel with the kernel
+        # a number of the host travels with a kernel, but is no copy
+        is_copy = name in COPIES and any(x.device.type == "meta" for x in made)
+        from_host = any(x.device.type == "cpu" and (x.ndim or is_copy) for x in given)
         by_mask = name.startswith("index") and any(x.dtype == torch.bool for x in given[1:])
         if from_host or name in READS or by_mask:
             self.wait(name)
-        returns = func._schema.returns
-        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if not is_view and name not in NO_KERNEL:
+        writes = func._schema.is_mutable
+        if name not in NO_KERNEL and (writes or not _share_memory(given, made)):
             self.device[name] += 1
+
+
+def _share_memory(given: list[Tensor], made: list[Tensor]) -> bool:
+    """Is a result a view of an argument? In inference mode reshape, contiguous and to are seen as such, and
+    copy or not."""
+    before = {x.untyped_storage()._cdata for x in given}
+    return any(x.untyped_storage()._cdata in before for x in made)
 
 
 class Clock(TorchDispatchMode):

@@ -274,9 +274,10 @@ class BackendProcess:
         self._pipe.close()
         if self._is_hung() or not self._wait(3):
             self._kill_ranks()  # those that live do not see the end of their pipe
-        if not self._wait(3):
+        # where a rank was silent all are dead by now, and torchrun may be stopped, too
+        if not self._wait(1 if self.silence else 3):
             self._agent.terminate()
-            if not self._wait(8):
+            if not self._wait(1 if self.silence else 8):
                 self._agent.kill()
         self._agent.wait()
         self._heartbeats.close()

@@ -236,6 +236,11 @@ def variant(config):
     return {"conditioning.accepted": accepted} | (FRAME_TIMESTEPS if by_frame else {})
 
 
+def attention_calls(block: Any) -> int:
+    """To itself and the text, and to an image where the model has one."""
+    return 2 if block.attn2.add_k_proj is None else 3
+
+
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
@@ -246,7 +251,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "cross"),
-        attention_calls=lambda block: 2 if block.attn2.add_k_proj is None else 3,
+        attention_calls=attention_calls,
     ),
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),

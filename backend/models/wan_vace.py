@@ -3,6 +3,7 @@ block has a control block at its side; both states of a token travel together.""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
@@ -136,6 +137,13 @@ LAYOUT = replace(
     config=config_from_shapes,
     moved=moved,
 )
+
+
+def attention_calls(block: Any) -> int:
+    """Of the block, and of its control block for each control video."""
+    return 2 if block.control is None else 2 + 2 * block.call.context.shape[1]
+
+
 FAMILY = Family(
     name="wan-vace",
     transformer="WanVACETransformer3DModel",
@@ -146,8 +154,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "image", "cross"),
-        # of the block, and of its control block for each control video
-        attention_calls=lambda block: 2 if block.control is None else 2 + 2 * block.call.context.shape[1],
+        attention_calls=attention_calls,
         width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     ),
     conditioning=Conditioning(

@@ -144,7 +144,8 @@ class Attention:
         elif self.mesh.ring.size > 1:
             out = self._ring(call, q, kv, mask, scale, keys, own)
         else:
-            out = self._attend(q, *kv, self.masks.cut(call.tokens, mask, keys, own, own), scale)
+            k, v = kv
+            out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
         return ulysses_ring.gather_heads(out, heads, [lengths[i] for i in own], u) if u.size > 1 else out
 
     def _groups(self) -> list[range]:

@@ -43,12 +43,12 @@ HALF = (torch.float16, torch.bfloat16)
 #: SageAttention 2 (sageattention/core.py, sageattn): kernels by architecture, head sizes padded to 64 or 128.
 SAGE_GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 PACKAGES = {
-    "flash-attn": Package("flash_attn", "flash-attn", 256, (8, 0).__le__, "8.0 or higher"),
+    "flash-attn": Package("flash_attn", "flash-attn", 256, lambda gpu: gpu >= (8, 0), "8.0 or higher"),
     "sage": Package(
         "sageattention",
         "sageattention",
         128,
-        SAGE_GPUS.__contains__,
+        lambda gpu: gpu in SAGE_GPUS,
         ", ".join(f"{major}.{minor}" for major, minor in SAGE_GPUS),
     ),
 }
@@ -94,7 +94,7 @@ def unavailable(
             f"attention is {name}, which has kernels for heads of up to {package.head_size} features, and "
             f"this model's have {head_size}; set attention to auto."
         )
-    unknown = sorted({gpu for gpu in map(tuple, capabilities) if not package.has_gpu(gpu)})
+    unknown = sorted({gpu for gpu in capabilities if not package.has_gpu(gpu)})
     if unknown:
         found = ", ".join(f"{major}.{minor}" for major, minor in unknown)
         return (

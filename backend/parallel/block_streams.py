@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
-from .request_caches import Positions, take
+from .request_caches import Positions, cuts_of, take
 from .sequence import Sequence, Span, TokenShards
 from .step_context import StepContext
 
@@ -217,7 +217,7 @@ class Forward:
         constant = value.shape[dim] == 1 or value.stride(dim) == 0
         if constant and self.tokens.sequence.length_of(kind) > 1:
             return value.narrow(dim, 0, 1)
-        cuts = self.cuts.setdefault(value, {})
+        cuts = cuts_of(value, self.cuts)
         key = (id(self.tokens), kind, dim, dummy)
         if key not in cuts:
             position = self.structure.family.blocks.text_position if dummy and kind != "image" else None

@@ -5,6 +5,7 @@ Each of them would otherwise copy to the device, or wait for it, at every micro-
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ def take(x: Tensor, dim: int, where: slice | Tensor) -> Tensor:
     if isinstance(where, slice):
         return x.narrow(dim, where.start, where.stop - where.start)
     return x.index_select(dim, where)
+
+
+def cuts_of(x: Tensor, known: WeakTensorKeyDictionary) -> dict[tuple, Any]:
+    """Return what has been cut of ``x``; forgotten with it."""
+    if x not in known:
+        known[x] = {}
+    return cast(dict[tuple, Any], known[x])
 
 
 @dataclass
@@ -105,7 +113,7 @@ class Masks:
         """Return the mask for the queries and keys of these SP ranks; ``keys`` None: for every key."""
         if mask is None:
             return None
-        cuts = self._cuts.setdefault(mask, {})
+        cuts = cuts_of(mask, self._cuts)
         which = (id(tokens), kind, queries, keys)
         if which not in cuts:
             found = mask
@@ -118,7 +126,7 @@ class Masks:
 
     def cut_static_text(self, tokens: TokenShards, mask: Tensor, ranks: range) -> Tensor:
         """Return the mask for the keys of SP ``ranks``: their cached text, then their image tokens."""
-        cuts = self._cuts.setdefault(mask, {})
+        cuts = cuts_of(mask, self._cuts)
         which = (id(tokens), "static text", ranks)
         if which not in cuts:
             whole = replace(tokens, text=Span(0, tokens.sequence.text))

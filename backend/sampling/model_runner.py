@@ -14,7 +14,7 @@ from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights
 from ..models.common.once import RequestArguments
-from ..models.family import Family
+from ..models.family import STEP_END, Family
 from ..parallel import comm
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.cached_layers import first_block_argument
@@ -91,8 +91,8 @@ class Runner:
         self.calls = 0
         #: Evaluation -> the model's time (0-d) on the device.
         self.times: dict[int, Tensor] = {}
-        #: Evaluation -> where its step ends, for models that are told.
-        self.step_ends: dict[int, dict[str, Tensor]] = {}
+        #: Evaluation -> where its step ends (1,), on the device, for models that are told.
+        self.step_ends: dict[int, Tensor] = {}
         #: Branch, first and last sample -> the prompt's arguments.
         self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
 
@@ -100,7 +100,8 @@ class Runner:
         """Bring the times of evaluations at ``sigmas`` (0-d, CPU) to the device, before the first step."""
         device = self.request.noise.device
         self.times = {index: self._model_time(sigma).to(device) for index, sigma in enumerate(sigmas)}
-        self.step_ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
+        ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
+        self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
@@ -129,13 +130,10 @@ class Runner:
         """The arguments of the transformer's forward."""
         family = self.model.family
         time = self._time(sigma, context)
-        prompt = self._prompt(context).at_step(self._step_end(sigma, context))
+        prompt = self._prompt(context)
+        if context.evaluation in self.step_ends:
+            prompt = prompt.at_step({STEP_END: self.step_ends[context.evaluation]})
         return family.io.arguments(self.model.config, self.request.grid, latent, time, prompt)
-
-    def _step_end(self, sigma: Tensor, context: StepContext) -> dict[str, Tensor]:
-        """What a model is told that reads where a step ends."""
-        planned = self.step_ends.get(context.evaluation)
-        return self.request.step_end(sigma) if planned is None else planned
 
     def _prompt(self, context: StepContext) -> RequestArguments:
         key = (context.branch, context.items.lo, context.items.hi)

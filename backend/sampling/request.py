@@ -78,13 +78,13 @@ class Request:
         """Return the model arguments of a branch for some samples of this replica's batch."""
         return _samples(self.conditioning[branch], items, self.noise.shape[0])
 
-    def step_end(self, sigma: Tensor) -> dict[str, Tensor]:
-        """Return where the step that begins at ``sigma`` (0-d) ends (1,), if the model is told; nothing at
-        levels within a step, as in ComfyUI."""
+    def step_end(self, sigma: Tensor) -> Tensor | None:
+        """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
+        at levels within a step, as in ComfyUI."""
         if not self.tells_step_end:
-            return {}
-        begins = (self.sigmas[:-1] == sigma.to(self.sigmas)).nonzero()
-        return {STEP_END: self.sigmas[1:][begins[0]]} if len(begins) else {}
+            return None
+        begins = (self.sigmas[:-1] == sigma).nonzero()
+        return self.sigmas[1:][begins[0]] if len(begins) else None
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
         """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""

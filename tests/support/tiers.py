@@ -9,6 +9,7 @@ import pytest
 #: FILE or FILE::TEST, below tests/ -> why the fast tier leaves it out.
 LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
+    "socket/test_faults.py": "a backend, and processes that are killed",
     "socket/test_serve.py::test_status_and_stop": "starts a backend",
     "socket/test_serve.py::test_a_backend_that_ends_by_itself_ends_with_an_error": "starts a backend",
     "socket/test_launcher.py::test_backend_is_reused_until_its_topology_changes": "starts three backends",

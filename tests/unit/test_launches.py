@@ -38,6 +38,7 @@ def test_a_steady_step_waits_for_nothing(family):
 
 WAITS = {
     "a copy to the device": lambda x: torch.arange(3).to(META),
+    "a copy of a number": lambda x: torch.tensor(2.0).to(META),
     "a copy from the device": lambda x: x.cpu(),
     "numbers of the host": lambda x: torch.tensor([1, 2], device=META),
     "a condition": lambda x: bool(x.all()),
@@ -55,7 +56,7 @@ FREE = {
 @pytest.mark.parametrize("what", [*WAITS, *FREE])
 def test_what_counts_as_a_wait(what):
     count = Count()
-    with meta_device(count), count:
+    with meta_device(count), torch.inference_mode(), count:
         x = torch.zeros(3, device=META)
         count.active = True
         (WAITS | FREE)[what](x)

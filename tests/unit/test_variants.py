@@ -179,11 +179,11 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     )
     assert built.tells_step_end and checkpoint.config["use_meanflow"]
     for begin, end in zip(built.sigmas, built.sigmas[1:]):
-        cond = built.arguments("positive", slice(None)) | built.step_end(begin)
+        cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
         latent = built.grid.to_latent(built.noise)
         found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)
         assert found["timestep_r"].tolist() == [(1000 * end).item()]
-    assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) == {}
+    assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) is None
     plain = open_checkpoint(str(write_checkpoint(tmp_path / "plain.safetensors", VARIANTS[name].family)))
     assert "step_end" not in plain.family.conditioning.accepted
 

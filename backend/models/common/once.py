@@ -18,11 +18,9 @@ class RequestArguments(dict[str, Tensor]):
         super().__init__(arguments)
         self.made: dict[str, Any] = {}
 
-    def at_step(self, further: Mapping[str, Tensor]) -> "RequestArguments":
-        """Return them with ``further`` ones of a step, and what was made for them."""
-        if not further:
-            return self
-        found = RequestArguments({**self, **further})
+    def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
+        """Return these arguments and those of one step, with what was made of these."""
+        found = RequestArguments({**self, **arguments})
         found.made = self.made
         return found
 
