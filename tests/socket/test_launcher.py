@@ -16,7 +16,7 @@ import tiny
 from backend.client import client, launcher, pool, private_folder
 from backend.client.launcher import BackendProcess, launch_command, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
-from backend.protocol import BackendError, RefusedError
+from backend.protocol import BackendError, RefusedError, Status
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
 
@@ -164,8 +164,9 @@ def test_weights_that_nobody_keeps_make_room(checkpoint):
     assert set(backend.models.values()) == {default.model, half.model}
     backend.load(checkpoint, "bf16", keep=set())
     assert list(backend.models.values()) == [half.model]
-    backend.unload(checkpoint, "bf16")
-    assert not backend.models and backend.load(checkpoint, "bf16").model == half.model
+    assert backend.unload(checkpoint, "bf16")
+    assert backend.client.request(Status()).models == {}  # nothing is parked on the CPU
+    assert backend.load(checkpoint, "bf16").model == half.model
 
 
 def test_giving_up_during_a_load_ends_the_backend(checkpoint, monkeypatch):
