@@ -15,7 +15,8 @@ from pathlib import Path
 from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
-from workflow_recipes import NAMES, graph_of
+from workflow_graphs import graph_of
+from workflow_recipes import NAMES
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}

@@ -15,6 +15,7 @@ import tiny
 import variants
 from comfy_server import ComfyServer
 from families import LATENT_FORMATS
+from golden_graphs import error_of, graph, ranks_of
 from parallel_dit.backend.client import pool
 from servers import comfy_over
 
@@ -53,6 +54,13 @@ def start_comfy(tmp_path_factory):
 def comfy(start_comfy):
     """A ComfyServer that every test leaves as it found it."""
     return start_comfy()
+
+
+@pytest.fixture
+def ranks(comfy) -> dict[int, str]:
+    """The ranks of TWO_RANKS with the tiny Flux, running whatever an earlier test left."""
+    error_of(comfy.run(graph()))
+    return ranks_of(comfy)
 
 
 @pytest.fixture(scope="session")

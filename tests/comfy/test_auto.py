@@ -4,8 +4,8 @@ import json
 
 import pytest
 from comfy_modules import comfy_modules
+from golden_graphs import error_of, graph, ranks_of
 from published import FLUX
-from test_comfy_graph import error_of, graph, ranks_of
 
 with comfy_modules():
     from parallel_dit.nodes.host.graph import request_of_graph

@@ -7,74 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from native import native_model, parallel_dit
-from safetensors.torch import load_file
-from tiny import GOLDEN
 from versions import skip_without
 
 with comfy_modules():
     import comfy.samplers
     from comfy_extras import nodes_custom_sampler as custom
-    from comfy_extras import nodes_model_advanced as advanced
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.host.sampling_checks import check_inputs
     from parallel_dit.nodes.host.shift import apply_shift
     from parallel_dit.nodes.parallel_sampler import ParallelSampler
-    from parallel_dit.nodes.parallel_sampler_advanced import ParallelSamplerAdvanced
-    from parallel_dit.nodes.parallel_sampler_custom import ParallelSamplerCustom
 
-    import nodes
-
-SEED, STEPS = 11, 4
-
-
-class Pair:
-    """A family's MODEL, PARALLEL_DIT, prompts and latent."""
-
-    def __init__(self, family, folder, monkeypatch):
-        self.model = native_model(family)
-        self.dit, self.rank = parallel_dit(family, folder, monkeypatch)
-        stored = load_file(GOLDEN / f"{family}__euler_simple.safetensors")
-        self.positive, self.negative = (self._prompt(stored, name) for name in ("positive", "negative"))
-        self.empty = {"samples": torch.zeros_like(stored["latent"])}
-        self.plain = None
-        self.picture = {
-            "samples": torch.randn(stored["latent"].shape, generator=torch.Generator().manual_seed(1))
-        }
-
-    @staticmethod
-    def _prompt(stored, name):
-        values = {
-            key.split(".")[1]: value.item() if value.ndim == 0 else value
-            for key, value in stored.items()
-            if key.startswith(name + ".")
-        }
-        return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
-
-    def both(self, node: str, model=None, shift=0.0, **inputs):
-        """(ComfyUI's latent, ours) of KSampler or KSamplerAdvanced."""
-        inputs = {
-            "steps": STEPS,
-            "cfg": 2.5,
-            "sampler_name": "euler",
-            "scheduler": "simple",
-            "positive": self.positive,
-            "negative": self.negative,
-            "latent_image": self.picture,
-            **inputs,
-        }
-        parallel = {"KSampler": ParallelSampler, "KSamplerAdvanced": ParallelSamplerAdvanced}[node]
-        with torch.inference_mode():
-            (native,) = getattr(nodes, node)().sample(model=model or self.model, **inputs)
-            (found,) = parallel.execute(dit=self.dit, shift=shift, **inputs).result
-        return native, found
-
-
-def error(native, found) -> float:
-    """Largest distance in standard deviations."""
-    native, found = native["samples"], found["samples"]
-    assert native.shape == found.shape and native.dtype == found.dtype
-    return ((native - found).abs().max() / native.std()).item()
+from sampler_cases import MIXES, SCHEDULES, SHIFTS, SIZE, prompt
+from sampler_pairs import SEED, STEPS, Pair, custom_both, error, shifted
 
 
 @pytest.fixture(scope="module")
@@ -174,39 +118,6 @@ def test_batch_index_and_mask(pairs):
 
 
 # ------------------------------------------------------------------ custom
-def custom_both(pair, noise, sigmas, solver="euler", cfg=2.5, latent=None, model=None, shift=0.0):
-    latent = latent or pair.picture
-    guider = comfy.samplers.CFGGuider(model or pair.model)
-    guider.set_conds(pair.positive, pair.negative)
-    guider.set_cfg(cfg)
-    with torch.inference_mode():
-        native = custom.SamplerCustomAdvanced.execute(
-            noise, guider, comfy.samplers.sampler_object(solver), sigmas.clone(), latent
-        ).result
-        found = ParallelSamplerCustom.execute(
-            pair.dit, noise, cfg, solver, sigmas.clone(), pair.positive, pair.negative, latent, shift
-        ).result
-    return native, found
-
-
-SCHEDULES = {
-    "basic": lambda model: custom.BasicScheduler.execute(model, "beta", STEPS, 1.0),
-    "part of one": lambda model: custom.BasicScheduler.execute(model, "simple", STEPS, 0.4),
-    "karras": lambda model: custom.KarrasScheduler.execute(STEPS, 0.95, 0.02, 7.0),
-    "exponential": lambda model: custom.ExponentialScheduler.execute(STEPS, 0.95, 0.02),
-    "beta sampling": lambda model: custom.BetaSamplingScheduler.execute(model, STEPS, 0.6, 0.6),
-    "first half": lambda model: (
-        custom.SplitSigmas.execute(custom.BasicScheduler.execute(model, "simple", 6, 1.0)[0], 3)[0],
-    ),
-    # from 0 ComfyUI would start at 1e-4, where float32 leaves little of a solver's slope
-    "backwards": lambda model: custom.SetFirstSigma.execute(
-        custom.FlipSigmas.execute(custom.BasicScheduler.execute(model, "simple", 3, 0.4)[0])[0], 0.02
-    ),
-    "one level": lambda model: (torch.tensor([0.7]),),
-    "nothing": lambda model: (torch.tensor([]),),
-}
-
-
 @pytest.mark.parametrize(
     "family, schedule",
     [
@@ -256,27 +167,6 @@ def test_denoised_output_is_comfyuis(pairs, solver):
 
 
 # ------------------------------------------------------------------ shift
-def shifted(model, node, **inputs):
-    made = getattr(advanced, node)()
-    return getattr(made, made.FUNCTION)(model, **inputs)[0]
-
-
-SHIFTS = {
-    # width and height do not matter where both ends are the same
-    "flux-dev": (
-        "ModelSamplingFlux",
-        2.0,
-        {"max_shift": 2.0, "base_shift": 2.0, "width": 1024, "height": 1024},
-    ),
-    "ltxv": ("ModelSamplingFlux", 1.5, {"max_shift": 1.5, "base_shift": 1.5, "width": 1024, "height": 1024}),
-    "wan21-t2v": ("ModelSamplingSD3", 5.0, {"shift": 5.0}),
-    "sd3": ("ModelSamplingSD3", 1.5, {"shift": 1.5}),
-    "qwen-image": ("ModelSamplingAuraFlow", 3.1, {"shift": 3.1}),
-    "z-image-turbo": ("ModelSamplingAuraFlow", 6.0, {"shift": 6.0}),
-    "chroma": ("ModelSamplingAuraFlow", 1.0, {"shift": 1.0}),
-}
-
-
 @pytest.mark.parametrize("family", SHIFTS)
 def test_shift_is_that_of_the_model_sampling_node(pairs, family):
     pair, (node, shift, inputs) = pairs(family), SHIFTS[family]
@@ -352,57 +242,6 @@ def test_shift_is_refused_where_noise_levels_are_fixed(pairs):
 
 
 # ------------------------------------------------------------------ several prompts, ranges and masks
-def prompt(pair, scale, **values):
-    ((cross, told),) = pair.positive
-    return [[cross * scale, {**told, **values}]]
-
-
-def half(shape, axis, upper):
-    mask = torch.zeros(shape)
-    mask.narrow(axis, 0 if upper else shape[axis] // 2, shape[axis] // 2).fill_(1.0)
-    return mask
-
-
-SIZE = {"flux-dev": (1, 128, 128), "wan21-t2v": (1, 64, 64), "pixart-sigma": (1, 64, 64)}
-MIXES = {
-    "combined": lambda p, size: (p.positive + prompt(p, -0.7), p.negative),
-    "three of different strength": lambda p, size: (
-        prompt(p, 1.0, strength=0.3) + prompt(p, -0.7, strength=1.0) + prompt(p, 0.2, strength=2.0),
-        p.negative,
-    ),
-    "one after the other": lambda p, size: (
-        prompt(p, 1.0, start_percent=0.0, end_percent=0.4)
-        + prompt(p, -0.7, start_percent=0.4, end_percent=1.0),
-        p.negative,
-    ),
-    "scheduled text encoders": lambda p, size: (
-        prompt(p, 1.0, clip_start_percent=0.0, clip_end_percent=0.4)
-        + prompt(p, -0.7, clip_start_percent=0.4, clip_end_percent=1.0, end_percent=0.9),
-        p.negative,
-    ),
-    "negative for the first part": lambda p, size: (
-        p.positive,
-        prompt(p, -1.0, start_percent=0.0, end_percent=0.5),
-    ),
-    "nothing for a while": lambda p, size: (prompt(p, 1.0, start_percent=0.3, end_percent=0.7), p.negative),
-    "regions": lambda p, size: (
-        prompt(p, 1.0, mask=half(size, 1, True), mask_strength=1.0)
-        + prompt(p, -0.7, mask=half(size, 1, False), mask_strength=0.6),
-        p.negative,
-    ),
-    "region on a ground": lambda p, size: (
-        p.positive + prompt(p, -0.7, mask=half(size, 2, True), mask_strength=2.0, end_percent=0.6),
-        p.negative,
-    ),
-    "region alone": lambda p, size: (prompt(p, 1.0, mask=half(size, 2, True)), p.negative),
-    "soft regions of both sides": lambda p, size: (
-        p.positive,
-        prompt(p, 0.5, mask=torch.linspace(0, 1, size[1])[None, :, None].expand(size))
-        + prompt(p, -0.5, strength=0.5),
-    ),
-}
-
-
 @pytest.mark.parametrize(
     "family, mix",
     [
@@ -465,7 +304,7 @@ def test_what_cannot_be_mixed_is_refused_by_name(pairs, values, what):
         with pytest.raises(RefusedError, match=what) as refusal:
             with torch.inference_mode():
                 ParallelSampler.execute(
-                    pair.dit,
+                    dit=pair.dit,
                     seed=SEED,
                     steps=STEPS,
                     cfg=2.5,

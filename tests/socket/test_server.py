@@ -7,115 +7,12 @@ import time
 
 import pytest
 import torch
+from handshakes import answer, closed, connect, greeted
 
 from backend import protocol
-from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
+from backend.protocol import Failure, Load, Ping, Pong, Welcome, framing
 from backend.serving.progress import Previews, progress
-from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS, MAX_WAITING, Server, _listen
-
-TOKEN = "correct horse"
-
-
-@pytest.fixture
-def server(tmp_path):
-    tmp_path.chmod(0o700)
-    server = Server(
-        f"unix:{tmp_path}/s", TOKEN, Welcome(1, "cpu", {}, [1]), models=lambda: {"m": "/m.safetensors"}
-    )
-    server.path = str(tmp_path / "s")
-    yield server
-    server.listener.close()
-
-
-def connect(server) -> socket.socket:
-    client = socket.socket(socket.AF_UNIX)
-    client.settimeout(10)
-    client.connect(server.path)
-    return client
-
-
-def answer(client, token=TOKEN, role=handshake.CLIENT):
-    """The server's answer to a proof made with ``token`` for ``role``."""
-    nonce = handshake.new_nonce()
-    framing.send(client, Hello(nonce))
-    challenge = framing.receive(client)
-    assert handshake.is_proof(challenge.proof, TOKEN, handshake.BACKEND, nonce, challenge.nonce)
-    framing.send(client, Proof(handshake.proof(token, role, nonce, challenge.nonce)))
-    return framing.receive(client)
-
-
-def greeted(server) -> socket.socket:
-    client = connect(server)
-    assert isinstance(answer(client), Welcome)
-    return client
-
-
-def closed(client) -> bool:
-    try:
-        return client.recv(1) == b""
-    except ConnectionError:
-        return True
-
-
-def test_wrong_token_is_told_and_closed(server, capfd):
-    client = connect(server)
-    assert "token is not this backend's" in answer(client, "wrong").message
-    assert closed(client)
-    assert capfd.readouterr().err == "A client was not let in: it does not know this backend's token.\n"
-    assert "token is not this backend's" in answer(connect(server), "wrong").message
-    assert not capfd.readouterr().err  # nobody fills the disk with that line
-    greeted(server)
-
-
-def test_a_proof_that_is_sent_back_proves_nothing(server):
-    """Neither the backend's own proof for this client, nor one with the token for the backend's role."""
-    client, nonce = connect(server), handshake.new_nonce()
-    framing.send(client, Hello(nonce))
-    framing.send(client, Proof(framing.receive(client).proof))
-    assert "token" in framing.receive(client).message and closed(client)
-    assert "token" in answer(connect(server), role=handshake.BACKEND).message
-
-
-def test_a_recorded_handshake_is_of_no_use_later(server):
-    client, nonce = connect(server), handshake.new_nonce()
-    framing.send(client, Hello(nonce))
-    recorded = Proof(handshake.proof(TOKEN, handshake.CLIENT, nonce, framing.receive(client).nonce))
-    framing.send(client, recorded)
-    assert isinstance(framing.receive(client), Welcome)
-    again = connect(server)
-    framing.send(again, Hello(nonce))
-    framing.receive(again)
-    framing.send(again, recorded)
-    assert "token" in framing.receive(again).message and closed(again)
-
-
-@pytest.mark.parametrize("first", [Hello(""), Hello("0" * 63), Hello("Z" * 64), Hello("\u0660" * 64)])
-def test_a_nonce_has_one_form(server, first):
-    client = connect(server)
-    framing.send(client, first)
-    assert "64 hexadecimal digits" in framing.receive(client).message and closed(client)
-
-
-def test_another_version_is_told(server):
-    client = connect(server)
-    framing.send(client, Hello(handshake.new_nonce(), protocol.VERSION + 1))
-    assert "restart both" in framing.receive(client).message and closed(client)
-
-
-@pytest.mark.parametrize(
-    "first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__
-)
-def test_nothing_works_before_the_token(server, first):
-    client = connect(server)
-    framing.send(client, first)
-    assert isinstance(framing.receive(client), Failure)
-    assert server.next_job(0.05) is None
-
-
-def test_large_frame_before_the_token_is_refused(server):
-    client = connect(server)
-    client.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30))
-    assert "limit" in framing.receive(client).message
+from backend.serving.server import MAX_CLIENTS, MAX_WAITING, _listen
 
 
 def test_garbage_closes_one_connection_only(server):
@@ -233,15 +130,6 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     pytest.fail("a place was not given back")
 
 
-def test_silent_peers_do_not_keep_a_client_out(server):
-    silent = [connect(server) for _ in range(MAX_CLIENTS)]
-    began = time.monotonic()
-    client = greeted(server)
-    assert closed(silent[0]) and time.monotonic() - began < HELLO_SECONDS
-    framing.send(client, Ping())
-    assert framing.receive(client) == Pong(["m"])
-
-
 def test_a_slow_reader_does_not_hold_up_replies(server):
     """Replies wait in the connection's own outbox: the thread of the ranks never blocks on a client."""
     client = greeted(server)
@@ -254,45 +142,6 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
     ).start()
     assert done.wait(5)
     assert not job.client_keeps_up
-
-
-def test_a_proof_that_is_no_text(server):
-    client = connect(server)
-    framing.send(client, Hello(handshake.new_nonce()))
-    framing.receive(client)
-    header = b'{"type": "Proof", "proof": "\\ud800"}'
-    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
-    assert "token" in framing.receive(client).message
-
-
-@pytest.mark.parametrize(
-    "header", [b"[" * 4000, b'{"type": "Hello", "nonce": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
-)
-def test_a_header_that_breaks_parsers(server, header):
-    client = connect(server)
-    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
-    assert isinstance(framing.receive(client), Failure) and closed(client)
-
-
-def test_a_body_before_the_token_is_refused(server):
-    client = connect(server)
-    client.sendall(
-        framing.PREFIX.pack(framing.MAGIC, 18, 16)
-        + b'{"type": "Result"}'
-        + framing.bodies.LENGTH.pack(1 << 40)
-        + bytes(8)
-    )
-    assert "shorter than its table" in framing.receive(client).message and closed(client)
-
-
-def test_a_slow_greeting_loses_its_place(server, monkeypatch):
-    monkeypatch.setattr("backend.serving.server.HELLO_SECONDS", 0.3)
-    client, began = connect(server), time.monotonic()
-    with pytest.raises(OSError):
-        for byte in b"".join(framing.encode(Hello("0" * 64))) * 100:
-            client.sendall(bytes([byte]))
-            time.sleep(0.05)
-    assert time.monotonic() - began < 20
 
 
 def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkeypatch):

@@ -4,7 +4,9 @@ of ranks."""
 import socket
 import threading
 
-from backend.protocol import Challenge, Failure, Proof, ProtocolError, Welcome, framing, handshake
+import torch
+
+from backend.protocol import Challenge, Failure, Proof, ProtocolError, Sample, Welcome, framing, handshake
 
 TOKEN = "secret"
 WELCOME = Welcome(world_size=1, device="cpu", degrees={}, pids=[])
@@ -60,3 +62,9 @@ def let_in(connection, token: str = TOKEN) -> bool:
         reply(connection, Failure("the token is wrong"))
         return False
     return True
+
+
+def sample_message(**tensors):
+    return Sample(
+        model="m", sampler="euler", cfg=1.0, seed=7, tensors=tensors or {"noise": torch.zeros(1, 4)}
+    )

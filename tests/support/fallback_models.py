@@ -7,6 +7,7 @@ from pathlib import Path
 import diffusers
 import torch
 
+from backend.loading.autodetect.fallback import family
 from backend.protocol import Sample
 
 #: Class -> configuration. The first three are recognised and cut; the linear attention of the last runs
@@ -104,3 +105,8 @@ def request(name: str, **settings) -> Sample:
         for branch in ("positive", "negative")
     }
     return Sample(name, "euler", 3.0, 0, tensors=tensors, **settings)
+
+
+def recognised(name: str, scheduler=None):
+    """A transformer's family as it is recognised without a file of its own."""
+    return family(getattr(diffusers, name), configuration(name), scheduler)[0]

@@ -47,14 +47,15 @@ LEFT_OUT = {
     "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
     "comfy/test_stock_loras.py": "a backend in ComfyUI's process",
+    "comfy/test_positions.py": "ComfyUI's tables of positions at every released size",
     "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
     "comfy/test_quantized_graphs.py": "two loads of every file, and ComfyUI's model of it",
     "comfy/test_samplers.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_solvers.py": "ComfyUI's solvers on every schedule; unit/test_solvers.py has orders and bits",
     "comfy/test_variants.py": "ComfyUI's model of every variant",
     "comfy/test_comfy_graph.py::test_every_way_to_use_ranks_from_the_graph": "loads for every degree",
-    "comfy/test_comfy_graph.py::test_killed_rank_is_named_and_the_next_queue_works": "starts another backend",
-    "comfy/test_comfy_graph.py::test_nothing_is_left_when_comfyui_is_killed": "starts another ComfyUI",
+    "comfy/test_comfy_failures.py::test_killed_rank_is_named_and_the_next_queue_works": "another backend",
+    "comfy/test_comfy_failures.py::test_nothing_is_left_when_comfyui_is_killed": "starts another ComfyUI",
     "comfy/test_comfy_graph.py::test_interrupt_takes_a_step_and_the_next_in_the_queue_starts_at_once": "slow",
 }
 #: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
@@ -70,14 +71,14 @@ SOME = {
     "unit/test_rank_memory.py::test_sharded_weights_are_those_of_the_loaded_rank": 5,
     "unit/test_rank_memory.py::test_activations_are_about_what_a_request_allocates": 2,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
-    "unit/test_lora.py::test_both_names_of_every_matrix": 3,
-    "unit/test_families.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
+    "unit/test_lora_names.py::test_both_names_of_every_matrix": 3,
+    "unit/test_computed_once.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
     "unit/test_families.py::test_half_precision_is_near": 6,
     "unit/test_fallback.py::test_half_precision_is_near": 2,
     "socket/test_bad_tensors.py::test_a_broken_tensor_is_refused_or_runs": 12,
     "comfy/test_comfy_graph.py::test_same_latent_as_ksampler": 2,
     "comfy/test_comfy_graph.py::test_same_latent_from_comfyuis_ksampler": 2,
-    "comfy/test_comfy_graph.py::test_bad_input_is_one_sentence_and_the_next_queue_works": 4,
+    "comfy/test_comfy_failures.py::test_bad_input_is_one_sentence_and_the_next_queue_works": 4,
 }
 #: FILE::TEST of what the engine does alike for all families of one signature: the fast tier takes the first.
 #: A family's golden latent, which shows its data, is not among them.

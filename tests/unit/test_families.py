@@ -23,23 +23,20 @@ from tiny import (
     weights_module,
     write_checkpoint,
 )
-from tolerance import assert_same_bits
 
-from backend.config import ConfigError, ParallelConfig
+from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.models import kandinsky5
 from backend.models.discrete_schedule import DiscreteSchedule
 from backend.models.latent_tokens import TokenGrid
-from backend.parallel import mesh, modulation_cache
+from backend.parallel import mesh
 from backend.parallel.block_cost import block_costs
 from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span
 from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
-from backend.sampling.validation import check_sample
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -210,89 +207,6 @@ def test_discrete_schedule(kind, zsnr, highest):
     assert [schedule.timestep(schedule.sigmas[i] * 1.0001).item() for i in (0, 500, 999)] == [0, 500, 999]
 
 
-@pytest.mark.parametrize(
-    "family, change, words",
-    [
-        ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
-        ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
-        ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
-        ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
-        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 tokens"),
-        ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
-        ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
-        (
-            "ltx2",
-            {"positive.c_crossattn": torch.zeros(12, 64)},
-            "a floating-point tensor .batch, tokens, width. is needed",
-        ),
-        (
-            "sd3",
-            {"noise": torch.zeros(1, 16, 1, 16, 16)},
-            "wants 16 channels in .batch, channels, height, width.",
-        ),
-        (
-            "wan21-t2v",
-            {"noise": torch.zeros(1, 16, 16, 16)},
-            "wants 16 channels in .batch, channels, frames, height, width.",
-        ),
-        ("wan21-t2v", {"noise": torch.zeros(1, 16, 1, 2, 2052)}, "1 x 1 x 1026 tokens"),
-        ("z-image-turbo", {"noise": torch.zeros(1, 16, 2, 2052)}, "1 x 1026 tokens"),
-        ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 tokens of text"),
-    ],
-)
-def test_refusals_name_the_remedy(family, change, words, tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
-    sample, _ = golden(f"{family}__euler_simple")
-    tensors = {**sample.tensors, **change}
-    tensors["latent"] = tensors["noise"]
-    with pytest.raises(UnsupportedError, match=words):
-        check_sample(
-            replace(sample, tensors=tensors),
-            ParallelConfig(),
-            checkpoint.family,
-            checkpoint.config,
-            torch.float32,
-            "cpu",
-        )
-
-
-def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")))
-    with pytest.raises(ConfigError, match="data_parallel_degree is 2 but the latent's batch is 1"):
-        check_sample(
-            golden("sd3__euler_simple")[0],
-            ParallelConfig(data_parallel_degree=2),
-            checkpoint.family,
-            checkpoint.config,
-            torch.float32,
-            "cpu",
-        )
-
-
-@pytest.mark.parametrize(
-    "family, shapes, words",
-    [
-        ("minimax-h3", [], "make them with the model's own"),
-        ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
-        ("minimax-h3", [[24, 3, 16, 16], [32, 2, 16]], "does not hold latents of shapes"),
-        ("minimax-h3", [[24, 3, 16, 16], [32, 1, 30]], "makes stereo"),
-        ("sd3", [[16, 16, 16], [16, 16, 16]], "holds 2 latents"),
-    ],
-)
-def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
-    sample, _ = golden(f"{family}__euler_simple")
-    with pytest.raises(UnsupportedError, match=words):
-        check_sample(
-            replace(sample, latent_shapes=shapes),
-            ParallelConfig(),
-            checkpoint.family,
-            checkpoint.config,
-            torch.float32,
-            "cpu",
-        )
-
-
 def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
     """MiniMax-H3's gated layers: a tensor-parallel rank reads its rows of either half."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "minimax-h3.safetensors", "minimax-h3")))
@@ -316,55 +230,6 @@ def test_a_page_has_its_table_of_families(page):
     table = script["TABLES"][page]()
     assert table.count("\n") == len(script["models"].MODULES) + 2 and table in text
     assert script["put_into"](text, table) == text
-
-
-@pytest.mark.parametrize(
-    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 8, 6), ("flux3", 14, 0)]
-)
-def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
-    """Embedders and refiners of the prompt and tables of positions once a request and branch, modulation once
-    for all steps and branches."""
-    engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
-    assert modulation_cache.COMPUTED == {
-        kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count
-    }
-
-
-@pytest.mark.parametrize(
-    "family, layers, before",
-    [
-        ("wan21-t2v", 2, 2),
-        ("pixart-sigma", 2, 1),
-        ("ltxv", 2, 2),
-        ("hunyuan-dit", 2, 1),
-        ("sana", 2, 2),
-        ("ltx2", 4, 4),
-    ],
-)
-def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
-    family, layers, before, tmp_path, monkeypatch
-):
-    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and
-    patches; and the latent is the one without memory, to the last bit: a prompt's rows are multiplied by the
-    same kernel each time."""
-    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    model = engine.models["tiny"]
-    sample = replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2)
-    samples, _ = engine.sample(sample, Callbacks())
-    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
-    assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
-    remembered = modulation_cache.CachedLayer.forward
-    monkeypatch.setattr(
-        modulation_cache.CachedLayer,
-        "forward",
-        lambda self, *arguments, **named: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
-            *arguments, **named
-        ),
-    )
-    assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
 
 @pytest.mark.parametrize("family", LATENT_FORMATS)

@@ -1,52 +1,20 @@
-"""Quantized files: scales and blocks give the right weights, whole, by rows and by columns, and what cannot
-be read is refused by name.
-"""
+"""Quantized files: scales and blocks give the right weights, whole, by rows and by columns."""
 
 import json
-import re
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from quantized import FLOAT8, KINDS, described, legacy_fp8, matrices, weights_of, write_gguf, write_scaled
 from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint
 from tolerance import assert_same_bits, assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
-from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
-from backend.quantization.formats import GGUF_SCALES
-
-GGUF_KINDS = (
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "BF16",
-    "F16",
-    "F32",
-)
-
 
 FOUR_BITS = ("convrot_w4a4", "asym_w4a8_int8")
-
-
-@pytest.fixture(scope="module")
-def state(folder):
-    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
 
 
 def expected(tensors: dict, name: str, kind: str) -> torch.Tensor:
@@ -229,38 +197,6 @@ def test_shards_of_quantized_layers(folder, state, kind):
         assert_same_part(torch.cat([piece[name] for piece in pieces], dim), whole[name], kind)
 
 
-@pytest.mark.parametrize("kinds", [GGUF_KINDS[i::3] for i in range(3)], ids=" ".join)
-def test_gguf(folder, state, kinds):
-    """Every type against the gguf package's own dequantization, whole and by rows and columns."""
-    pytest.importorskip("gguf")
-    values = write_gguf(folder / "file.gguf", state, kinds)
-    checkpoint = open_checkpoint(str(folder / "file.gguf"))
-    assert checkpoint.dtype == torch.bfloat16 and checkpoint.files.shapes == {
-        key: tuple(value.shape) for key, value in state.items()
-    }
-    for key, want in values.items():
-        found = checkpoint.files.read(key, dtype=torch.float32)
-        assert torch.allclose(found, want, rtol=1e-6, atol=1e-6 * want.abs().max()), key
-        if want.ndim == 2 and want.shape[0] > 8:
-            rows, columns = slice(3, want.shape[0] - 2), slice(5, want.shape[1] - 7)
-            assert checkpoint.files.read(key, rows, dtype=torch.float32).equal(found[rows])
-            assert checkpoint.files.read(key, rows, columns, torch.float32).equal(found[rows, columns])
-
-
-def test_gguf_in_another_shape(folder, state):
-    """Matrices whose rows are no whole blocks are stored as rows of one block, their own shape in the
-    metadata.
-    """
-    pytest.importorskip("gguf")
-    want = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), re.compile(r"img_in\.weight$"))[
-        "img_in.weight"
-    ]
-    files = open_checkpoint(str(folder / "reshaped.gguf")).files
-    assert want.shape[1] < 256 and files.shapes["img_in.weight"] == tuple(want.shape)
-    found = files.read("img_in.weight", slice(3, 50), slice(9, 33), torch.float32)
-    assert torch.allclose(found, want[3:50, 9:33], rtol=1e-6, atol=1e-6 * want.abs().max())
-
-
 def test_quantized_files_are_read_in_part(folder, state):
     """Half of the rows are half of the bytes."""
     pytest.importorskip("gguf")
@@ -276,113 +212,6 @@ def test_quantized_files_are_read_in_part(folder, state):
         assert (
             counts[1] == pytest.approx(counts[0] / 2, rel=0.01) and counts[0] < 0.6 * state[key].numel() * 2
         )
-
-
-def with_settings(state: dict, text: dict | bytes) -> dict:
-    found, _ = described(state, "float8_e4m3fn")
-    data = text if isinstance(text, bytes) else json.dumps(text).encode()
-    return {
-        **found,
-        matrices(state)[0].replace(".weight", ".comfy_quant"): torch.tensor(list(data), dtype=torch.uint8),
-    }
-
-
-FIRST = "double_blocks.0.img_mod.lin"
-REFUSED = {
-    "unknown format": (
-        lambda s: with_settings(s, {"format": "awq_w4a16"}),
-        "quantized as 'awq_w4a16', which is not supported; supported are float8_e4m3fn",
-    ),
-    "no format": (lambda s: with_settings(s, b"nonsense"), "is no JSON"),
-    "other storage": (
-        lambda s: with_settings(s, {"format": "int8_tensorwise"}),
-        "is said to be int8_tensorwise but is stored as F8_E4M3",
-    ),
-    "no scale": (
-        lambda s: {k: v for k, v in described(s, "nvfp4")[0].items() if k != f"{FIRST}.weight_scale_2"},
-        "lacks weight_scale_2",
-    ),
-    "scale of nothing": (
-        lambda s: {**s, f"{FIRST}.scale_weight": torch.ones(1)},
-        "the weight that they belong to is not",
-    ),
-    "misshapen scale": (
-        lambda s: {**described(s, "mxfp8")[0], f"{FIRST}.weight_scale": torch.ones(3, 4, dtype=torch.uint8)},
-        "does not fit its mxfp8 weight",
-    ),
-    "packed integers": (
-        lambda s: {**s, "img_in.weight": s["img_in.weight"].to(torch.uint8)},
-        "a quantization that is not supported",
-    ),
-}
-
-
-def changed(kind: str, **leaves):
-    """The first layer of ``kind`` with other leaves."""
-    return lambda s: {**described(s, kind)[0], **{f"{FIRST}.{leaf}": value for leaf, value in leaves.items()}}
-
-
-def with_format(kind: str, **settings):
-    """The first layer of ``kind`` described with other settings."""
-    text = json.dumps({"format": kind, **settings}).encode()
-    return changed(kind, comfy_quant=torch.tensor(list(text), dtype=torch.uint8))
-
-
-REFUSED |= {
-    "SVDQuant": (lambda s: with_settings(s, {"format": "svdquant_w4a4"}), "which is not supported"),
-    "scales of other rows": (
-        changed("int8_tensorwise", weight_scale=torch.ones(5)),
-        "shape .5,., which does",
-    ),
-    "scales of another type": (
-        changed("float8_e4m3fn", weight_scale=torch.ones(1, dtype=torch.int64)),
-        "is stored as I64, and float8_e4m3fn has F32",
-    ),
-    "block scales of another type": (
-        changed("mxfp8", weight_scale=torch.ones(1536, 8)),
-        "is stored as F32, and mxfp8 has F8_E8M0, U8",
-    ),
-    "two scales": (
-        changed("float8_e4m3fn", scale_weight=torch.ones(1)),
-        "both weight_scale and scale_weight",
-    ),
-    "smoothing of other columns": (
-        changed("float8_e4m3fn", pre_quant_scale=torch.ones(3)),
-        "pre_quant_scale. has shape .3,., which does not fit",
-    ),
-    "codebook of 8": (changed("asym_w4a8_int8", weight_codebook=torch.ones(8)), "shape .8,., which does not"),
-    "group of no power": (
-        with_format("convrot_w4a4", convrot_groupsize=48),
-        "groups of 48 values, and a power",
-    ),
-    "group that does not divide": (
-        with_format("convrot_w4a4", convrot_groupsize=1024),
-        "rows are no whole groups of 1024 values",
-    ),
-    "scale group of 12": (with_format("asym_w4a8_int8", group_size=12), "groups of 12 values, and 4, 8"),
-    "truncated matrix": (
-        lambda s: changed("nvfp4", weight=described(s, "nvfp4")[0][f"{FIRST}.weight"][:9].clone())(s),
-        "which does not fit its nvfp4 weight",
-    ),
-    "no matrix": (changed("nvfp4", weight=torch.ones(64, dtype=torch.uint8)), "and a matrix is needed"),
-    "no dimension": (
-        changed("int8_tensorwise", weight=torch.tensor(1, dtype=torch.int8)),
-        "a matrix is needed",
-    ),
-    "a leaf of another format": (
-        changed("int8_tensorwise", weight_s_rel=torch.ones(2, 2)),
-        "the weight that they belong to is not",
-    ),
-}
-
-
-def test_a_layer_that_is_described_in_two_ways(folder, state):
-    found, _ = described(state, "float8_e4m3fn")
-    header = json.dumps({"layers": {FIRST: {"format": "int8_tensorwise"}}})
-    save_file(found, folder / "twice.safetensors", {"_quantization_metadata": header})
-    says = "describes the layer .* twice, as 'int8_tensorwise' and 'float8_e4m3fn'"
-    with pytest.raises(UnsupportedError, match=says):
-        open_checkpoint(str(folder / "twice.safetensors"))
 
 
 def test_layers_of_one_file_may_be_of_several_formats(folder, state):
@@ -401,119 +230,6 @@ def test_layers_of_one_file_may_be_of_several_formats(folder, state):
         found = files.read(key, dtype=torch.float32).double()
         assert torch.allclose(found, want, rtol=1e-6, atol=1e-6 * want.abs().max())
     assert files.packed(keys[-1]) is None
-
-
-@pytest.mark.parametrize(
-    "kind, leaf",
-    [
-        *[(kind, "weight_scale") for kind in KINDS if kind != "asym_w4a8_int8"],
-        *[("asym_w4a8_int8", leaf) for leaf in ("weight_s_rel", "weight_s_channel")],
-        *[("nvfp4", "weight_scale_2"), ("float8_e4m3fn", "input_scale")],
-    ],
-)
-def test_scales_of_nan_are_refused_by_name(folder, state, kind, leaf):
-    found, _ = described(state, kind)
-    save_file(found, folder / "scales.safetensors")
-    check_scales(open_checkpoint(str(folder / "scales.safetensors")))
-    scale = found.setdefault(f"{FIRST}.{leaf}", torch.ones(1)).clone()
-    scale.view(-1).view(torch.uint8)[-4:] = 255  # NaN in every type of scales
-    found[f"{FIRST}.{leaf}"] = scale
-    save_file(found, folder / "nan.safetensors")
-    checkpoint = open_checkpoint(str(folder / "nan.safetensors"))
-    with pytest.raises(UnsupportedError, match=f"'{FIRST}.{leaf}' holds NaN or infinity"):
-        check_scales(checkpoint)
-
-
-@pytest.mark.parametrize("change, says", REFUSED.values(), ids=REFUSED)
-def test_refused_files(folder, state, change, says):
-    save_file(change(state), folder / "changed.safetensors")
-    with pytest.raises(UnsupportedError, match=says) as error:
-        open_checkpoint(str(folder / "changed.safetensors"))
-    assert "\n" not in str(error.value)
-
-
-def test_refused_gguf_files(folder, state):
-    pytest.importorskip("gguf")
-    write_gguf(folder / "whole.gguf", state, ("Q8_0",))
-    data = (folder / "whole.gguf").read_bytes()
-    (folder / "half.gguf").write_bytes(data[: len(data) // 2])
-    (folder / "header.gguf").write_bytes(data[:1000])
-    (folder / "empty.gguf").write_bytes(b"")
-    (folder / "text.gguf").write_bytes(b"not a model " * 100)
-    for name in ("half", "header", "empty", "text"):
-        with pytest.raises(UnsupportedError, match="truncated or no GGUF file") as error:
-            open_checkpoint(str(folder / f"{name}.gguf"))
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", GGUF_SCALES)
-def test_gguf_blocks_with_scales_of_nan_are_refused_as_they_are_read(folder, state, kind):
-    """Each scale and minimum of a block, in the last block of a matrix; by the rank that reads it."""
-    gguf = pytest.importorskip("gguf")
-    path = folder / f"nan-{kind}.gguf"
-    write_gguf(path, state, (kind,))
-    reader = gguf.GGUFReader(path)
-    tensor = next(
-        each for each in reader.tensors if each.tensor_type.name == kind and each.shape[0] % 256 == 0
-    )
-    _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-    data = path.read_bytes()
-    assert open_checkpoint(str(path)).files.packed(tensor.name) is not None
-    for at, bits in product(GGUF_SCALES[kind], (b"\x00\x7e", b"\x00\xfc")):  # NaN, and minus infinity
-        place = tensor.data_offset + tensor.n_bytes - size + at
-        path.write_bytes(data[:place] + bits + data[place + 2 :])
-        engine = Engine(ParallelConfig(), mesh.single())
-        engine.check_load(str(path), "default")
-        with pytest.raises(
-            UnsupportedError, match=f"the {kind} blocks of '{tensor.name}' have a scale of NaN"
-        ):
-            engine.load("m", str(path), "fp32")
-        rows = tensor.shape[1]
-        files = open_checkpoint(str(path)).files
-        assert files.packed(tensor.name, slice(0, rows - 1)) is not None  # a rank that does not read it
-
-
-def test_every_gguf_type_has_its_scales():
-    pytest.importorskip("gguf")
-    from diffusers.quantizers.gguf.utils import dequantize_functions
-
-    assert GGUF_SCALES.keys() == {kind.name for kind in dequantize_functions} - {"BF16"}
-
-
-@pytest.mark.parametrize(
-    "architecture, keys, says",
-    [
-        ("llama", ["token_embd.weight", "blk.0.attn_q.weight"], "begin with 'token_embd.weight'"),
-        (
-            "t5encoder",
-            ["enc.blk.0.attn_q.weight", "token_embd.weight"],
-            "text encoder or VAE does not belong",
-        ),
-        ("sdxl", ["input_blocks.0.0.weight", "input_blocks.1.0.in_layers.0.weight"], "is .* a UNet"),
-        ("flux", ["t5_yproj.weight"], "is Mochi"),  # the tensors tell, not what the metadata says
-        ("wan", ["double_blocks.0.img_attn.qkv.weight"], "no transformer of a supported family"),
-    ],
-)
-def test_gguf_of_another_family(folder, architecture, keys, says):
-    gguf = pytest.importorskip("gguf")
-    path = folder / "other.gguf"
-    writer = gguf.GGUFWriter(str(path), architecture)
-    for key in keys:
-        writer.add_tensor(key, torch.ones(4, 4).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(UnsupportedError, match=says) as error:
-        open_checkpoint(str(path))
-    assert "other.gguf" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_gguf_without_its_package(folder, state, monkeypatch):
-    (folder / "any.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="-m pip install gguf"):
-        open_checkpoint(str(folder / "any.gguf"))
 
 
 def test_legacy_marker_is_no_weight(folder, state):

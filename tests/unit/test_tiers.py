@@ -39,7 +39,7 @@ def test_a_family_of_a_known_signature_is_left_out():
 
 def test_files_and_parameters_are_left_out():
     life = Item("socket/test_backend_life.py", "test_degrees_change_on_the_same_ranks")
-    names = [Item("unit/test_lora.py", "test_both_names_of_every_matrix", str(i)) for i in range(12)]
+    names = [Item("unit/test_lora_names.py", "test_both_names_of_every_matrix", str(i)) for i in range(12)]
     tiers.choose([life, *names])
     assert life.marks and sum(not item.marks for item in names) == 3
 

@@ -1,0 +1,109 @@
+"""Conditioning nodes of images in a graph: BUILD(graph, positive, negative) -> (positive, negative,
+latent)."""
+
+import json
+
+from graphs import Graph
+from tiny import GOLDEN
+
+
+def references(video: bool, method: str = "", negative: bool = False, batch: int = 1, channels: int = 16):
+    """Two reference pictures of other sizes, one of odd sides; the latent's sides are odd too."""
+
+    def build(g: Graph, positive, other):
+        extra = (1,) if video else ()
+        for shape, seed in (((11, 14), 2), ((8, 27), 3)):
+            picture = g.latent(1, channels, *extra, *shape, seed=seed)
+            positive = g.one("ReferenceLatent", conditioning=positive, latent=picture)
+            other = g.one("ReferenceLatent", conditioning=other, latent=picture) if negative else other
+        if method:
+            positive = g.one(
+                "FluxKontextMultiReferenceLatentMethod",
+                conditioning=positive,
+                reference_latents_method=method,
+            )
+        return positive, other, g.latent(batch, channels, *extra, 15, 18, empty=True)
+
+    return build
+
+
+def inpainting(g, positive, negative):
+    mask = g.one("TestMask", width=128, height=104)
+    return g.three(
+        "InpaintModelConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(temporal=0),
+        pixels=g.image(),
+        mask=mask,
+        noise_mask=True,
+    )
+
+
+def control(g, positive, negative):
+    return g.three(
+        "InstructPixToPixConditioning",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(temporal=0),
+        pixels=g.image(136, 120),
+    )
+
+
+def layers(pictured: bool):
+    """Qwen-Image-Layered's own latent; a picture to be taken apart, or none."""
+
+    def build(g, positive, negative):
+        if pictured:
+            picture = g.latent(1, 16, 1, 14, 18, seed=2)
+            positive, negative = (
+                g.one("ReferenceLatent", conditioning=prompt, latent=picture)
+                for prompt in (positive, negative)
+            )
+        size = {"width": 144, "height": 112, "layers": 2, "batch_size": 2}
+        return positive, negative, g.one("EmptyQwenImageLayeredLatentImage", **size)
+
+    return build
+
+
+def encoded(*pictures, shape=None):
+    """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the
+    first one's size unless its ``shape`` is told."""
+
+    def build(g, positive, negative):
+        clip = g.one("TestPicturedText", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
+        images = {
+            f"images.image_{i}": g.image(width, height, seed=i)
+            for i, (width, height) in enumerate(pictures, 1)
+        }
+        positive, negative, latent = g.three(
+            "TextEncodeQwenImage21",
+            clip=clip,
+            vae=g.vae(64, 16, 0),
+            prompt="a winter evening",
+            negative_prompt="",
+            resolution=128,
+            **images,
+        )
+        return positive, negative, latent if shape is None else g.latent(*shape, empty=True)
+
+    return build
+
+
+def plain(*shape):
+    return lambda g, positive, negative: (positive, negative, g.latent(*shape, empty=True))
+
+
+def with_values(build, **values):
+    """``values`` set on both prompts."""
+
+    def changed(g, positive, negative):
+        return build(
+            g,
+            *(
+                g.one("TestConditioningValues", conditioning=prompt, values=json.dumps(values), rows=0)
+                for prompt in (positive, negative)
+            ),
+        )
+
+    return changed

@@ -1,0 +1,156 @@
+"""Cancel as the client asks for it: at a step, between two, and of ranks that hang."""
+
+import select
+import threading
+import time
+
+import pytest
+import torch
+from fake_backend import TOKEN, reply, sample_message
+
+from backend.client import client as client_module
+from backend.client.client import BackendClient
+from backend.protocol import (
+    Cancel,
+    Cancelled,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Result,
+    framing,
+)
+
+
+def cancellable(received: list):
+    """A server that steps for ever, until Cancel comes; then it answers a Ping."""
+
+    def handler(connection):
+        framing.receive(connection)
+        step = 0
+        while not select.select([connection], [], [], 0.02)[0]:
+            step += 1
+            reply(connection, Progress(step, 1000))
+        received.append(framing.receive(connection))
+        reply(connection, Progress(step + 1, 1000))  # the step that was running when Cancel came
+        reply(connection, Cancelled(step + 1))
+        received.append(framing.receive(connection))
+        reply(connection, Pong())
+
+    return handler
+
+
+def test_cancel(serve):
+    received, seen = [], []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    assert client.sample(sample_message(), seen.append, lambda: len(seen) >= 3) is None
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()] and len(seen) == 3
+
+
+def test_interrupt_raised_by_the_progress_callback(serve):
+    class Interrupt(BaseException):
+        """As ComfyUI's own, no Exception."""
+
+    def interrupt(progress):
+        raise Interrupt
+
+    received = []
+    client = BackendClient(serve(cancellable(received)), TOKEN)
+    with pytest.raises(Interrupt):
+        client.sample(sample_message(), interrupt)
+    assert client.request(Ping()) == Pong()
+    assert received == [Cancel(), Ping()]
+
+
+def test_cancel_while_nothing_arrives(serve):
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        reply(connection, Cancelled(0))
+
+    client = BackendClient(serve(handler), TOKEN)
+    asked = []
+    began = time.monotonic()
+    assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
+    assert time.monotonic() - began < 10
+
+
+def test_result_that_crosses_cancel(serve):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Result({}, {"samples": torch.zeros(1)}))
+        assert framing.receive(connection) == Cancel()
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    assert client.request(Ping()) == Pong()
+
+
+def test_a_step_that_does_not_end_is_left_and_is_no_error(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.3)
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    release.set()
+    assert client.closed
+
+
+def test_cancel_waits_for_a_step_as_long_as_those_before(serve, monkeypatch):
+    """Of a request whose steps take longer than CANCEL_SECONDS; the connection stays usable."""
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.05)
+
+    def handler(connection):
+        framing.receive(connection)
+        time.sleep(0.6)
+        reply(connection, Progress(1, 9))
+        assert framing.receive(connection) == Cancel()
+        time.sleep(0.6)
+        reply(connection, Cancelled(2))
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client, seen = BackendClient(serve(handler), TOKEN), []
+    assert client.sample(sample_message(), seen.append, lambda: bool(seen)) is None
+    assert client.request(Ping()) == Pong()
+
+
+def test_cancel_does_not_wait_for_ranks_that_hang(serve):
+    release = threading.Event()
+    asked = []
+    began = time.monotonic()
+    client = BackendClient(
+        serve(lambda connection: release.wait(10)), TOKEN, is_hung=lambda: asked.append(1) or len(asked) > 3
+    )
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+    assert time.monotonic() - began < 5 and client.closed
+    release.set()
+
+
+def test_hung_ranks_that_are_ended_during_cancel_are_no_error(serve):
+    hung = []
+
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        hung.append(True)  # and the connection ends
+
+    client = BackendClient(serve(handler), TOKEN, is_hung=lambda: bool(hung))
+    assert client.sample(sample_message(), should_cancel=lambda: True) is None
+
+
+def test_check_that_raises_closes(serve):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        raise Stop
+
+    release = threading.Event()
+    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    with pytest.raises(Stop):
+        client.request(Load("/m"), stop)
+    release.set()
+    assert client.closed  # its reply could come later, in place of another's

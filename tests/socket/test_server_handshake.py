@@ -1,0 +1,119 @@
+"""Rank 0's socket before the token: proofs, nonces, and frames that come too early."""
+
+import time
+
+import pytest
+from handshakes import TOKEN, answer, closed, connect, greeted
+
+from backend import protocol
+from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
+from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS
+
+
+def test_wrong_token_is_told_and_closed(server, capfd):
+    client = connect(server)
+    assert "token is not this backend's" in answer(client, "wrong").message
+    assert closed(client)
+    assert capfd.readouterr().err == "A client was not let in: it does not know this backend's token.\n"
+    assert "token is not this backend's" in answer(connect(server), "wrong").message
+    assert not capfd.readouterr().err  # nobody fills the disk with that line
+    greeted(server)
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(server):
+    """Neither the backend's own proof for this client, nor one with the token for the backend's role."""
+    client, nonce = connect(server), handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    framing.send(client, Proof(framing.receive(client).proof))
+    assert "token" in framing.receive(client).message and closed(client)
+    assert "token" in answer(connect(server), role=handshake.BACKEND).message
+
+
+def test_a_recorded_handshake_is_of_no_use_later(server):
+    client, nonce = connect(server), handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    recorded = Proof(handshake.proof(TOKEN, handshake.CLIENT, nonce, framing.receive(client).nonce))
+    framing.send(client, recorded)
+    assert isinstance(framing.receive(client), Welcome)
+    again = connect(server)
+    framing.send(again, Hello(nonce))
+    framing.receive(again)
+    framing.send(again, recorded)
+    assert "token" in framing.receive(again).message and closed(again)
+
+
+@pytest.mark.parametrize("first", [Hello(""), Hello("0" * 63), Hello("Z" * 64), Hello("\u0660" * 64)])
+def test_a_nonce_has_one_form(server, first):
+    client = connect(server)
+    framing.send(client, first)
+    assert "64 hexadecimal digits" in framing.receive(client).message and closed(client)
+
+
+def test_another_version_is_told(server):
+    client = connect(server)
+    framing.send(client, Hello(handshake.new_nonce(), protocol.VERSION + 1))
+    assert "restart both" in framing.receive(client).message and closed(client)
+
+
+@pytest.mark.parametrize(
+    "first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__
+)
+def test_nothing_works_before_the_token(server, first):
+    client = connect(server)
+    framing.send(client, first)
+    assert isinstance(framing.receive(client), Failure)
+    assert server.next_job(0.05) is None
+
+
+def test_large_frame_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30))
+    assert "limit" in framing.receive(client).message
+
+
+def test_silent_peers_do_not_keep_a_client_out(server):
+    silent = [connect(server) for _ in range(MAX_CLIENTS)]
+    began = time.monotonic()
+    client = greeted(server)
+    assert closed(silent[0]) and time.monotonic() - began < HELLO_SECONDS
+    framing.send(client, Ping())
+    assert framing.receive(client) == Pong(["m"])
+
+
+def test_a_proof_that_is_no_text(server):
+    client = connect(server)
+    framing.send(client, Hello(handshake.new_nonce()))
+    framing.receive(client)
+    header = b'{"type": "Proof", "proof": "\\ud800"}'
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
+    assert "token" in framing.receive(client).message
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 4000, b'{"type": "Hello", "nonce": ' + b"9" * 4000 + b"}"], ids=["nesting", "number"]
+)
+def test_a_header_that_breaks_parsers(server, header):
+    client = connect(server)
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, len(header), 0) + header)
+    assert isinstance(framing.receive(client), Failure) and closed(client)
+
+
+def test_a_body_before_the_token_is_refused(server):
+    client = connect(server)
+    client.sendall(
+        framing.PREFIX.pack(framing.MAGIC, 18, 16)
+        + b'{"type": "Result"}'
+        + framing.bodies.LENGTH.pack(1 << 40)
+        + bytes(8)
+    )
+    assert "shorter than its table" in framing.receive(client).message and closed(client)
+
+
+def test_a_slow_greeting_loses_its_place(server, monkeypatch):
+    monkeypatch.setattr("backend.serving.server.HELLO_SECONDS", 0.3)
+    client, began = connect(server), time.monotonic()
+    with pytest.raises(OSError):
+        for byte in b"".join(framing.encode(Hello("0" * 64))) * 100:
+            client.sendall(bytes([byte]))
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20

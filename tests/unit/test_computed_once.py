@@ -1,0 +1,64 @@
+"""What does not change within a request or a step is computed once: counted in every family."""
+
+from dataclasses import replace
+
+import pytest
+from families import golden
+from tiny import (
+    write_checkpoint,
+)
+from tolerance import assert_same_bits
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh, modulation_cache
+from backend.sampling.step_loop import Callbacks
+
+
+@pytest.mark.parametrize(
+    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 8, 6), ("flux3", 14, 0)]
+)
+def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
+    """Embedders and refiners of the prompt and tables of positions once a request and branch, modulation once
+    for all steps and branches."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
+    assert modulation_cache.COMPUTED == {
+        kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count
+    }
+
+
+@pytest.mark.parametrize(
+    "family, layers, before",
+    [
+        ("wan21-t2v", 2, 2),
+        ("pixart-sigma", 2, 1),
+        ("ltxv", 2, 2),
+        ("hunyuan-dit", 2, 1),
+        ("sana", 2, 2),
+        ("ltx2", 4, 4),
+    ],
+)
+def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
+    family, layers, before, tmp_path, monkeypatch
+):
+    """``layers`` of every block, and ``before`` the blocks, for both branches, whatever the steps and
+    patches; and the latent is the one without memory, to the last bit: a prompt's rows are multiplied by the
+    same kernel each time."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    model = engine.models["tiny"]
+    sample = replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2)
+    samples, _ = engine.sample(sample, Callbacks())
+    blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
+    assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
+    remembered = modulation_cache.CachedLayer.forward
+    monkeypatch.setattr(
+        modulation_cache.CachedLayer,
+        "forward",
+        lambda self, *arguments, **named: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
+            *arguments, **named
+        ),
+    )
+    assert_same_bits(engine.sample(sample, Callbacks())[0], samples)

@@ -1,0 +1,98 @@
+"""Requests that a family does not take: refused in one sentence before any rank works."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import golden
+from tiny import (
+    write_checkpoint,
+)
+
+from backend.config import ConfigError, ParallelConfig
+from backend.errors import UnsupportedError
+from backend.loading.recognition import open_checkpoint
+from backend.sampling.validation import check_sample
+
+
+@pytest.mark.parametrize(
+    "family, change, words",
+    [
+        ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
+        ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
+        ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
+        ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
+        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 tokens"),
+        ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
+        ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
+        (
+            "ltx2",
+            {"positive.c_crossattn": torch.zeros(12, 64)},
+            "a floating-point tensor .batch, tokens, width. is needed",
+        ),
+        (
+            "sd3",
+            {"noise": torch.zeros(1, 16, 1, 16, 16)},
+            "wants 16 channels in .batch, channels, height, width.",
+        ),
+        (
+            "wan21-t2v",
+            {"noise": torch.zeros(1, 16, 16, 16)},
+            "wants 16 channels in .batch, channels, frames, height, width.",
+        ),
+        ("wan21-t2v", {"noise": torch.zeros(1, 16, 1, 2, 2052)}, "1 x 1 x 1026 tokens"),
+        ("z-image-turbo", {"noise": torch.zeros(1, 16, 2, 2052)}, "1 x 1026 tokens"),
+        ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 tokens of text"),
+    ],
+)
+def test_refusals_name_the_remedy(family, change, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    tensors = {**sample.tensors, **change}
+    tensors["latent"] = tensors["noise"]
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(
+            replace(sample, tensors=tensors),
+            ParallelConfig(),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")))
+    with pytest.raises(ConfigError, match="data_parallel_degree is 2 but the latent's batch is 1"):
+        check_sample(
+            golden("sd3__euler_simple")[0],
+            ParallelConfig(data_parallel_degree=2),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )
+
+
+@pytest.mark.parametrize(
+    "family, shapes, words",
+    [
+        ("minimax-h3", [], "make them with the model's own"),
+        ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
+        ("minimax-h3", [[24, 3, 16, 16], [32, 2, 16]], "does not hold latents of shapes"),
+        ("minimax-h3", [[24, 3, 16, 16], [32, 1, 30]], "makes stereo"),
+        ("sd3", [[16, 16, 16], [16, 16, 16]], "holds 2 latents"),
+    ],
+)
+def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    with pytest.raises(UnsupportedError, match=words):
+        check_sample(
+            replace(sample, latent_shapes=shapes),
+            ParallelConfig(),
+            checkpoint.family,
+            checkpoint.config,
+            torch.float32,
+            "cpu",
+        )

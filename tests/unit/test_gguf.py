@@ -1,0 +1,149 @@
+"""GGUF files: every type of block against the gguf package, and what cannot be read is refused by name."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from quantized import write_gguf
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.recognition import open_checkpoint
+from backend.parallel import mesh
+from backend.quantization.formats import GGUF_SCALES
+
+GGUF_KINDS = (
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "BF16",
+    "F16",
+    "F32",
+)
+
+
+@pytest.mark.parametrize("kinds", [GGUF_KINDS[i::3] for i in range(3)], ids=" ".join)
+def test_gguf(folder, state, kinds):
+    """Every type against the gguf package's own dequantization, whole and by rows and columns."""
+    pytest.importorskip("gguf")
+    values = write_gguf(folder / "file.gguf", state, kinds)
+    checkpoint = open_checkpoint(str(folder / "file.gguf"))
+    assert checkpoint.dtype == torch.bfloat16 and checkpoint.files.shapes == {
+        key: tuple(value.shape) for key, value in state.items()
+    }
+    for key, want in values.items():
+        found = checkpoint.files.read(key, dtype=torch.float32)
+        assert torch.allclose(found, want, rtol=1e-6, atol=1e-6 * want.abs().max()), key
+        if want.ndim == 2 and want.shape[0] > 8:
+            rows, columns = slice(3, want.shape[0] - 2), slice(5, want.shape[1] - 7)
+            assert checkpoint.files.read(key, rows, dtype=torch.float32).equal(found[rows])
+            assert checkpoint.files.read(key, rows, columns, torch.float32).equal(found[rows, columns])
+
+
+def test_gguf_in_another_shape(folder, state):
+    """Matrices whose rows are no whole blocks are stored as rows of one block, their own shape in the
+    metadata.
+    """
+    pytest.importorskip("gguf")
+    want = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), re.compile(r"img_in\.weight$"))[
+        "img_in.weight"
+    ]
+    files = open_checkpoint(str(folder / "reshaped.gguf")).files
+    assert want.shape[1] < 256 and files.shapes["img_in.weight"] == tuple(want.shape)
+    found = files.read("img_in.weight", slice(3, 50), slice(9, 33), torch.float32)
+    assert torch.allclose(found, want[3:50, 9:33], rtol=1e-6, atol=1e-6 * want.abs().max())
+
+
+def test_refused_gguf_files(folder, state):
+    pytest.importorskip("gguf")
+    write_gguf(folder / "whole.gguf", state, ("Q8_0",))
+    data = (folder / "whole.gguf").read_bytes()
+    (folder / "half.gguf").write_bytes(data[: len(data) // 2])
+    (folder / "header.gguf").write_bytes(data[:1000])
+    (folder / "empty.gguf").write_bytes(b"")
+    (folder / "text.gguf").write_bytes(b"not a model " * 100)
+    for name in ("half", "header", "empty", "text"):
+        with pytest.raises(UnsupportedError, match="truncated or no GGUF file") as error:
+            open_checkpoint(str(folder / f"{name}.gguf"))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", GGUF_SCALES)
+def test_gguf_blocks_with_scales_of_nan_are_refused_as_they_are_read(folder, state, kind):
+    """Each scale and minimum of a block, in the last block of a matrix; by the rank that reads it."""
+    gguf = pytest.importorskip("gguf")
+    path = folder / f"nan-{kind}.gguf"
+    write_gguf(path, state, (kind,))
+    reader = gguf.GGUFReader(path)
+    tensor = next(
+        each for each in reader.tensors if each.tensor_type.name == kind and each.shape[0] % 256 == 0
+    )
+    _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    data = path.read_bytes()
+    assert open_checkpoint(str(path)).files.packed(tensor.name) is not None
+    for at, bits in product(GGUF_SCALES[kind], (b"\x00\x7e", b"\x00\xfc")):  # NaN, and minus infinity
+        place = tensor.data_offset + tensor.n_bytes - size + at
+        path.write_bytes(data[:place] + bits + data[place + 2 :])
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.check_load(str(path), "default")
+        with pytest.raises(
+            UnsupportedError, match=f"the {kind} blocks of '{tensor.name}' have a scale of NaN"
+        ):
+            engine.load("m", str(path), "fp32")
+        rows = tensor.shape[1]
+        files = open_checkpoint(str(path)).files
+        assert files.packed(tensor.name, slice(0, rows - 1)) is not None  # a rank that does not read it
+
+
+def test_every_gguf_type_has_its_scales():
+    pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    assert GGUF_SCALES.keys() == {kind.name for kind in dequantize_functions} - {"BF16"}
+
+
+@pytest.mark.parametrize(
+    "architecture, keys, says",
+    [
+        ("llama", ["token_embd.weight", "blk.0.attn_q.weight"], "begin with 'token_embd.weight'"),
+        (
+            "t5encoder",
+            ["enc.blk.0.attn_q.weight", "token_embd.weight"],
+            "text encoder or VAE does not belong",
+        ),
+        ("sdxl", ["input_blocks.0.0.weight", "input_blocks.1.0.in_layers.0.weight"], "is .* a UNet"),
+        ("flux", ["t5_yproj.weight"], "is Mochi"),  # the tensors tell, not what the metadata says
+        ("wan", ["double_blocks.0.img_attn.qkv.weight"], "no transformer of a supported family"),
+    ],
+)
+def test_gguf_of_another_family(folder, architecture, keys, says):
+    gguf = pytest.importorskip("gguf")
+    path = folder / "other.gguf"
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key in keys:
+        writer.add_tensor(key, torch.ones(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match=says) as error:
+        open_checkpoint(str(path))
+    assert "other.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_gguf_without_its_package(folder, state, monkeypatch):
+    (folder / "any.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="-m pip install gguf"):
+        open_checkpoint(str(folder / "any.gguf"))

@@ -1,0 +1,239 @@
+"""Reference images: their positions and tokens against diffusers' own, and what is computed once."""
+
+import diffusers
+import pytest
+import torch
+from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
+from tiny import as_folder
+from tolerance import assert_ulps
+from variants import request, write
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
+from backend.models import qwen_image21
+from backend.models.common import references
+from backend.models.latent_tokens import TokenGrid
+from backend.parallel import mesh, modulation_cache
+from backend.parallel.pipeline_stage import model_output
+from backend.sampling.step_loop import Callbacks
+
+
+@pytest.mark.parametrize(
+    "method, want",
+    [
+        # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the picture's lower
+        # right corner
+        ("offset", [(1, 0, 0), (1, 6, 0)]),
+        ("index", [(1, 0, 0), (2, 0, 0)]),
+        ("uxo", [(0, 8, 9), (0, 14, 16)]),
+        ("negative_index", [(-1, 0, 0), (-2, 0, 0)]),
+    ],
+)
+def test_places_of_references(method, want):
+    grid = TokenGrid((16, 15, 18), (1, 2, 2))
+    found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
+    assert references.places(grid, found, method) == want
+
+
+@torch.inference_mode()
+def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
+    """Tokens and positions of diffusers' own pipeline, in its own transformer."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
+    model, sample = engine.models["tiny"], request("flux3-edit")
+    plain = diffusers.Flux3Transformer2DModel(**model.config).eval()
+    plain.load_state_dict(
+        {name.replace(".layer.", "."): value for name, value in model.transformer.state_dict().items()}
+    )
+    cond = {
+        key.removeprefix("positive."): value
+        for key, value in sample.tensors.items()
+        if key.startswith("positive.")
+    }
+    latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
+    grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
+    found = model.family.io.output(
+        model_output(
+            model.transformer,
+            model.family,
+            model.family.io.arguments(model.config, grid, latent, time[0], cond),
+        ),
+        grid,
+    )
+
+    pack, pictures = lambda latent: latent.flatten(2).transpose(1, 2), references.references(cond)
+
+    def ids(latent, number):
+        return _prepare_image_ids(*latent.shape[-2:], 0.5, l_coord=number)
+
+    rows = torch.cartesian_prod(
+        torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(text.shape[1])
+    )
+    want = plain(
+        pack(latent),
+        text,
+        time,
+        ids(latent, 0),
+        rows,
+        image_cond_hidden_states=torch.cat([pack(picture) for picture in pictures], dim=1),
+        image_cond_ids=torch.cat([ids(picture, -1 - i) for i, picture in enumerate(pictures)]),
+    ).sample
+    assert len(pictures) == 2
+    assert_ulps(found, want, sum(len(plain.get_submodule(name)) for name in model.family.blocks.lists))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("branch", ["positive", "negative"])
+def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_path):
+    """In the slots of its pipeline's text encoder, which stand for 2 x 2 tokens each, with diffusers' own
+    attention and positions.
+    """
+    checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image21-edit")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample, family, config, ours = (
+        request("qwen-image21-edit"),
+        checkpoint.family,
+        checkpoint.config,
+        checkpoint.empty,
+    )
+    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
+    plain.load_state_dict(ours.state_dict())
+    cond = {
+        key.removeprefix(f"{branch}."): value
+        for key, value in sample.tensors.items()
+        if key.startswith(f"{branch}.")
+    }
+    latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
+    grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
+    found = family.io.output(
+        model_output(ours, family, family.io.arguments(config, grid, latent, time[0], cond)), grid
+    )
+
+    rows, slots = list(text[0].unbind(0)), [False] * text.shape[1]
+    pictures = references.references(cond)
+    for at, picture in reversed(list(zip(cond["image_slots"][0].tolist(), pictures))):
+        count = picture.shape[-2] * picture.shape[-1] // 4
+        rows[at:at], slots[at:at] = [torch.full((text.shape[2],), 5.0)] * count, [True] * count
+
+    def pack(latent):
+        return latent.flatten(2).transpose(1, 2)
+
+    want = plain(
+        torch.cat([pack(picture) for picture in (*pictures, latent)], dim=1),
+        torch.stack(rows)[None],
+        time,
+        [[(1, *picture.shape[-2:]) for picture in (*pictures, latent)]],
+        torch.tensor([slots + [True] * (grid.tokens // 4)]),
+    ).sample[:, -grid.tokens :]
+    assert len(pictures) == {"positive": 2, "negative": 1}[branch]
+    assert_ulps(found, want, len(plain.transformer_blocks))
+
+
+@torch.inference_mode()
+def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
+    """Sizes that diffusers' forward has no slots for: its own blocks, one by one, on the sequence."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "odd.safetensors", "qwen-image21-odd")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample, family, config, ours = (
+        request("qwen-image21-odd"),
+        checkpoint.family,
+        checkpoint.config,
+        checkpoint.empty,
+    )
+    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
+    plain.load_state_dict(ours.state_dict())
+    latent, text, picture = (
+        sample.tensors["noise"],
+        sample.tensors["positive.c_crossattn"],
+        sample.tensors["positive.ref_latents.0"],
+    )
+    cond, grid = (
+        {"c_crossattn": text, "ref_latents.0": picture, "image_slots": torch.tensor([[4]])},
+        TokenGrid((64, 7, 9), (1, 1, 1)),
+    )
+    found = family.io.output(
+        model_output(ours, family, family.io.arguments(config, grid, latent, torch.tensor(0.7), cond)), grid
+    )
+
+    text, pixels = (
+        plain.txt_in(text),
+        [plain.img_in(one.flatten(2).transpose(1, 2)) for one in (picture, latent)],
+    )
+    rows, rotary = (
+        torch.cat([text[:, :4], pixels[0], text[:, 4:], pixels[1]], dim=1),
+        ours.pos_embed.table(qwen_image21.positions(grid, cond, None)),
+    )
+    made, temb = torch.arange(rows.shape[1]) >= 12 + 15, plain.time_text_embed(torch.tensor([0.7, 0.0]), rows)
+    for block in plain.transformer_blocks:
+        rows = block(
+            rows,
+            plain.modulation(temb),
+            rotary,
+            None,
+            made,
+            segments=[(0, 4, True), (4, 19, False), (19, 27, True)],
+        )
+    want = plain.proj_out(plain.norm_out(rows, temb, made))[:, 27:]
+    assert found.shape == (1, 63, 64)
+    assert_ulps(found, want, len(plain.transformer_blocks))
+
+
+def test_what_references_decide_is_computed_once(tmp_path):
+    """Flux.3's prompt and references, each one embedder and four blocks, and the positions of both and of the
+    image, once a request and branch."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
+    engine.sample(request("flux3-edit"), Callbacks())
+    assert modulation_cache.COMPUTED == {"prompt": 2 * (5 + 5 + 3)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_no_step_changes_runs_once(causal, tmp_path):
+    """Text and references of Qwen-Image 2.1 are rows of a prompt's first evaluation alone, unless the step
+    modulates them.
+    """
+    folder = as_folder(write(tmp_path / "edit.safetensors", "qwen-image21-edit"), causal_condition=causal)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(folder), "default")
+    rows, sample = [], request("qwen-image21-edit")
+    engine.models["tiny"].transformer.transformer_blocks[1].attn.to_q.register_forward_pre_hook(
+        lambda layer, args: rows.append(args[0].shape[1])
+    )
+    engine.sample(sample, Callbacks())
+    both = [12 + 32 + 36 + 80, 7 + 32 + 80]
+    assert rows == both + ([80] * 10 if causal else both * 5)
+
+
+def test_samples_with_references_at_other_places_are_no_batch():
+    grid, cond = (
+        TokenGrid((64, 8, 10), (1, 1, 1)),
+        {"c_crossattn": torch.zeros(2, 2, 8), "ref_latents.0": torch.zeros(2, 64, 4, 8)},
+    )
+    assert qwen_image21.refusal({}, grid, cond | {"image_slots": torch.tensor([[1], [1]])}) is None
+    assert "from sample to sample" in qwen_image21.refusal(
+        {}, grid, cond | {"image_slots": torch.tensor([[1], [0]])}
+    )
+
+
+def test_pictures_of_odd_and_even_sides_have_one_middle():
+    """As ComfyUI's Qwen-Image 2.1 places them: columns of a reference seven wide fall between those of a
+    picture ten wide.
+    """
+    grid, cond = (
+        TokenGrid((64, 8, 10), (1, 1, 1)),
+        {
+            "c_crossattn": torch.zeros(1, 2, 8),
+            "ref_latents.0": torch.zeros(1, 64, 4, 7),
+            "image_slots": torch.tensor([[1]]),
+        },
+    )
+    found = qwen_image21.positions(grid, cond, None)
+    assert (
+        found[:1].tolist() == [[0] * 3]
+        and found[1:8, 2].tolist() == [-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5]
+        and found[1:29, 0].unique().tolist() == [1]
+    )
+    assert (
+        found[29].tolist() == [8] * 3 and found[30].tolist() == [9, -4, -5] and len(found) == 1 + 28 + 1 + 80
+    )
