@@ -65,7 +65,7 @@ SOME = {
     "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 2,
     "unit/test_parking.py::test_nothing_else_holds_the_memory_and_the_latent_is_the_same": 2,
     "unit/test_admission.py::test_tiny_models_are_admitted_with_what_they_hold": 2,
-    "unit/test_quantized.py::test_gguf_blocks_with_scales_of_nan_are_refused_as_they_are_read": 4,
+    "unit/test_gguf.py::test_gguf_blocks_with_scales_of_nan_are_refused_as_they_are_read": 4,
     "unit/test_patches.py::test_modulation_ahead_is_bounded": 1,
     "unit/test_rank_memory.py::test_weights_are_those_of_the_loaded_rank": 15,
     "unit/test_rank_memory.py::test_sharded_weights_are_those_of_the_loaded_rank": 5,
