@@ -1,0 +1,171 @@
+"""scripts/doctor.py's checks, on facts of machines that are not here."""
+
+import json
+
+import doctor
+import doctor_checks
+import pytest
+from doctor_checks import OK, PROBLEM, WARNING
+from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
+
+TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
+GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
+MODE = {
+    **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
+    **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
+}
+
+
+def machine(**changes) -> Facts:
+    """A healthy machine with two GPUs, with ``changes``."""
+    gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
+    healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
+    healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
+    healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
+    healthy |= dict(host_memory=64 << 30, open_files=65536, loopback="", variables={})
+    healthy |= dict(wheels={"diffusers": Wheel("0.42.1")})
+    return Facts(**healthy | changes)
+
+
+def said(facts: Facts, check: str) -> list[tuple[str, str]]:
+    return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
+
+
+def test_a_healthy_machine_has_no_findings_but_ok():
+    assert {each.status for each in doctor_checks.quick(machine())} == {OK}
+
+
+NO_PEERS = [[True, False], [False, True]]
+#: What is wrong -> facts, the check that says so, its status, and words of its text.
+ILL: dict[str, tuple[dict, str, str, list[str]]] = {
+    "an old Python": (dict(python=(3, 10, 0)), "Python", PROBLEM, ["3.10.0", "3.11"]),
+    "a package missing": (dict(unmet=["yunchang>=0.6.4"]), "packages", PROBLEM, ["yunchang", "pip install"]),
+    "a broken wheel": (
+        dict(wheels={"flash-attn": Wheel("2.8", "undefined symbol: _ZN3c10")}),
+        "wheels",
+        PROBLEM,
+        ["flash-attn 2.8", "undefined symbol", "torch 2.9.0", "optional"],
+    ),
+    "a slow import": (dict(wheels={"diffusers": Wheel("1", is_slow=True)}), "wheels", WARNING, ["diffusers"]),
+    "torch without CUDA": (
+        dict(gpus=[], torch=Torch("2.9.0+cpu", "", "", (), "", True)),
+        "CUDA",
+        PROBLEM,
+        ["2 GPUs", "built without CUDA", "pytorch.org"],
+    ),
+    "a driver too old": (dict(gpus=[]), "CUDA", PROBLEM, ["driver 580.1", "update"]),
+    "hidden GPUs": (
+        dict(gpus=[], variables={"CUDA_VISIBLE_DEVICES": "-1"}),
+        "CUDA",
+        WARNING,
+        ["CUDA_VISIBLE_DEVICES"],
+    ),
+    "no NCCL": (dict(torch=Torch("2.9.0", "12.8", "", (), "", True)), "NCCL", PROBLEM, ["no NCCL"]),
+    "no gloo": (dict(torch=Torch("2.9.0", "12.8", "", (), "2", False)), "NCCL", PROBLEM, ["no gloo"]),
+    "Windows": (dict(platform="win32"), "NCCL", PROBLEM, ["WSL2"]),
+    "a GPU that torch has no kernels for": (
+        dict(gpus=[Gpu(0, "P100", 16 << 30, 16 << 30, (6, 0))]),
+        "GPUs",
+        PROBLEM,
+        ["P100", "sm_80"],
+    ),
+    "a GPU without bf16": (
+        dict(
+            gpus=[Gpu(0, "T4", 16 << 30, 16 << 30, (7, 5))], torch=Torch("2", "12", "", ("sm_75",), "2", True)
+        ),
+        "GPUs",
+        WARNING,
+        ["T4", "bf16"],
+    ),
+    "memory taken": (
+        dict(gpus=[GPU, Gpu(1, "H100", 80 << 30, 20 << 30, (9, 0))]),
+        "GPUs",
+        WARNING,
+        ["GPU 1", "64.4 GB"],
+    ),
+    "two kinds of GPU": (
+        dict(gpus=[GPU, Gpu(1, "A100", 80 << 30, 80 << 30, (8, 0))]),
+        "GPUs",
+        WARNING,
+        ["differ"],
+    ),
+    "no peer access": (dict(peers=NO_PEERS), "peer access", WARNING, ["0-1", "host memory", "PipeFusion"]),
+    "an exclusive GPU": (
+        dict(driver=[{**MODE, "compute_mode": "Exclusive_Process"}]),
+        "GPU modes",
+        PROBLEM,
+        ["-c DEFAULT"],
+    ),
+    "MIG": (dict(driver=[{**MODE, "mig.mode.current": "Enabled"}]), "GPU modes", PROBLEM, ["MIG"]),
+    "a bad riser": (
+        dict(driver=[{**MODE, "pcie.link.width.current": "4"}]),
+        "GPU modes",
+        WARNING,
+        ["4 of 16"],
+    ),
+    "Docker's /dev/shm": (dict(shared_memory=64 << 20), "/dev/shm", WARNING, ["64 MB", "--shm-size"]),
+    "Docker's /dev/shm without peer access": (
+        dict(shared_memory=64 << 20, peers=NO_PEERS),
+        "/dev/shm",
+        PROBLEM,
+        ["64 MB", "--shm-size", "will fail"],
+    ),
+    "a full disk": (dict(disks={"cache folder": 1 << 20}), "disk", WARNING, ["cache folder", "TMPDIR"]),
+    "a closed folder": (dict(unwritable=["temporary folder"]), "disk", PROBLEM, ["temporary", "TMPDIR"]),
+    "little memory": (dict(host_memory=1 << 30), "host", WARNING, ["1.1 GB"]),
+    "few cores": (dict(cores=1), "host", WARNING, ["1 cores"]),
+    "no loopback": (dict(loopback="denied"), "limits", PROBLEM, ["127.0.0.1", "denied"]),
+    "few open files": (dict(open_files=256), "limits", WARNING, ["256", "ulimit"]),
+    "peer access switched off": (
+        dict(variables={"NCCL_P2P_DISABLE": "1"}),
+        "environment",
+        WARNING,
+        ["NCCL_P2P_DISABLE is 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_ill_machine_is_told_in_words(name):
+    changes, check, status, words = ILL[name]
+    texts = [text for found, text in said(machine(**changes), check) if found == status]
+    assert any(all(word in text for word in words) for text in texts), said(machine(**changes), check)
+
+
+class Broken(Facts):
+    """A machine whose driver answers nonsense."""
+
+    @property
+    def driver(self):
+        raise RuntimeError("nvidia-smi failed: NVML mismatch")
+
+
+def test_a_check_that_fails_stops_no_other():
+    healthy = vars(machine())
+    found = list(doctor_checks.quick(Broken(**{name: healthy[name] for name in healthy if name != "driver"})))
+    failed = [each for each in found if "NVML mismatch" in each.text]
+    assert {each.check for each in failed} == {"CUDA", "GPU modes"}
+    assert {each.status for each in failed} == {PROBLEM}
+    assert {each.check for each in found} == set(doctor_checks.CHECKS)
+
+
+def test_a_package_is_imported_by_another_process(monkeypatch, tmp_path):
+    """One that ends its process is named, and does not end ours."""
+    (tmp_path / "kills.py").write_text("import os; os.abort()")
+    (tmp_path / "torch.py").write_text("")  # a real one takes seconds
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(WHEELS, "kills", "kills")
+    monkeypatch.setitem(WHEELS, "absent", "absent_module")
+    assert tried("kills").error == "its import was ended by signal 6"
+    assert "absent_module" in tried("absent").error
+
+
+@pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])
+def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, changes, status):
+    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology="GPU0 NV18", **changes))
+    out = tmp_path / "report.json"
+    assert doctor.main(["--json", str(out)]) == status
+    report = json.loads(out.read_text())
+    assert {each["check"] for each in report["findings"]} == set(doctor_checks.CHECKS)
+    assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
+    assert f"{status} problems, 0 warnings" in capsys.readouterr().out
