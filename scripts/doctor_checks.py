@@ -42,6 +42,10 @@ OPTIONAL = {
 Status = tuple[str, str]
 
 
+class OutOfTime(Exception):
+    """The minutes of --full are over: what is left is not run."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a check says. ``values``: numbers for the JSON file."""
@@ -254,6 +258,8 @@ def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
         found = check(subject)
         for each in [found] if isinstance(found, tuple) else found:
             yield each if isinstance(each, Finding) else Finding(name, *each)
+    except OutOfTime as over:
+        yield Finding(name, WARNING, str(over))
     except Exception as error:
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
         details = {"traceback": traceback.format_exc()}

@@ -1,12 +1,19 @@
 """scripts/doctor.py's checks, on facts of machines that are not here."""
 
 import json
+from pathlib import Path
 
 import doctor
 import doctor_checks
+import doctor_lab
+import doctor_runs
 import pytest
-from doctor_checks import OK, PROBLEM, WARNING
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, OutOfTime
 from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
+
+from backend.planner.machine import Machine
+from backend.protocol import BackendError, RefusedError, Sample
 
 TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
 GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
@@ -169,3 +176,119 @@ def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, ch
     assert {each["check"] for each in report["findings"]} == set(doctor_checks.CHECKS)
     assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
     assert f"{status} problems, 0 warnings" in capsys.readouterr().out
+
+
+class StubLab:
+    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
+
+    device = "cpu"
+    ranks = 2
+    size = doctor_lab.SIZES["cpu"]
+
+    def __init__(self, is_late=False):
+        self.is_late = is_late
+        self.closed = False
+
+    def check(self):
+        if self.is_late:
+            raise OutOfTime("not run: the 10 minutes are over")
+
+    def kept(self, key, make):
+        return make()
+
+    def tiny(self, family):
+        noise = torch.ones(1, 4)
+        sample = Sample("", "euler", 3.0, 0, tensors={"noise": noise, "latent": noise})
+        return Path(family), sample, noise
+
+    def flux(self):
+        return Path("flux")
+
+    def quantized(self, kind):
+        return Path(kind)
+
+    def request(self, path, steps, guided=False, batch=1):
+        return self.tiny("flux")[1]
+
+    def plain_request(self, steps):
+        return self.tiny("flux")[1]
+
+    def run(self, config, path, sample, dtype="default", matmul="auto"):
+        if config.ring_degree > 1:
+            raise BackendError("rank 1 ended")
+        if matmul == "native":
+            raise RefusedError("comfy-kitchen is not installed")
+        samples = torch.ones_like(sample.tensors["noise"])
+        samples[0, 0] += (1e-2 if dtype == "bf16" else 0) + (1e-2 if config.tensor_parallel_degree > 1 else 0)
+        return doctor_lab.Run(samples, 1.0)
+
+    def step_seconds(self, config, path, request, **how):
+        run = self.run(config, path, request(2), **how)
+        return 1.0 / (1 + (config.world_size > 1)), run
+
+    def distance_from_comfyui(self, family, samples, golden):
+        return (samples - golden).abs().max().item()
+
+    def machine(self):
+        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9})
+
+    def fresh(self):
+        raise OSError("the disk is full")
+
+    def close(self):
+        self.closed = True
+
+
+def full_findings(lab, *arguments):
+    chosen = doctor.options(["--full", *arguments])
+    return list(doctor_runs.full(chosen, machine(), lab))
+
+
+def test_full_compares_every_method_and_one_failure_stops_no_other():
+    lab = StubLab()
+    found = full_findings(lab)
+    exact = {(each.values["method"], each.status) for each in found if "fp32" in each.values}
+    assert {("tensor parallel", PROBLEM), ("ulysses", OK), ("cfg", OK), ("dp", OK), ("FSDP", OK)} <= exact
+    assert {("pipefusion M=1", OK), ("pipefusion M=2", OK)} <= exact
+    ended = [each for each in found if "rank 1 ended" in each.text]
+    assert len(ended) == len(doctor_runs.FAMILIES) + 1 and {each.status for each in ended} == {PROBLEM}
+    assert [each.status for each in found if each.check == "memory"] == [PROBLEM, PROBLEM]
+    speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
+    assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
+    refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
+    assert len(refused) == len(doctor_runs.QUANTIZED) and "comfy-kitchen" in refused[0].text
+    assert [each.values["p2p"] for each in found if each.check == "links" and each.values] == [1e9]
+    assert lab.closed
+
+
+def test_full_ends_in_time_and_says_what_it_left_out():
+    found = full_findings(lab := StubLab(is_late=True))
+    late = [each.check for each in found if each.status == WARNING and "minutes are over" in each.text]
+    assert late == list(doctor_runs.RUNS) and lab.closed
+
+
+def test_full_runs_what_is_asked_for():
+    assert {each.check for each in full_findings(StubLab(), "--only", "links,one rank")} == {
+        *("full", "links", "one rank")
+    }
+    assert [each.status for each in full_findings(StubLab(), "--only", "lonks")] == [PROBLEM]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_methods_use_every_rank(ranks):
+    found = doctor_runs.methods(ranks)
+    assert {config.validate().world_size for config in found.values()} == {ranks}
+    assert len(found) == (8 if ranks == 2 else 17)
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "wanted"),
+    [
+        (("auto", 0), 2, ("cuda", 2)),
+        (("auto", 0), 0, ("cpu", 2)),
+        (("cpu", 4), 2, ("cpu", 4)),
+        (("cuda", 1), 2, ("cuda", 1)),
+    ],
+)
+def test_full_uses_every_gpu_unless_told_otherwise(asked, here, wanted):
+    assert doctor_runs.place(*asked, machine(gpus=[GPU] * here)) == wanted
