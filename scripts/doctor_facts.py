@@ -40,7 +40,7 @@ SMI_FIELDS = (
 #: Variables that change what ranks and NCCL do.
 VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_")
 #: Variables that are no one else's business.
-SECRETS = ("PARALLEL_DIT_TOKEN",)
+SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
 IMPORT_SECONDS = 60.0
 SMI_SECONDS = 20.0
 
