@@ -15,6 +15,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,13 @@ def show(found: Iterable) -> list:
     return shown
 
 
+def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
+    """Run --full; a package that it lacks is a problem like others."""
+    import doctor_runs
+
+    return doctor_runs.full(chosen, facts)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
@@ -62,9 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts = Facts()
     found = show(checks.quick(facts))
     if chosen.full:
-        import doctor_runs
-
-        found += show(doctor_runs.full(chosen, facts))
+        found += show(checks.findings("full", partial(run_backend, chosen=chosen), facts))
     count = {
         status: sum(each.status == status for each in found) for status in (checks.WARNING, checks.PROBLEM)
     }

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.cuda.nccl
 
 from backend.client import dependencies, measurements
 from backend.client.exit_report import SHARED_MEMORY

@@ -27,6 +27,8 @@ BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: A load or a request that takes longer hangs: they take seconds.
 RUN_SECONDS = 150.0
+#: Fields of ParallelConfig that travel with each request.
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
 
 Made = TypeVar("Made")
 
@@ -123,8 +125,7 @@ class Lab:
         """Sample once. Raises RefusedError, BackendError, OutOfTime; TimeoutError where the ranks hang."""
         backend = self.backend(config)
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
-        patches = config.num_pipeline_patch
-        message = replace(sample, model=loaded.model, num_pipeline_patch=patches)
+        message = replace(sample, model=loaded.model, **{name: getattr(config, name) for name in PER_REQUEST})
         began = time.monotonic()
         result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
         if result is None:

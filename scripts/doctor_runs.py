@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -37,8 +38,9 @@ Found = Iterator[Finding]
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
     """Return every method that ``ranks`` ranks allow, and every pair of methods where they make a grid."""
-    fields = {"dp": "data_parallel_degree", "ulysses": "ulysses_degree", "ring": "ring_degree"}
-    found = {name: ParallelConfig(**{each: ranks}) for name, each in fields.items()}
+    found = {"dp": ParallelConfig(data_parallel_degree=ranks)}
+    found["ulysses"] = ParallelConfig(ulysses_degree=ranks)
+    found["ring"] = ParallelConfig(ring_degree=ranks)
     found["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
     found["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
     found["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
@@ -47,9 +49,9 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
         found["cfg"] = ParallelConfig(cfg_degree=2)
     if ranks >= 4 and ranks % 2 == 0:
         for first, second in combinations(("cfg", "pp", "ring", "ulysses", "tp"), 2):
-            patches = {"num_pipeline_patch": 1} if "pp" in (first, second) else {}
+            patches = ParallelConfig(num_pipeline_patch=1 if "pp" in (first, second) else 0)
             pair = {AXES[first]: 2, AXES[second]: ranks // 2}
-            found[f"{first} 2 x {second} {ranks // 2}"] = ParallelConfig(**pair, **patches)
+            found[f"{first} 2 x {second} {ranks // 2}"] = replace(patches, **pair)
     return found
 
 

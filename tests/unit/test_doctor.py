@@ -1,6 +1,7 @@
 """scripts/doctor.py's checks, on facts of machines that are not here."""
 
 import json
+import sys
 from pathlib import Path
 
 import doctor
@@ -12,8 +13,9 @@ import torch
 from doctor_checks import OK, PROBLEM, WARNING, OutOfTime
 from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
 
+from backend.config import ParallelConfig
 from backend.planner.machine import Machine
-from backend.protocol import BackendError, RefusedError, Sample
+from backend.protocol import BackendError, Loaded, RefusedError, Result, Sample
 
 TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
 GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
@@ -292,3 +294,33 @@ def test_methods_use_every_rank(ranks):
 )
 def test_full_uses_every_gpu_unless_told_otherwise(asked, here, wanted):
     assert doctor_runs.place(*asked, machine(gpus=[GPU] * here)) == wanted
+
+
+def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology=""))
+    monkeypatch.setitem(sys.modules, "doctor_runs", None)  # importing it fails
+    out = tmp_path / "report.json"
+    assert doctor.main(["--full", "--json", str(out)]) == 1
+    full = [each for each in json.loads(out.read_text())["findings"] if each["check"] == "full"]
+    assert [each["status"] for each in full] == [PROBLEM] and "doctor_runs" in full[0]["text"]
+
+
+def test_a_lab_sends_what_a_configuration_asks_of_a_request(monkeypatch, tmp_path):
+    """The kernel, patches and warm-up are no part of the ranks' topology."""
+    sent = []
+
+    class Backend:
+        def load(self, path, dtype, **named):
+            return Loaded("tiny", "flux")
+
+        def sample(self, message, **named):
+            sent.append(message)
+            return Result(tensors={"samples": torch.ones(1)})
+
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    monkeypatch.setattr(lab, "backend", lambda config: Backend())
+    config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=2, attention="sage")
+    assert lab.run(config, tmp_path, Sample("", "euler", 1.0, 0)).samples.item() == 1
+    assert (sent[0].num_pipeline_patch, sent[0].warmup_steps, sent[0].attention) == (4, 2, "sage")
+    assert sent[0].model == "tiny"
+    lab.close()
