@@ -21,13 +21,18 @@ class MissingDependencyError(ImportError):
 
 def require_dependencies(requirements: Path = REQUIREMENTS):
     """Raise MissingDependencyError where this interpreter, which also runs the ranks, lacks a package."""
-    lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
-    unmet = [line for line in filter(None, lines) if not _is_met(line)]
+    unmet = unmet_requirements(requirements)
     if unmet:
         raise MissingDependencyError(
             f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: "
             f"{pip(unmet)}"
         )
+
+
+def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
+    """Return the lines of a requirements.txt that this interpreter does not meet."""
+    lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
+    return [line for line in filter(None, lines) if not _is_met(line)]
 
 
 def _is_met(requirement: str) -> bool:

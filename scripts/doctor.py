@@ -1,0 +1,92 @@
+"""Says what is wrong with this machine, in plain words: python scripts/doctor.py [--full] [--json FILE]
+
+Run it with ComfyUI's own Python. Without options it looks, in seconds, at Python, packages, torch, CUDA,
+NCCL, GPUs, their peer access, /dev/shm, disks and limits. --full runs the backend, for --minutes at most: its
+links, every parallel method on tiny models against one rank and ComfyUI's latents (float32, bf16), quantized
+files, memory against what is planned, and seconds a step. It runs on the CPU too, with small sizes. Close
+ComfyUI before --full: both would use the same GPUs.
+
+Each line is ok, warning or problem; --json writes them with their numbers, for an issue. Ends with 1 where
+there is a problem.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+COLUMNS = 110
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="run the backend, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as JSON")
+    parser.add_argument("--ranks", type=int, default=0, help="of --full (default: every GPU, 2 on the CPU)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="of --full (default: GPUs, if any)"
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="longest time of --full (default 10)")
+    parser.add_argument("--only", default="", help="of --full: checks whose names begin so, separated by ,")
+    return parser.parse_args(arguments)
+
+
+def show(found: Iterable) -> list:
+    """Print findings as they come; return them."""
+    shown = []
+    for finding in found:
+        lead = f"{finding.status:8} {finding.check:18} "
+        print(textwrap.fill(finding.text, COLUMNS, initial_indent=lead, subsequent_indent=" " * len(lead)))
+        sys.stdout.flush()
+        shown.append(finding)
+    return shown
+
+
+def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
+    """Run --full; a package that it lacks is a problem like others."""
+    import doctor_runs
+
+    return doctor_runs.full(chosen, facts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the checks; return the exit status: 1 where there is a problem."""
+    chosen = options(arguments)
+    try:
+        import doctor_checks as checks
+        from doctor_facts import Facts
+    except ImportError as error:  # without torch there is nothing to ask
+        print(
+            f"problem  packages           {error}; run: {sys.executable} -m pip install -r requirements.txt"
+        )
+        return 1
+    facts = Facts()
+    found = show(checks.quick(facts))
+    if chosen.full:
+        found += show(checks.findings("full", partial(run_backend, chosen=chosen), facts))
+    count = {
+        status: sum(each.status == status for each in found) for status in (checks.WARNING, checks.PROBLEM)
+    }
+    print(f"{count[checks.PROBLEM]} problems, {count[checks.WARNING]} warnings")
+    if chosen.json:
+        _ = facts.topology  # only for who reads the report
+        report = {
+            "doctor": 1,
+            "options": {**vars(chosen), "json": str(chosen.json)},
+            "facts": facts.as_dict(),
+        }
+        report["findings"] = [each.as_dict() for each in found]
+        chosen.json.write_text(json.dumps(report, indent=1))
+        print(f"wrote {chosen.json}")
+    return 1 if count[checks.PROBLEM] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The quick checks of scripts/doctor.py: a list of small functions of Facts that return findings.
+
+A finding is (status, text): ok; warning, for what costs speed or may surprise; problem, for what will fail.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+
+from doctor_facts import IMPORT_SECONDS, Facts
+
+from backend.client.dependencies import pip
+from backend.client.exit_report import LEAST_SHARED_MEMORY
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+#: Least versions (README.md).
+PYTHON = (3, 11)
+#: Compute capability with bf16 tensor cores.
+BF16 = (8, 0)
+#: Bytes that should be free on a disk that holds sockets, logs and files of --full.
+DISK = 2 << 30
+HOST_MEMORY = 8 << 30
+#: Part of a GPU's memory that others may use before it is said.
+OTHERS = 0.15
+OPEN_FILES = 1024
+#: Variable -> values that are fine, and what another one does.
+VARIABLES = {
+    "NCCL_P2P_DISABLE": ("0", "GPUs send through host memory, several times as slow; unset it"),
+    "NCCL_SHM_DISABLE": ("0", "GPUs without peer access send through a socket; unset it"),
+    "NCCL_SOCKET_IFNAME": ("", "NCCL meets on that interface, which has to exist; unset it on one machine"),
+    "CUDA_LAUNCH_BLOCKING": ("0", "every kernel is waited for, which is for debugging alone; unset it"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", "every tensor asks CUDA for memory; unset it"),
+}
+#: Packages that are not needed -> what they are for.
+OPTIONAL = {
+    "flash-attn": "attention",
+    "sageattention": "attention",
+    "comfy-kitchen": "products of quantized layers on int8, fp8 and fp4 tensor cores",
+    "gguf": "GGUF files",
+}
+
+Status = tuple[str, str]
+
+
+class OutOfTime(Exception):
+    """The minutes of --full are over: what is left is not run."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says. ``values``: numbers for the JSON file."""
+
+    check: str
+    status: str
+    text: str
+    values: dict = field(default_factory=dict)
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def python(facts: Facts) -> Status:
+    version = ".".join(map(str, facts.python))
+    if facts.python < PYTHON:
+        return PROBLEM, f"Python {version} is older than {PYTHON[0]}.{PYTHON[1]}, which diffusers needs"
+    return OK, f"Python {version} on {facts.system}"
+
+
+def packages(facts: Facts) -> Status:
+    if facts.unmet:
+        return PROBLEM, f"missing or too old: {', '.join(facts.unmet)}; run: {pip(facts.unmet)}"
+    return OK, "every package of requirements.txt is installed"
+
+
+def wheels(facts: Facts) -> Iterator[Status]:
+    for name, wheel in facts.wheels.items():
+        if wheel.is_slow:
+            what = f"was not imported within {IMPORT_SECONDS:.0f} s"
+            yield (
+                WARNING,
+                f"{name} {wheel.version} {what}: a busy machine, a slow disk, or an import that hangs",
+            )
+            continue
+        if not wheel.error:
+            yield OK, f"{name} {wheel.version} can be imported"
+            continue
+        remedy = f"install one built for torch {facts.torch.version}"
+        if name in OPTIONAL:
+            remedy += ", or uninstall it: it is optional"
+        yield PROBLEM, f"{name} {wheel.version} is broken ({wheel.error}); {remedy}"
+    absent = [f"{name} ({what})" for name, what in OPTIONAL.items() if name not in facts.wheels]
+    if absent:
+        yield OK, f"optional and not installed: {', '.join(absent)}"
+
+
+def cuda(facts: Facts) -> Status:
+    built, driver = facts.torch, facts.driver
+    name = f"torch {built.version}"
+    if facts.gpus:
+        version = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}"
+        told = f", driver {driver[0]['driver_version']}" if driver else ""
+        return OK, f"{name} with {version}{told}"
+    if driver and not (built.cuda or built.hip):
+        what = f"nvidia-smi finds {len(driver)} GPUs, but {name} was built without CUDA"
+        return PROBLEM, f"{what}; install torch with CUDA (pytorch.org/get-started)"
+    if driver and facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return WARNING, f"{name}: CUDA_VISIBLE_DEVICES hides every GPU; unset it"
+    if driver:
+        what = f"nvidia-smi finds {len(driver)} GPUs, but {name} (CUDA {built.cuda}) can use none"
+        driver_version = driver[0]["driver_version"]
+        return PROBLEM, f"{what}; the driver {driver_version} may be too old for it: update the driver"
+    return WARNING, f"{name}: no GPU, so ranks run on the CPU, which is for trying out"
+
+
+def nccl(facts: Facts) -> Status:
+    built = facts.torch
+    if not built.has_gloo:
+        return PROBLEM, "torch has no gloo, by which ranks are controlled; install torch from pytorch.org"
+    if facts.gpus and facts.platform == "win32":
+        return PROBLEM, "torch has no NCCL under Windows: run ComfyUI under Linux or WSL2"
+    if len(facts.gpus) > 1 and not built.nccl:
+        return PROBLEM, "torch has no NCCL, which joins GPUs; install torch with CUDA from pytorch.org"
+    return OK, f"NCCL {built.nccl or 'absent (not needed without GPUs)'}, gloo"
+
+
+def gpus(facts: Facts) -> Iterator[Status]:
+    for gpu in facts.gpus:
+        major, minor = gpu.capability
+        text = f"GPU {gpu.index}: {gpu.name}, {gb(gpu.memory)}, compute capability {major}.{minor}"
+        taken = gpu.memory - gpu.free
+        if facts.torch.archs and not _has_kernels(gpu.capability, facts.torch.archs):
+            archs = " ".join(facts.torch.archs)
+            yield PROBLEM, f"{text}, for which this torch has no kernels ({archs}); install another torch"
+        elif gpu.capability < BF16 and not facts.torch.hip:
+            yield WARNING, f"{text}, too old for fast bf16: fp16 where a model allows it, else slow"
+        elif taken > OTHERS * gpu.memory:
+            yield WARNING, f"{text}; {gb(taken)} are taken by others: close what you do not need"
+        else:
+            yield OK, text
+    if len(facts.gpus) == 1:
+        yield WARNING, "one GPU: parallel methods need two or more"
+    if len({gpu.name for gpu in facts.gpus}) > 1:
+        yield WARNING, "the GPUs differ: every rank waits for the slowest, and fills the smallest"
+
+
+def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
+    """A binary for x.y runs on x.z >= x.y; PTX (compute_) of x.y is compiled for anything newer."""
+    for arch in archs:
+        kind, _, digits = arch.partition("_")
+        digits = "".join(filter(str.isdigit, digits))
+        if kind not in ("sm", "compute") or len(digits) < 2:
+            return True  # ROCm's gfx names: unknown here
+        built = (int(digits[:-1]), int(digits[-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def peers(facts: Facts) -> Status:
+    count = len(facts.gpus)
+    if count < 2:
+        return OK, "not asked: fewer than two GPUs"
+    lacking = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not facts.peers[a][b]]
+    if not lacking:
+        return OK, "every GPU reaches the memory of every other one (peer access)"
+    what = f"no peer access between GPUs {', '.join(lacking)}, which then send through host memory"
+    return WARNING, f"{what}: prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP"
+
+
+def modes(facts: Facts) -> Iterator[Status]:
+    for gpu in facts.driver:
+        where = f"GPU {gpu['index']}"
+        if "exclusive" in gpu["compute_mode"].lower():
+            remedy = f"sudo nvidia-smi -i {gpu['index']} -c DEFAULT"
+            yield PROBLEM, f"{where} is exclusive, so ComfyUI and a rank cannot share it; run {remedy}"
+        if gpu["mig.mode.current"] == "Enabled":
+            yield PROBLEM, f"{where} is cut by MIG, between whose parts NCCL cannot send; switch MIG off"
+        width, most = gpu["pcie.link.width.current"], gpu["pcie.link.width.max"]
+        if width.isdecimal() and most.isdecimal() and int(width) < int(most):
+            yield WARNING, f"{where} has {width} of {most} PCIe lanes: see to its slot and riser"
+    if facts.driver:
+        yield OK, "compute modes, MIG and PCIe lanes were looked at"
+
+
+def shared_memory(facts: Facts) -> Status:
+    size = facts.shared_memory
+    if size is None:
+        return OK, "there is no /dev/shm on this system"
+    text = f"/dev/shm has {size / (1 << 20):.0f} MB"
+    if size >= LEAST_SHARED_MEMORY or len(facts.gpus) < 2:
+        return OK, text
+    remedy = "in a container, start it with --shm-size=8g or --ipc=host"
+    direct = all(all(row) for row in facts.peers)
+    what = "NCCL may fail" if direct else "NCCL will fail: GPUs without peer access send through it"
+    return (WARNING if direct else PROBLEM), f"{text}, too little, so {what}; {remedy}"
+
+
+def disks(facts: Facts) -> Iterator[Status]:
+    for name, free in facts.disks.items():
+        if name in facts.unwritable:
+            yield PROBLEM, f"the {name} cannot be written; set TMPDIR or XDG_CACHE_HOME to another one"
+        elif free < DISK:
+            yield WARNING, f"the {name} has {gb(free)} free; make room, or set TMPDIR to another one"
+        else:
+            yield OK, f"the {name} has {gb(free)} free"
+
+
+def host(facts: Facts) -> Status:
+    text = f"{gb(facts.host_memory)} of host memory are free, {facts.cores} cores"
+    if facts.host_memory < HOST_MEMORY:
+        return WARNING, f"{text}; files of weights are read through it, slower where it is short"
+    if facts.cores < len(facts.gpus):
+        return WARNING, f"{text}, fewer than GPUs: each rank needs a core of its own"
+    return OK, text
+
+
+def limits(facts: Facts) -> Status:
+    if facts.loopback:
+        return PROBLEM, f"nothing can listen on 127.0.0.1 ({facts.loopback}), where ranks find each other"
+    if facts.open_files is not None and 0 <= facts.open_files < OPEN_FILES:
+        return WARNING, f"a process may open {facts.open_files} files; raise that: ulimit -n 65536"
+    return OK, "sockets on loopback, open files"
+
+
+def variables(facts: Facts) -> Iterator[Status]:
+    for name, (fine, what) in VARIABLES.items():
+        value = facts.variables.get(name, "")
+        if value and value not in fine:
+            yield WARNING, f"{name} is {value}: {what}"
+    yield OK, f"environment: {' '.join(facts.variables) or 'nothing that ranks would read'}"
+
+
+#: Name -> check, in the order in which they are reported.
+CHECKS: dict[str, Callable[[Facts], Status | Iterable[Status]]] = {
+    "Python": python,
+    "packages": packages,
+    "wheels": wheels,
+    "CUDA": cuda,
+    "NCCL": nccl,
+    "GPUs": gpus,
+    "peer access": peers,
+    "GPU modes": modes,
+    "/dev/shm": shared_memory,
+    "disk": disks,
+    "host": host,
+    "limits": limits,
+    "environment": variables,
+}
+
+
+def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
+    """Run one check. What it raises becomes a problem of its own, so that the others go on."""
+    try:
+        found = check(subject)
+        for each in [found] if isinstance(found, tuple) else found:
+            yield each if isinstance(each, Finding) else Finding(name, *each)
+    except OutOfTime as over:
+        yield Finding(name, WARNING, str(over))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
+        details = {"traceback": traceback.format_exc()}
+        yield Finding(name, PROBLEM, f"this check failed ({what})", details)
+
+
+def quick(facts: Facts, checks: dict | None = None) -> Iterator[Finding]:
+    """Run every quick check."""
+    for name, check in (CHECKS if checks is None else checks).items():
+        yield from findings(name, check, facts)

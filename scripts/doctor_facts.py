@@ -1,0 +1,259 @@
+"""What scripts/doctor.py looks at: one property a fact, read when a check first asks for it.
+
+Tests give facts instead: Facts(shared_memory=64 << 20). A fact that cannot be read raises, which ends the
+checks that need it and no other.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.cuda.nccl
+
+from backend.client import dependencies, measurements
+from backend.client.exit_report import SHARED_MEMORY
+
+#: Packages whose import is tried -> what it is imported by. A wheel built for another torch fails only then.
+WHEELS = {
+    "diffusers": "diffusers.models.transformers",
+    "yunchang": "yunchang",
+    "flash-attn": "flash_attn",
+    "sageattention": "sageattention",
+    "comfy-kitchen": "comfy_kitchen",
+    "gguf": "gguf",
+}
+#: Fields that nvidia-smi is asked for.
+SMI_FIELDS = (
+    *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
+    *("pcie.link.width.current", "pcie.link.width.max"),
+)
+#: Variables that change what ranks and NCCL do.
+VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_")
+#: Variables that are no one else's business.
+SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
+IMPORT_SECONDS = 60.0
+SMI_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device as torch numbers it. Bytes; capability: (major, minor)."""
+
+    index: int
+    name: str
+    memory: int
+    free: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What this torch was built with. ``cuda``, ``hip``: versions, empty without; ``archs``: sm_90, ...;
+    ``nccl``: version, empty without."""
+
+    version: str
+    cuda: str
+    hip: str
+    archs: tuple[str, ...]
+    nccl: str
+    has_gloo: bool
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package: its version, what its import raised (empty: nothing), and whether that took too long."""
+
+    version: str
+    error: str = ""
+    is_slow: bool = False
+
+
+class Facts:
+    """Facts of this machine; keyword arguments replace them."""
+
+    def __init__(self, **known):
+        vars(self).update(known)
+
+    def as_dict(self) -> dict:
+        """Return what has been read so far, for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+    @cached_property
+    def python(self) -> tuple[int, int, int]:
+        return sys.version_info[:3]
+
+    @cached_property
+    def platform(self) -> str:
+        return sys.platform
+
+    @cached_property
+    def system(self) -> str:
+        return platform.platform()
+
+    @cached_property
+    def unmet(self) -> list[str]:
+        """Lines of requirements.txt that this Python lacks."""
+        return dependencies.unmet_requirements()
+
+    @cached_property
+    def torch(self) -> Torch:
+        nccl = ""
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "RCCL"
+        has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        archs = tuple(torch.cuda.get_arch_list())
+        versions = (torch.version.cuda or "", torch.version.hip or "")
+        return Torch(torch.__version__, *versions, archs, nccl, has_gloo)
+
+    @cached_property
+    def driver(self) -> list[dict[str, str]]:
+        """What nvidia-smi says of every GPU, by SMI_FIELDS; empty where there is no nvidia-smi."""
+        if shutil.which("nvidia-smi") is None:
+            return []
+        command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+        if answer.returncode:
+            raise RuntimeError(f"nvidia-smi failed: {(answer.stdout + answer.stderr).strip()[:200]}")
+        rows = [[entry.strip() for entry in line.split(",")] for line in answer.stdout.splitlines()]
+        return [dict(zip(SMI_FIELDS, row)) for row in rows]
+
+    @cached_property
+    def topology(self) -> str:
+        """nvidia-smi's matrix of links (NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
+        if shutil.which("nvidia-smi") is None:
+            return ""
+        command = ["nvidia-smi", "topo", "-m"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        indices = list(range(torch.cuda.device_count()))
+        free = measurements.free_memory("cuda", indices) if indices else ()
+        found = [torch.cuda.get_device_properties(index) for index in indices]
+        return [
+            Gpu(index, each.name, each.total_memory, free[index], (each.major, each.minor))
+            for index, each in enumerate(found)
+        ]
+
+    @cached_property
+    def peers(self) -> list[list[bool]]:
+        """May the GPU of a row read the memory of that of a column?"""
+        indices = range(len(self.gpus))
+        return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in indices] for a in indices]
+
+    @cached_property
+    def shared_memory(self) -> int | None:
+        """Bytes of /dev/shm, None where there is none."""
+        if not SHARED_MEMORY.exists():
+            return None
+        return shutil.disk_usage(SHARED_MEMORY).total
+
+    @cached_property
+    def disks(self) -> dict[str, int]:
+        """Free bytes where ranks keep sockets and logs, and measurements."""
+        return {name: shutil.disk_usage(path).free for name, path in _places().items()}
+
+    @cached_property
+    def unwritable(self) -> list[str]:
+        """Folders of ``disks`` in which this user can make no file."""
+        return [name for name, path in _places().items() if not os.access(path, os.W_OK | os.X_OK)]
+
+    @cached_property
+    def host_memory(self) -> int:
+        """Bytes of host memory that programs may still take."""
+        return measurements.free_memory("cpu", [])[0]
+
+    @cached_property
+    def cores(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @cached_property
+    def open_files(self) -> int | None:
+        """How many files a process may open, None where nobody counts them."""
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    @cached_property
+    def loopback(self) -> str:
+        """Why no socket listens on 127.0.0.1, empty where one does."""
+        try:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                listener.listen(1)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLE_PREFIXES) and name not in SECRETS
+        }
+
+    @cached_property
+    def wheels(self) -> dict[str, Wheel]:
+        """Installed packages of WHEELS. Each is imported by a process of its own: a broken one may end it."""
+        here = [name for name, module in WHEELS.items() if _is_installed(module)]
+        with ThreadPoolExecutor(max(1, self.cores)) as pool:
+            return dict(zip(here, pool.map(tried, here)))
+
+
+def _places() -> dict[str, Path]:
+    """Return the temporary folder, and of the cache folder what exists of it."""
+    cache = measurements.cache_folder()
+    while not cache.exists():
+        cache = cache.parent
+    return {"temporary folder": Path(tempfile.gettempdir()), "cache folder": cache}
+
+
+def tried(name: str) -> Wheel:
+    """Import a package of WHEELS after torch, in another process."""
+    version = _version(name)
+    command = [sys.executable, "-c", f"import torch, {WHEELS[name]}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Wheel(version, is_slow=True)
+    if done.returncode == 0:
+        return Wheel(version)
+    if done.returncode < 0:
+        return Wheel(version, f"its import was ended by signal {-done.returncode}")
+    return Wheel(version, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _plain(value):
+    """Turn a fact into what JSON has."""
+    if isinstance(value, Gpu | Torch | Wheel):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

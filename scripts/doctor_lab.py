@@ -1,0 +1,266 @@
+"""Where scripts/doctor.py --full runs models: backends of the client's pool, tiny and mid-size models, and a
+deadline. Tests give another Lab."""
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from doctor_checks import OutOfTime
+from torch import Tensor
+
+from backend.client import measurements, pool
+from backend.config import ParallelConfig
+from backend.planner.machine import Machine
+from backend.protocol import Sample
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
+sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
+#: A load or a request that takes longer hangs: they take seconds.
+RUN_SECONDS = 150.0
+#: Fields of ParallelConfig that travel with each request.
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
+    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; disk:
+    bytes of all files; slack: bytes that a rank may hold besides what is planned."""
+
+    flux: dict
+    side: int
+    text: int
+    steps: tuple[int, int]
+    width: int
+    disk: int
+    slack: int
+
+
+SIZES = {
+    "cuda": Size(
+        # Flux.1's width, 10 of its 57 blocks: 1.8 billion parameters, 3.6 GB in bf16, at 1024 x 1024
+        flux=dict(
+            num_layers=2,
+            num_single_layers=8,
+            attention_head_dim=128,
+            num_attention_heads=24,
+            joint_attention_dim=4096,
+            axes_dims_rope=(16, 56, 56),
+        ),
+        side=128,
+        text=512,
+        steps=(3, 11),
+        width=2048,
+        disk=8 << 30,
+        slack=1_200_000_000,
+    ),
+    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 2 << 30, 400_000_000),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request's latent (float32, the model's space), its seconds at the client, and what the load said."""
+
+    samples: Tensor
+    seconds: float
+    info: dict = field(default_factory=dict)
+
+
+class Lab:
+    """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over."""
+
+    def __init__(self, device: str, ranks: int, minutes: float):
+        self.device = device
+        self.ranks = ranks
+        self.size = SIZES[device]
+        self.end = time.monotonic() + 60 * minutes
+        self.minutes = minutes
+        self._temporary = tempfile.TemporaryDirectory(prefix="parallel-dit-doctor-")
+        self.folder = Path(self._temporary.name)
+        self._kept: dict[tuple, Any] = {}
+        if device == "cpu":  # a rank stands for a GPU: one thread each, or one rank takes the cores of all
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def close(self):
+        """End the ranks and remove the files."""
+        pool.close_all()
+        self._temporary.cleanup()
+
+    def check(self):
+        """Raise OutOfTime where the minutes are over."""
+        if time.monotonic() > self.end:
+            raise OutOfTime(f"not run: the {self.minutes:g} minutes are over; raise --minutes or use --only")
+
+    def kept(self, key: tuple, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` gave for this key, made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def fresh(self):
+        """End the ranks: the next request starts new ones."""
+        pool.close_all()
+
+    def backend(self, config: ParallelConfig) -> pool.Backend:
+        """Return a live backend of that configuration, on this device."""
+        pool.allow(self.folder)
+        return pool.backend_for(replace(config, device=self.device), self._until(RUN_SECONDS))
+
+    def run(
+        self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", matmul: str = "auto"
+    ) -> Run:
+        """Sample once. Raises RefusedError, BackendError, OutOfTime; TimeoutError where the ranks hang."""
+        backend = self.backend(config)
+        loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
+        message = replace(sample, model=loaded.model, **{name: getattr(config, name) for name in PER_REQUEST})
+        began = time.monotonic()
+        result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
+        if result is None:
+            self.check()
+            raise TimeoutError(f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang")
+        return Run(result.tensors["samples"], time.monotonic() - began, loaded.info)
+
+    def step_seconds(
+        self, config: ParallelConfig, path: Path, request: Callable[[int], Sample], **how
+    ) -> tuple[float, Run]:
+        """Return seconds of one step, by two requests of which one has more steps: what comes before and
+        after steps cancels. Each is timed twice after one that is not, and the faster counts."""
+        few, many = self.size.steps
+        self.run(config, path, request(few), **how)
+        least = [
+            min(self.run(config, path, request(steps), **how).seconds for _ in range(2))
+            for steps in (few, many)
+        ]
+        last = self.run(config, path, request(few), **how)
+        return max(1e-6, least[1] - least[0]) / (many - few), last
+
+    def machine(self) -> Machine:
+        """Measure rates and links anew: what is kept for this machine may be of better days."""
+        with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
+            return measurements.machine_rates(
+                self.device, list(range(self.ranks)), self.check, lambda line: None
+            )
+
+    # ------------------------------------------------------------------ models
+    def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:
+        """Return a tiny model of a golden family, ComfyUI's request, and its latent (VAE units)."""
+        if not (SUPPORT / "tiny.py").exists():
+            raise FileNotFoundError(
+                "the folder tests is missing, which has the tiny models; clone the repository"
+            )
+        import families
+        import tiny
+
+        def write():
+            return tiny.write_checkpoint(self.folder / f"{family}.safetensors", family)
+
+        return self.kept(("tiny", family), write), *families.golden(f"{family}__euler_simple")
+
+    def distance_from_comfyui(self, family: str, samples: Tensor, golden: Tensor) -> float:
+        """Return the largest distance of a latent from ComfyUI's, in its standard deviations."""
+        import families
+        import tiny
+
+        return tiny.error_in_std(families.to_vae_units(family, samples), golden)
+
+    def flux(self) -> Path:
+        """Write the mid-size Flux: random weights, bf16 on GPUs, float32 on the CPU."""
+        import common
+
+        def write():
+            self.need_disk()
+            common.save_model(self.folder / "flux", self.device, **self.size.flux)
+            return self.folder / "flux"
+
+        return self.kept(("flux",), write)
+
+    def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
+        """Return a request for a Flux whose configuration is in the folder ``path``."""
+        import common
+
+        sample = common.request(str(path), steps, guided, self.size.side, self.size.text)
+        return in_batch(sample, batch)
+
+    def plain_request(self, steps: int) -> Sample:
+        """Return a request for what ``quantized`` writes, a Flux without guidance."""
+        import memory
+
+        config = {"in_channels": memory.LATENT, "guidance_embeds": False}
+        config |= dict.fromkeys(("joint_attention_dim", "pooled_projection_dim"), memory.CONTEXT)
+        folder = self.folder / "request"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return self.request(folder, steps)
+
+    def quantized(self, kind: str) -> Path:
+        """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
+        import memory
+        from quantized import write_scaled
+        from safetensors.torch import save_file
+
+        def weights():
+            self.need_disk()
+            random = torch.Generator().manual_seed(0)
+            shapes = memory.shapes(self.size.width)
+            return {
+                key: torch.randn(shape, generator=random).mul_(math.prod(shape[1:]) ** -0.5).bfloat16()
+                for key, shape in shapes.items()
+            }
+
+        def write():
+            path, state = self.folder / f"{kind}.safetensors", self.kept(("weights",), weights)
+            if kind == "bf16":
+                save_file(state, path)
+                return path
+            return write_scaled(path, state, kind)
+
+        return self.kept(("quantized", kind), write)
+
+    def need_disk(self):
+        """Raise OSError where the temporary folder has no room for the files."""
+        room = os.statvfs(self.folder)
+        free = room.f_frsize * room.f_bavail
+        if free < self.size.disk:
+            what = (
+                f"{free / 1e9:.1f} GB are free in {self.folder.parent}, less than {self.size.disk / 1e9:.0f}"
+            )
+            raise OSError(f"{what} GB that the files of --full need; set TMPDIR to a larger disk")
+
+    def _until(self, seconds: float) -> Callable[[], None]:
+        """Return what raises once the minutes are over, or so many seconds from now."""
+        limit = time.monotonic() + seconds
+
+        def check():
+            self.check()
+            if time.monotonic() > limit:
+                raise TimeoutError(f"the ranks did not start or load within {seconds:.0f} s")
+
+        return check
+
+
+def in_batch(sample: Sample, batch: int) -> Sample:
+    """Return the request for ``batch`` latents of other noises; one for the request as it is."""
+    if batch == 1:
+        return sample
+    shape = sample.tensors["noise"].shape[1:]
+    noise = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
+    return replace(sample, tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative distance of two latents, infinite where one has no numbers."""
+    distance = ((found - wanted).norm() / wanted.norm()).item()
+    return distance if math.isfinite(distance) else math.inf

@@ -1,0 +1,338 @@
+"""What scripts/doctor.py --full runs, as a list of functions of a Lab that return findings."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+import psutil
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_facts import Facts
+from doctor_lab import Lab, in_batch, relative
+
+from backend import protocol
+from backend.config import AXES, ParallelConfig
+from backend.protocol import RefusedError
+
+#: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
+FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
+#: Largest relative distance of exact methods from one rank in float32, and of stale keys and values, which
+#: random weights drift by (scripts/check_family.py).
+EXACT, STALE = 1e-5, 0.25
+#: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
+#: random weights is sharp, and other kernels add in another order.
+COMFYUI = 2e-3
+#: bf16 of a method may be so many times as far from float32 as bf16 of one rank.
+BF16_RATIO = 3.0
+#: Bytes/s between two GPUs below which the exact methods that send most do not pay.
+SLOW_LINK = 6e9
+KERNELS = ("sdpa", "flash-attn", "sage")
+QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
+POLL_SECONDS = 0.02
+
+Found = Iterator[Finding]
+
+
+def methods(ranks: int) -> dict[str, ParallelConfig]:
+    """Return every method that ``ranks`` ranks allow, and every pair of methods where they make a grid."""
+    found = {"dp": ParallelConfig(data_parallel_degree=ranks)}
+    found["ulysses"] = ParallelConfig(ulysses_degree=ranks)
+    found["ring"] = ParallelConfig(ring_degree=ranks)
+    found["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
+    found["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
+    found["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
+    found[f"pipefusion M={ranks}"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks)
+    if ranks == 2:
+        found["cfg"] = ParallelConfig(cfg_degree=2)
+    if ranks >= 4 and ranks % 2 == 0:
+        for first, second in combinations(("cfg", "pp", "ring", "ulysses", "tp"), 2):
+            patches = ParallelConfig(num_pipeline_patch=1 if "pp" in (first, second) else 0)
+            pair = {AXES[first]: 2, AXES[second]: ranks // 2}
+            found[f"{first} 2 x {second} {ranks // 2}"] = replace(patches, **pair)
+    return found
+
+
+def links(lab: Lab) -> Found:
+    """Rates and links, by the probe of auto."""
+    machine = lab.machine()
+    rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
+    text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
+    yield Finding("links", OK, text, machine.as_dict())
+    if lab.ranks == 1:
+        return
+    exchanges = ", ".join(f"{size} ranks {rate / 1e9:.2f}" for size, rate in machine.all_to_all.items())
+    text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, all-to-all among {exchanges} GB/s"
+    text += f", latency {machine.latency * 1e6:.0f} us"
+    if lab.device == "cuda" and machine.p2p < SLOW_LINK:
+        remedy = "prefer CFG and PipeFusion, and see to peer access, /dev/shm and PCIe lanes above"
+        yield Finding("links", WARNING, f"{text}: slow for GPUs; {remedy}")
+    else:
+        yield Finding("links", OK, text)
+
+
+def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
+    """Return what one rank gives, for the batch that every method gets."""
+    path, sample, _ = lab.tiny(family)
+    batch = in_batch(sample, max(2, lab.ranks))
+    return lab.kept(
+        ("reference", family, dtype), lambda: lab.run(ParallelConfig(), path, batch, dtype).samples
+    )
+
+
+def one_rank(lab: Lab) -> Found:
+    """One rank against ComfyUI's latents, family by family."""
+    for family in FAMILIES:
+        yield from findings("one rank", partial(_one_rank, family=family), lab)
+
+
+def _one_rank(lab: Lab, family: str) -> Found:
+    path, sample, golden = lab.tiny(family)
+    run = lab.run(ParallelConfig(), path, sample, "fp32")
+    distance = lab.distance_from_comfyui(family, run.samples, golden)
+    drift = relative(reference(lab, family, "bf16"), reference(lab, family, "fp32"))
+    text = f"{family}: float32 is {distance:.1e} standard deviations from ComfyUI's latent"
+    status = OK if distance <= COMFYUI else PROBLEM
+    text += f", bf16 {drift:.1e} from float32"
+    yield Finding("one rank", status, text, {"family": family, "comfyui": distance, "bf16": drift})
+
+
+def all_methods(lab: Lab) -> Found:
+    """Every method and family against one rank."""
+    if lab.ranks == 1:
+        yield Finding("methods", WARNING, "not run: one rank; parallel methods need two GPUs")
+        return
+    for family in FAMILIES:  # before the ranks change
+        for dtype in ("fp32", "bf16"):
+            reference(lab, family, dtype)
+    for name, config in methods(lab.ranks).items():
+        for family in FAMILIES:
+            lab.check()
+            yield from findings("methods", partial(_method, name=name, config=config, family=family), lab)
+
+
+def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
+    path, sample, _ = lab.tiny(family)
+    batch = in_batch(sample, max(2, lab.ranks))
+    single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
+    try:
+        exact = relative(lab.run(config, path, batch, "fp32").samples, single)
+        drift = relative(lab.run(config, path, batch, "bf16").samples, single)
+    except RefusedError as refusal:  # too few heads or blocks in a tiny model
+        yield Finding("methods", OK, f"{name}, {family}: not possible ({refusal})")
+        return
+    stale = config.pipefusion_degree > 1 and config.patches > 1
+    usual = relative(half, single)
+    values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
+    status = OK
+    if exact > (STALE if stale else EXACT):
+        status = PROBLEM
+    elif drift > BF16_RATIO * usual + (STALE if stale else 0.0):
+        status = WARNING
+    limit = "stale keys and values" if stale else f"limit {EXACT:g}"
+    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit}), bf16 {drift:.1e} from float32"
+    yield Finding("methods", status, f"{text} (one rank in bf16: {usual:.1e})", values)
+
+
+def step_seconds(lab: Lab, guided: bool) -> float:
+    """Return one rank's seconds a step of the mid-size Flux."""
+
+    def measure():
+        path = lab.flux()
+        return lab.step_seconds(ParallelConfig(), path, partial(lab.request, path, guided=guided))[0]
+
+    return lab.kept(("step", guided), measure)
+
+
+def speed_of_one(lab: Lab) -> Found:
+    """Seconds a step of the mid-size Flux on one rank, with and without a negative prompt."""
+    for name, guided in (("one rank", False), ("one rank, cfg", True)):
+        seconds = step_seconds(lab, guided)
+        yield Finding("speed", OK, f"{name}: {seconds:.4f} s a step", {"method": name, "seconds": seconds})
+
+
+def speed(lab: Lab) -> Found:
+    """Seconds a step of the mid-size Flux on all ranks: the ceiling, every method."""
+    if lab.ranks == 1:
+        return
+    import scaling
+
+    path = lab.flux()
+    one = step_seconds(lab, False)
+    configs = scaling.methods(lab.ranks)
+    alone = ParallelConfig(data_parallel_degree=lab.ranks)
+    together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
+    ceiling = lab.ranks * one / together
+    text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
+    yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
+    for name, config in configs.items():
+        lab.check()
+        yield from findings("speed", partial(_speed, name=name, config=config, ceiling=ceiling), lab)
+
+
+def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float) -> Found:
+    path, guided = lab.flux(), config.cfg_degree > 1
+    seconds, _ = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
+    times = step_seconds(lab, guided) / seconds
+    text = f"{name}: {seconds:.4f} s a step, {times:.2f} times one rank, {times / ceiling:.2f} of the ceiling"
+    values = {"method": name, "seconds": seconds, "speedup": times, "of_ceiling": times / ceiling}
+    if times < 1:
+        yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
+    else:
+        yield Finding("speed", OK, text, values)
+
+
+def kernels(lab: Lab) -> Found:
+    """Attention kernels on one rank: seconds and distance from torch's."""
+    path = lab.flux()
+    request = partial(lab.request, path)
+    wanted = lab.run(ParallelConfig(), path, request(2)).samples
+    for kernel in KERNELS:
+        yield from findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab)
+
+
+def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
+    path = lab.flux()
+    config = ParallelConfig(attention=kernel)
+    try:
+        seconds, _ = lab.step_seconds(config, path, partial(lab.request, path))
+        distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
+    except RefusedError as refusal:
+        yield Finding("kernels", OK, f"{kernel}: not usable ({refusal})")
+        return
+    status = OK if distance < STALE else PROBLEM
+    text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"
+    yield Finding("kernels", status, text, {"kernel": kernel, "seconds": seconds, "distance": distance})
+
+
+def quantized(lab: Lab) -> Found:
+    """A quantized file that multiplies weight only and natively, against the same in bf16."""
+    for kind in QUANTIZED:
+        for matmul in ("weight only", "native"):
+            lab.check()
+            yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+
+
+def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
+    seconds, wanted = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    try:
+        own, run = _timed_file(lab, kind, matmul)
+    except RefusedError as refusal:
+        yield Finding("quantized", WARNING, f"{kind}, {matmul}: not possible ({refusal})")
+        return
+    distance = relative(run.samples, wanted.samples)
+    text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s; latent {distance:.1e} from bf16's"
+    values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
+    status = OK if distance < STALE else PROBLEM
+    yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
+
+
+def _timed_file(lab: Lab, kind: str, matmul: str):
+    path = lab.quantized(kind)
+    return lab.step_seconds(ParallelConfig(), path, lab.plain_request, dtype="bf16", matmul=matmul)
+
+
+def memory(lab: Lab) -> Found:
+    """The most that ranks hold while the mid-size Flux runs, against what is planned."""
+    configs = {"ulysses": ParallelConfig(ulysses_degree=lab.ranks)}
+    configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
+    for name, config in ({"one rank": ParallelConfig()} if lab.ranks == 1 else configs).items():
+        lab.check()
+        yield from findings("memory", partial(_memory, name=name, config=config), lab)
+
+
+def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
+    path = lab.flux()
+    tiny, sample, _ = lab.tiny(FAMILIES[0])
+    lab.fresh()  # the allocator of ranks that ran something larger holds more
+    try:
+        lab.run(config, tiny, sample)  # kernels, communicators
+    except RefusedError:
+        pass  # too many ranks for so small a model: what they need is counted, too
+    watch = Watch(lab, config)
+    sample = lab.request(path, 2)
+    lab.run(config, path, sample)
+    most = watch.stop()
+    backend = lab.backend(config)
+    shape = list(sample.tensors["noise"].shape[1:])
+    model = backend.models[(str(path), "default", "auto")]
+    described = backend.describe(protocol.Describe(model, shape, lab.size.text, 1, config.num_pipeline_patch))
+    planned = [rank["device_bytes"] for rank in described.ranks]
+    over = max(found - plan for found, plan in zip(most, planned))
+    each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))
+    status = OK if over <= lab.size.slack else WARNING
+    text = f"{name}: the most beside what an idle rank holds: {each}"
+    yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})
+
+
+class Watch(threading.Thread):
+    """Samples the memory of every rank: of its GPU, all of it, or of its process on the CPU."""
+
+    def __init__(self, lab: Lab, config: ParallelConfig):
+        super().__init__(daemon=True)
+        self.device = lab.device
+        self.pids = lab.backend(config).welcome.pids
+        self.done = threading.Event()
+        self.before = self.most = self.held()
+        self.start()
+
+    def held(self) -> list[int]:
+        """Return the bytes that each rank holds now."""
+        if self.device == "cpu":
+            return [psutil.Process(pid).memory_info().rss for pid in self.pids]
+        rooms = [torch.cuda.mem_get_info(index) for index in range(len(self.pids))]
+        return [total - free for free, total in rooms]
+
+    def run(self):
+        while not self.done.is_set():
+            self.most = [max(pair) for pair in zip(self.most, self.held())]
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> list[int]:
+        """End; return the most above what was held at the start."""
+        self.done.set()
+        self.join()
+        return [most - before for most, before in zip(self.most, self.before)]
+
+
+#: Name -> run: those on one rank first, since other numbers of ranks start anew.
+RUNS: dict[str, Callable[[Lab], Found]] = {
+    "links": links,
+    "one rank": one_rank,
+    "kernels": kernels,
+    "quantized": quantized,
+    "speed of one rank": speed_of_one,
+    "methods": all_methods,
+    "speed": speed,
+    "memory": memory,
+}
+
+
+def in_time(lab: Lab, run: Callable[[Lab], Found]) -> Found:
+    """Run unless the minutes are over. Raises OutOfTime."""
+    lab.check()
+    yield from run(lab)
+
+
+def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:
+    """Return where --full runs: every GPU, or 2 ranks on the CPU, unless asked otherwise."""
+    chosen = ("cuda" if facts.gpus else "cpu") if device == "auto" else device
+    return chosen, ranks or (len(facts.gpus) if chosen == "cuda" else 2)
+
+
+def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
+    """Run what ``chosen.only`` selects. ``lab``: by default one of this machine."""
+    names = [name for name in RUNS if name.startswith(tuple(chosen.only.split(",")))]
+    if not names:
+        known = ", ".join(RUNS)
+        yield Finding("full", PROBLEM, f"--only {chosen.only} selects nothing; there are {known}")
+        return
+    lab = lab or Lab(*place(chosen.device, chosen.ranks, facts), chosen.minutes)
+    yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
+    try:
+        for name in names:
+            yield from findings(name, partial(in_time, run=RUNS[name]), lab)
+    finally:
+        lab.close()

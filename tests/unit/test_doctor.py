@@ -1,0 +1,326 @@
+"""scripts/doctor.py's checks, on facts of machines that are not here."""
+
+import json
+import sys
+from pathlib import Path
+
+import doctor
+import doctor_checks
+import doctor_lab
+import doctor_runs
+import pytest
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, OutOfTime
+from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
+
+from backend.config import ParallelConfig
+from backend.planner.machine import Machine
+from backend.protocol import BackendError, Loaded, RefusedError, Result, Sample
+
+TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
+GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
+MODE = {
+    **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
+    **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
+}
+
+
+def machine(**changes) -> Facts:
+    """A healthy machine with two GPUs, with ``changes``."""
+    gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
+    healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
+    healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
+    healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
+    healthy |= dict(host_memory=64 << 30, open_files=65536, loopback="", variables={})
+    healthy |= dict(wheels={"diffusers": Wheel("0.42.1")})
+    return Facts(**healthy | changes)
+
+
+def said(facts: Facts, check: str) -> list[tuple[str, str]]:
+    return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
+
+
+def test_a_healthy_machine_has_no_findings_but_ok():
+    assert {each.status for each in doctor_checks.quick(machine())} == {OK}
+
+
+NO_PEERS = [[True, False], [False, True]]
+#: What is wrong -> facts, the check that says so, its status, and words of its text.
+ILL: dict[str, tuple[dict, str, str, list[str]]] = {
+    "an old Python": (dict(python=(3, 10, 0)), "Python", PROBLEM, ["3.10.0", "3.11"]),
+    "a package missing": (dict(unmet=["yunchang>=0.6.4"]), "packages", PROBLEM, ["yunchang", "pip install"]),
+    "a broken wheel": (
+        dict(wheels={"flash-attn": Wheel("2.8", "undefined symbol: _ZN3c10")}),
+        "wheels",
+        PROBLEM,
+        ["flash-attn 2.8", "undefined symbol", "torch 2.9.0", "optional"],
+    ),
+    "a slow import": (dict(wheels={"diffusers": Wheel("1", is_slow=True)}), "wheels", WARNING, ["diffusers"]),
+    "torch without CUDA": (
+        dict(gpus=[], torch=Torch("2.9.0+cpu", "", "", (), "", True)),
+        "CUDA",
+        PROBLEM,
+        ["2 GPUs", "built without CUDA", "pytorch.org"],
+    ),
+    "a driver too old": (dict(gpus=[]), "CUDA", PROBLEM, ["driver 580.1", "update"]),
+    "hidden GPUs": (
+        dict(gpus=[], variables={"CUDA_VISIBLE_DEVICES": "-1"}),
+        "CUDA",
+        WARNING,
+        ["CUDA_VISIBLE_DEVICES"],
+    ),
+    "no NCCL": (dict(torch=Torch("2.9.0", "12.8", "", (), "", True)), "NCCL", PROBLEM, ["no NCCL"]),
+    "no gloo": (dict(torch=Torch("2.9.0", "12.8", "", (), "2", False)), "NCCL", PROBLEM, ["no gloo"]),
+    "Windows": (dict(platform="win32"), "NCCL", PROBLEM, ["WSL2"]),
+    "a GPU that torch has no kernels for": (
+        dict(gpus=[Gpu(0, "P100", 16 << 30, 16 << 30, (6, 0))]),
+        "GPUs",
+        PROBLEM,
+        ["P100", "sm_80"],
+    ),
+    "a GPU without bf16": (
+        dict(
+            gpus=[Gpu(0, "T4", 16 << 30, 16 << 30, (7, 5))], torch=Torch("2", "12", "", ("sm_75",), "2", True)
+        ),
+        "GPUs",
+        WARNING,
+        ["T4", "bf16"],
+    ),
+    "memory taken": (
+        dict(gpus=[GPU, Gpu(1, "H100", 80 << 30, 20 << 30, (9, 0))]),
+        "GPUs",
+        WARNING,
+        ["GPU 1", "64.4 GB"],
+    ),
+    "two kinds of GPU": (
+        dict(gpus=[GPU, Gpu(1, "A100", 80 << 30, 80 << 30, (8, 0))]),
+        "GPUs",
+        WARNING,
+        ["differ"],
+    ),
+    "no peer access": (dict(peers=NO_PEERS), "peer access", WARNING, ["0-1", "host memory", "PipeFusion"]),
+    "an exclusive GPU": (
+        dict(driver=[{**MODE, "compute_mode": "Exclusive_Process"}]),
+        "GPU modes",
+        PROBLEM,
+        ["-c DEFAULT"],
+    ),
+    "MIG": (dict(driver=[{**MODE, "mig.mode.current": "Enabled"}]), "GPU modes", PROBLEM, ["MIG"]),
+    "a bad riser": (
+        dict(driver=[{**MODE, "pcie.link.width.current": "4"}]),
+        "GPU modes",
+        WARNING,
+        ["4 of 16"],
+    ),
+    "Docker's /dev/shm": (dict(shared_memory=64 << 20), "/dev/shm", WARNING, ["64 MB", "--shm-size"]),
+    "Docker's /dev/shm without peer access": (
+        dict(shared_memory=64 << 20, peers=NO_PEERS),
+        "/dev/shm",
+        PROBLEM,
+        ["64 MB", "--shm-size", "will fail"],
+    ),
+    "a full disk": (dict(disks={"cache folder": 1 << 20}), "disk", WARNING, ["cache folder", "TMPDIR"]),
+    "a closed folder": (dict(unwritable=["temporary folder"]), "disk", PROBLEM, ["temporary", "TMPDIR"]),
+    "little memory": (dict(host_memory=1 << 30), "host", WARNING, ["1.1 GB"]),
+    "few cores": (dict(cores=1), "host", WARNING, ["1 cores"]),
+    "no loopback": (dict(loopback="denied"), "limits", PROBLEM, ["127.0.0.1", "denied"]),
+    "few open files": (dict(open_files=256), "limits", WARNING, ["256", "ulimit"]),
+    "peer access switched off": (
+        dict(variables={"NCCL_P2P_DISABLE": "1"}),
+        "environment",
+        WARNING,
+        ["NCCL_P2P_DISABLE is 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_ill_machine_is_told_in_words(name):
+    changes, check, status, words = ILL[name]
+    texts = [text for found, text in said(machine(**changes), check) if found == status]
+    assert any(all(word in text for word in words) for text in texts), said(machine(**changes), check)
+
+
+class Broken(Facts):
+    """A machine whose driver answers nonsense."""
+
+    @property
+    def driver(self):
+        raise RuntimeError("nvidia-smi failed: NVML mismatch")
+
+
+def test_a_check_that_fails_stops_no_other():
+    healthy = vars(machine())
+    found = list(doctor_checks.quick(Broken(**{name: healthy[name] for name in healthy if name != "driver"})))
+    failed = [each for each in found if "NVML mismatch" in each.text]
+    assert {each.check for each in failed} == {"CUDA", "GPU modes"}
+    assert {each.status for each in failed} == {PROBLEM}
+    assert {each.check for each in found} == set(doctor_checks.CHECKS)
+
+
+def test_a_package_is_imported_by_another_process(monkeypatch, tmp_path):
+    """One that ends its process is named, and does not end ours."""
+    (tmp_path / "kills.py").write_text("import os; os.abort()")
+    (tmp_path / "torch.py").write_text("")  # a real one takes seconds
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(WHEELS, "kills", "kills")
+    monkeypatch.setitem(WHEELS, "absent", "absent_module")
+    assert tried("kills").error == "its import was ended by signal 6"
+    assert "absent_module" in tried("absent").error
+
+
+@pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])
+def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, changes, status):
+    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology="GPU0 NV18", **changes))
+    out = tmp_path / "report.json"
+    assert doctor.main(["--json", str(out)]) == status
+    report = json.loads(out.read_text())
+    assert {each["check"] for each in report["findings"]} == set(doctor_checks.CHECKS)
+    assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
+    assert f"{status} problems, 0 warnings" in capsys.readouterr().out
+
+
+class StubLab:
+    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
+
+    device = "cpu"
+    ranks = 2
+    size = doctor_lab.SIZES["cpu"]
+
+    def __init__(self, is_late=False):
+        self.is_late = is_late
+        self.closed = False
+
+    def check(self):
+        if self.is_late:
+            raise OutOfTime("not run: the 10 minutes are over")
+
+    def kept(self, key, make):
+        return make()
+
+    def tiny(self, family):
+        noise = torch.ones(1, 4)
+        sample = Sample("", "euler", 3.0, 0, tensors={"noise": noise, "latent": noise})
+        return Path(family), sample, noise
+
+    def flux(self):
+        return Path("flux")
+
+    def quantized(self, kind):
+        return Path(kind)
+
+    def request(self, path, steps, guided=False, batch=1):
+        return self.tiny("flux")[1]
+
+    def plain_request(self, steps):
+        return self.tiny("flux")[1]
+
+    def run(self, config, path, sample, dtype="default", matmul="auto"):
+        if config.ring_degree > 1:
+            raise BackendError("rank 1 ended")
+        if matmul == "native":
+            raise RefusedError("comfy-kitchen is not installed")
+        samples = torch.ones_like(sample.tensors["noise"])
+        samples[0, 0] += (1e-2 if dtype == "bf16" else 0) + (1e-2 if config.tensor_parallel_degree > 1 else 0)
+        return doctor_lab.Run(samples, 1.0)
+
+    def step_seconds(self, config, path, request, **how):
+        run = self.run(config, path, request(2), **how)
+        return 1.0 / (1 + (config.world_size > 1)), run
+
+    def distance_from_comfyui(self, family, samples, golden):
+        return (samples - golden).abs().max().item()
+
+    def machine(self):
+        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9})
+
+    def fresh(self):
+        raise OSError("the disk is full")
+
+    def close(self):
+        self.closed = True
+
+
+def full_findings(lab, *arguments):
+    chosen = doctor.options(["--full", *arguments])
+    return list(doctor_runs.full(chosen, machine(), lab))
+
+
+def test_full_compares_every_method_and_one_failure_stops_no_other():
+    lab = StubLab()
+    found = full_findings(lab)
+    exact = {(each.values["method"], each.status) for each in found if "fp32" in each.values}
+    assert {("tensor parallel", PROBLEM), ("ulysses", OK), ("cfg", OK), ("dp", OK), ("FSDP", OK)} <= exact
+    assert {("pipefusion M=1", OK), ("pipefusion M=2", OK)} <= exact
+    ended = [each for each in found if "rank 1 ended" in each.text]
+    assert len(ended) == len(doctor_runs.FAMILIES) + 1 and {each.status for each in ended} == {PROBLEM}
+    assert [each.status for each in found if each.check == "memory"] == [PROBLEM, PROBLEM]
+    speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
+    assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
+    refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
+    assert len(refused) == len(doctor_runs.QUANTIZED) and "comfy-kitchen" in refused[0].text
+    assert [each.values["p2p"] for each in found if each.check == "links" and each.values] == [1e9]
+    assert lab.closed
+
+
+def test_full_ends_in_time_and_says_what_it_left_out():
+    found = full_findings(lab := StubLab(is_late=True))
+    late = [each.check for each in found if each.status == WARNING and "minutes are over" in each.text]
+    assert late == list(doctor_runs.RUNS) and lab.closed
+
+
+def test_full_runs_what_is_asked_for():
+    assert {each.check for each in full_findings(StubLab(), "--only", "links,one rank")} == {
+        *("full", "links", "one rank")
+    }
+    assert [each.status for each in full_findings(StubLab(), "--only", "lonks")] == [PROBLEM]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_methods_use_every_rank(ranks):
+    found = doctor_runs.methods(ranks)
+    assert {config.validate().world_size for config in found.values()} == {ranks}
+    assert len(found) == (8 if ranks == 2 else 17)
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "wanted"),
+    [
+        (("auto", 0), 2, ("cuda", 2)),
+        (("auto", 0), 0, ("cpu", 2)),
+        (("cpu", 4), 2, ("cpu", 4)),
+        (("cuda", 1), 2, ("cuda", 1)),
+    ],
+)
+def test_full_uses_every_gpu_unless_told_otherwise(asked, here, wanted):
+    assert doctor_runs.place(*asked, machine(gpus=[GPU] * here)) == wanted
+
+
+def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology=""))
+    monkeypatch.setitem(sys.modules, "doctor_runs", None)  # importing it fails
+    out = tmp_path / "report.json"
+    assert doctor.main(["--full", "--json", str(out)]) == 1
+    full = [each for each in json.loads(out.read_text())["findings"] if each["check"] == "full"]
+    assert [each["status"] for each in full] == [PROBLEM] and "doctor_runs" in full[0]["text"]
+
+
+def test_a_lab_sends_what_a_configuration_asks_of_a_request(monkeypatch, tmp_path):
+    """The kernel, patches and warm-up are no part of the ranks' topology."""
+    sent = []
+
+    class Backend:
+        def load(self, path, dtype, **named):
+            return Loaded("tiny", "flux")
+
+        def sample(self, message, **named):
+            sent.append(message)
+            return Result(tensors={"samples": torch.ones(1)})
+
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    monkeypatch.setattr(lab, "backend", lambda config: Backend())
+    config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4, warmup_steps=2, attention="sage")
+    assert lab.run(config, tmp_path, Sample("", "euler", 1.0, 0)).samples.item() == 1
+    assert (sent[0].num_pipeline_patch, sent[0].warmup_steps, sent[0].attention) == (4, 2, "sage")
+    assert sent[0].model == "tiny"
+    lab.close()
