@@ -208,7 +208,7 @@ def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
 
 
 def quantized(lab: Lab) -> Found:
-    """A quantized file that multiplies weight only and natively, against the same in bf16."""
+    """A quantized file that multiplies natively, against itself weight only; and the seconds of bf16."""
     for kind in QUANTIZED:
         for matmul in ("weight only", "native"):
             lab.check()
@@ -216,14 +216,17 @@ def quantized(lab: Lab) -> Found:
 
 
 def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
-    seconds, wanted = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    # not bf16's latent: the file stands for weights of its own where they are rotated
+    _, wanted = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
     try:
         own, run = _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
         yield Finding("quantized", WARNING, f"{kind}, {matmul}: not possible ({refusal})")
         return
     distance = relative(run.samples, wanted.samples)
-    text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s; latent {distance:.1e} from bf16's"
+    text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
+    text += f"; latent {distance:.1e} from weight only's"
     values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
     status = OK if distance < STALE else PROBLEM
     yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
