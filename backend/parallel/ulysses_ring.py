@@ -6,6 +6,7 @@ Token counts and heads may be uneven. The ring's transfer and its merge by log-s
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -54,11 +55,11 @@ def scatter_heads(tensors: Sequence[Tensor], lengths: list[int], axis: Axis) -> 
     row = kinds * batch * size  # numbers of a token and head
     sent = [tokens * shard * row for shard in shards]
     flat = tensors[0].new_empty(sum(sent))
-    for shard, heads_of_rank in _runs(shards):
-        first = sum(shards[: heads_of_rank.start])
-        last = first + shard * len(heads_of_rank)
+    first = last = 0
+    for shard, ranks in _runs(shards):
+        first, last = last, last + shard * ranks
         buffer = flat[tokens * first * row : tokens * last * row]
-        buffer = buffer.view(len(heads_of_rank), tokens, kinds, batch, shard, size)
+        buffer = buffer.view(ranks, tokens, kinds, batch, shard, size)
         for kind, tensor in enumerate(tensors):
             cut = tensor[:, first:last].unflatten(1, (-1, shard))
             buffer[:, :, kind] = cut.permute(1, 3, 0, 2, 4)
@@ -67,15 +68,10 @@ def scatter_heads(tensors: Sequence[Tensor], lengths: list[int], axis: Axis) -> 
     return received.view(sum(lengths), kinds, batch, own, size).permute(1, 2, 3, 0, 4)
 
 
-def _runs(shards: list[int]) -> list[tuple[int, range]]:
-    """Return (heads, ranks) of consecutive Ulysses ranks that have equally many heads, and some."""
-    found: list[tuple[int, range]] = []
-    for rank, shard in enumerate(shards):
-        if found and found[-1][0] == shard:
-            found[-1] = shard, range(found[-1][1].start, rank + 1)
-        elif shard:
-            found.append((shard, range(rank, rank + 1)))
-    return found
+def _runs(shards: list[int]) -> list[tuple[int, int]]:
+    """Return (heads, how many) of consecutive Ulysses ranks that have equally many heads. Those without any
+    are left out."""
+    return [(shard, len(list(ranks))) for shard, ranks in groupby(filter(None, shards))]
 
 
 def gather_heads(out: Tensor, heads: int, lengths: list[int], axis: Axis) -> Tensor:
