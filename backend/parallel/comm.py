@@ -119,27 +119,51 @@ def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 class Pipe:
-    """A one-way stream of tensors between two ranks of a group: receives may be posted ahead.
+    """A one-way stream of tensors: from the rank that ``incoming`` joins to this one, from this rank to that
+    of ``outgoing``. Receives may be posted ahead.
 
+    ``buffers``: how many receive buffers take turns, 0 for a new one each time. A tensor that was taken is
+    overwritten ``buffers`` posts later; by then what computes with it must have been started.
     A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
     """
 
-    def __init__(self, group: dist.ProcessGroup, mechanism: str):
-        self.group, self.mechanism = group, mechanism
+    def __init__(
+        self,
+        incoming: dist.ProcessGroup | None,
+        outgoing: dist.ProcessGroup | None,
+        mechanism: str,
+        buffers: int = 0,
+    ):
+        self.incoming, self.outgoing, self.mechanism = incoming, outgoing, mechanism
         self.sending: list[tuple[dist.Work, Tensor]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
+        self.buffers: list[Tensor | None] = [None] * buffers
+        self.turn = 0
 
     def send(self, x: Tensor, to: int):
         """Send ``x`` to global rank ``to`` without waiting for it."""
         x = x.contiguous()
         self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
-        self.sending.append((_started(dist.isend(x, to, group=self.group)), x))
+        self.sending.append((started(dist.isend(x, to, group=self.outgoing)), x))
         count(self.mechanism, x)
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""
-        buffer = torch.empty(shape, dtype=dtype, device=device)
-        self.posted.append((_started(dist.irecv(buffer, source, group=self.group)), buffer))
+        buffer = self._buffer(shape, dtype, device)
+        self.posted.append((started(dist.irecv(buffer, source, group=self.incoming)), buffer))
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of ``shape``; the same addresses again where the sizes are alike."""
+        if not self.buffers:
+            return torch.empty(shape, dtype=dtype, device=device)
+        assert len(self.posted) < len(self.buffers), "a buffer is received into twice at a time"
+        size = torch.Size(shape).numel()
+        buffer = self.buffers[self.turn]
+        if buffer is None or buffer.dtype != dtype or not size <= len(buffer) <= 2 * size:
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            self.buffers[self.turn] = buffer
+        self.turn = (self.turn + 1) % len(self.buffers)
+        return buffer[:size].view(shape)
 
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
@@ -148,14 +172,16 @@ class Pipe:
         return buffer
 
     def drain(self):
-        """Wait for everything under way."""
+        """Wait for everything under way, and give the buffers back."""
         while self.posted:
             self.take()
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
+        self.buffers = [None] * len(self.buffers)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
+    """Return the handle of a communication that was started."""
     assert work is not None, "torch returns None to ranks outside of the group"
     return work

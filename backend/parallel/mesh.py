@@ -19,6 +19,9 @@ from ..config import ParallelConfig
 #: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py).
 TIMEOUT = timedelta(hours=2)
 
+#: Most CTAs of a GPU that copy along an edge of a pipeline: NVLink is full with fewer, and blocks want them.
+EDGE_CTAS = 4
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -43,13 +46,31 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Edges:
+    """Two-rank groups of the pipeline around this stage, None where it has no such neighbour: from the stage
+    before, to the next one, and from the last stage to the first (outputs).
+
+    Groups of their own, since one NCCL communicator runs its operations in order: an edge would wait for
+    another one, and the two directions for each other.
+    """
+
+    before: dist.ProcessGroup | None = None
+    after: dist.ProcessGroup | None = None
+    outputs: dist.ProcessGroup | None = None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self.before, self.after, self.outputs) if group is not None]
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Where this rank stands, and its process groups.
 
-    pp carries activations to the next stage, pp_return outputs from the last stage to the first: two groups,
-    since one NCCL communicator runs its operations in order, and the two directions would wait for each
-    other. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs is tp
-    as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes, failures.
+    An axis of size 1 has no group. edges carry what goes from stage to stage; pp is for the collectives of
+    all stages. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs
+    is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes,
+    failures.
     """
 
     device: torch.device
@@ -65,14 +86,14 @@ class Mesh:
     tp_inputs: Axis
     tp_outputs: Axis
     weights: DeviceMesh | None
-    pp_return: dist.ProcessGroup | None
+    edges: Edges
     control: dist.ProcessGroup | None
 
 
 def single(device: str = "cpu") -> Mesh:
     """Make the mesh of one process, without torch.distributed."""
     alone = Axis(None, 0, 1, (0,))
-    return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, pp_return=None, control=None)
+    return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, edges=Edges(), control=None)
 
 
 def layout(config: ParallelConfig) -> torch.Tensor:
@@ -102,25 +123,21 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-    mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
-    axes = {name: _axis(mesh, name) for name in config.degrees}
-    weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
-    if weights is not None:
-        _set_pg_timeout(TIMEOUT, weights.get_group())
+    wide = {name: size for name, size in config.degrees.items() if size > 1} or {"dp": 1}
+    mesh = init_device_mesh(device, tuple(wide.values()), mesh_dim_names=tuple(wide))
+    alone = Axis(None, 0, 1, (dist.get_rank(),))
+    axes = {name: _axis(mesh, name) if name in wide else alone for name in config.degrees}
+    weights = _weights(config, mesh, device) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
-    pipelines = layout(config).movedim(2, -1).reshape(-1, config.pipefusion_degree).tolist()
-    pp_return = None
-    if config.pipefusion_degree > 1:
-        pp_return = _own_group(dist.new_subgroups_by_enumeration(pipelines, timeout=TIMEOUT)[0])
     return Mesh(
         local,
         dist.get_rank(),
         dist.get_world_size(),
         **axes,
-        sp=_sp_axis(config, mesh),
+        sp=_sp_axis(config, mesh, axes),
         **_tp_grid(config),
         weights=weights,
-        pp_return=pp_return,
+        edges=_edges(config, local),
         control=control,
     )
 
@@ -129,7 +146,7 @@ def close(mesh: Mesh):
     """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
     for the next mesh."""
     groups = [value.group for value in vars(mesh).values() if isinstance(value, Axis)]
-    groups += [mesh.pp_return, mesh.weights and mesh.weights.get_group(), mesh.control]
+    groups += [*mesh.edges.groups, mesh.weights and mesh.weights.get_group(), mesh.control]
     dist.barrier(group=mesh.control)
     for group in {id(group): group for group in groups if group is not None}.values():
         if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group
@@ -149,12 +166,75 @@ def _axis(mesh: DeviceMesh, name: str) -> Axis:
     return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
 
 
-def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
+def _sp_axis(config: ParallelConfig, mesh: DeviceMesh, axes: dict[str, Axis]) -> Axis:
     """ring and ulysses flattened; where one of them is 1 the other's group serves."""
     if config.ring_degree > 1 and config.ulysses_degree > 1:
         mesh["ring", "ulysses"]._flatten("sp")
         return _axis(mesh, "sp")
-    return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses")
+    return axes["ring" if config.ring_degree > 1 else "ulysses"]
+
+
+def _weights(config: ParallelConfig, mesh: DeviceMesh, device: str) -> DeviceMesh:
+    """The axes whose ranks hold the same weights, flattened; of this rank alone where all of them are 1."""
+    names = tuple(name for name in ("dp", "ring", "ulysses") if config.degrees[name] > 1)
+    if len(names) > 1:
+        weights = mesh[names]._flatten("weights")
+    elif names:
+        weights = mesh[names[0]]
+    else:
+        weights = init_device_mesh(device, (config.world_size, 1), mesh_dim_names=("all", "weights"))[
+            "weights"
+        ]
+    _set_pg_timeout(TIMEOUT, weights.get_group())
+    return weights
+
+
+def _edges(config: ParallelConfig, device: torch.device) -> Edges:
+    """Make the groups of every pipeline's edges, in the same order on all ranks, and connect this rank's."""
+    stages = config.pipefusion_degree
+    if stages == 1:
+        return Edges()
+    own = dist.get_rank()
+    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    pipelines = layout(config).movedim(2, -1).reshape(-1, stages).tolist()
+    for source in range(stages):
+        for ranks in pipelines:
+            pair = (ranks[source], ranks[(source + 1) % stages])
+            group = _edge(pair, device)
+            if own in pair:
+                found[pair] = _own_group(group)
+    for (sender, receiver), group in found.items():
+        _connect(sender, receiver, group, device)
+    line = next(ranks for ranks in pipelines if own in ranks)
+    place = line.index(own)
+    return Edges(
+        None if place == 0 else found[line[place - 1], own],
+        None if place == stages - 1 else found[own, line[place + 1]],
+        found.get((line[-1], line[0])) if own in (line[0], line[-1]) else None,
+    )
+
+
+def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | int | None:
+    """Make the group of two ranks. On CUDA its stream comes first, so that a block's kernels do not delay
+    what the next stage waits for, and few CTAs copy, so that these blocks keep the others."""
+    if device.type != "cuda":
+        return dist.new_group(list(pair), backend="gloo", timeout=TIMEOUT)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a new one for each: it is kept
+    options._timeout = TIMEOUT
+    options.config.max_ctas = EDGE_CTAS
+    return dist.new_group(list(pair), backend="nccl", timeout=TIMEOUT, pg_options=options)
+
+
+def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device):
+    """Send a first number, so that no request waits for the connection. NCCL connects the pair for such
+    single sends and receives alone, on a stream of its own."""
+    x = torch.zeros(1, device=device)
+    if dist.get_rank() == sender:
+        work = dist.isend(x, receiver, group=group)
+    else:
+        work = dist.irecv(x, sender, group=group)
+    assert work is not None, "this rank is in the group"
+    work.wait()
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:

@@ -71,8 +71,9 @@ class Stage:
         self.mesh = mesh
         self.attention = Attention(mesh)
         self.pipe = None
-        if mesh.pp.group is not None and mesh.pp.size > 1:
-            self.pipe = Pipe(mesh.pp.group, "pipeline")
+        if mesh.pp.size > 1:
+            # two buffers: one is computed with while the next tensor comes
+            self.pipe = Pipe(mesh.edges.before, mesh.edges.after, "pipeline", buffers=2)
 
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""

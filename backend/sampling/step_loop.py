@@ -84,7 +84,8 @@ class Denoiser:
         self.guidance = request.guidance if mesh.cfg.size == 1 else (request.guidance[mesh.cfg.rank],)
         self.branches = self._own(tuple(request.prompts))
         self.first_stage = mesh.pp.first
-        self.outputs = Pipe(mesh.pp_return, "outputs") if mesh.pp_return and mesh.pp.size > 1 else None
+        edge = mesh.edges.outputs
+        self.outputs = Pipe(edge, edge, "outputs") if mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
         self.votes: list[tuple[dist.Work, Tensor]] = []
         self._plan_patches()
