@@ -30,10 +30,14 @@ from tiny import facts, golden_request
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.load_report import LoadReport
+from backend.loading.quantized import ScaledFiles
 from backend.loading.recognition import recognise
+from backend.loading.safetensors_files import TensorFiles
+from backend.parallel import tensor_parallel
 from backend.parallel.cached_layers import cache_layers
-from backend.parallel.mesh import Axis, Mesh, layout
+from backend.parallel.mesh import Axis, Edges, Mesh, layout
 from backend.parallel.pipeline_stage import Stage
+from backend.parallel.stage_split import Stages
 from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel, running
 from backend.sampling.request import build
@@ -75,7 +79,7 @@ def checkpoint_of(family: str) -> Checkpoint:
     shapes = {key: value[0] if isinstance(value[0], list) else value for key, value in _shapes(family)}
     tensors = {key: ("BF16", list(shape)) for key, shape in shapes.items()}
     header = {"tensors": fold(tensors), "metadata": {}, "data": {}}
-    return recognise(family, cast(Any, HeaderFiles(family, header)))
+    return recognise(family, ScaledFiles(cast(TensorFiles, HeaderFiles(family, header))))
 
 
 def _shapes(family: str):
@@ -90,18 +94,41 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
     for dim, name in enumerate(config.degrees):
         line: list[Any] = list(here)
         line[dim] = slice(None)
-        axes[name] = Axis(cast(Any, name), here[dim], ranks.shape[dim], tuple(ranks[tuple(line)].tolist()))
+        axes[name] = axis_of(name, ranks[tuple(line)].flatten().tolist(), rank)
     sp = axes["ring"] if axes["ring"].size > 1 else axes["ulysses"]
+    if axes["ring"].size > 1 and axes["ulysses"].size > 1:
+        sp = axis_of("sp", ranks[(*here[:3], slice(None), slice(None), here[5])].flatten().tolist(), rank)
     alone = Axis(None, 0, 1, (rank,))
     grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": None, "control": None}
-    returns = cast(Any, "return") if axes["pp"].size > 1 else None
-    return Mesh(META, rank, config.world_size, **axes, sp=sp, pp_return=returns, **grid)
+    return Mesh(META, rank, config.world_size, **axes, sp=sp, edges=edges_of(config, axes["pp"]), **grid)
 
 
-def load(checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh) -> LoadedModel:
-    """Return a rank's model without weights. A pipeline of more stages than there are blocks repeats some."""
+def axis_of(name: str, ranks: list[int], rank: int) -> Axis:
+    """Return the place of ``rank`` in a group with a name."""
+    group = f"{name}:{','.join(map(str, ranks))}" if len(ranks) > 1 else None
+    return Axis(cast(Any, group), ranks.index(rank), len(ranks), tuple(ranks))
+
+
+def edges_of(config: ParallelConfig, pp: Axis) -> Edges:
+    """Return names for the groups between stages."""
+    if pp.size == 1:
+        return Edges()
+    names = [f"edge:{a},{b}" for a, b in zip(pp.ranks, (*pp.ranks[1:], pp.ranks[0]))]
+    before = None if pp.first else names[pp.rank - 1]
+    after = None if pp.last else names[pp.rank]
+    return Edges(*cast(Any, (before, after, names[-1] if pp.first or pp.last else None)))
+
+
+def load(
+    checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh, stages: Stages | None = None
+) -> LoadedModel:
+    """Return a rank's model without weights. Without ``stages``, a pipeline of more stages than there are
+    blocks repeats some."""
     transformer = checkpoint.empty
     family = checkpoint.family
+    if mesh.tp.size > 1:
+        cuts = checkpoint.cut_plan(config).shards(mesh)
+        tensor_parallel.apply(transformer, cuts, family, config.split_scheme, mesh.tp)
     for name, parameter in transformer.named_parameters():
         if not family.build.is_float32(name):
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -111,9 +138,11 @@ def load(checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh) -> LoadedMo
     count = checkpoint.block_count
     first = mesh.pp.rank * count // mesh.pp.size
     blocks = range(first, max(first + 1, (mesh.pp.rank + 1) * count // mesh.pp.size))
+    if stages:
+        blocks = stages.blocks[mesh.pp.rank]
     names = [name for index, name in enumerate(checkpoint.block_names) if index in blocks]
-    nobody = cast(Any, SimpleNamespace(owners={}, holders={}))
-    cache = cache_layers(transformer, names, family, META, torch.bfloat16, nobody, mesh)
+    hosts = stages or cast(Any, SimpleNamespace(owners={}, holders={}))
+    cache = cache_layers(transformer, names, family, META, torch.bfloat16, hosts, mesh)
     stage = None
     if config.world_size > 1 or family.cache.static_text:
         stage = Stage(transformer, family, mesh, blocks)
@@ -122,9 +151,10 @@ def load(checkpoint: Checkpoint, config: ParallelConfig, mesh: Mesh) -> LoadedMo
     return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights, {})
 
 
-def request_of(family: str) -> Sample:
-    """Return the family's golden request in STEPS steps of Euler."""
-    found = golden_request("euler_simple") if family == "flux-dev" else golden(f"{family}__euler_simple")
+def request_of(family: str, batch: int = 1) -> Sample:
+    """Return the family's golden request in STEPS steps of Euler; Flux has one of a ``batch`` of 2."""
+    case = "euler_simple" if batch == 1 else f"batch{batch}"
+    found = golden_request(case) if family == "flux-dev" else golden(f"{family}__{case}")
     sigmas = torch.linspace(found[0].tensors["sigmas"][0].item(), 0, STEPS + 1)
     return replace(found[0], sampler="euler", tensors={**found[0].tensors, "sigmas": sigmas})
 

@@ -34,7 +34,9 @@ class Wires:
         return [of_rank(axis) for axis in axes]
 
 
-@pytest.mark.parametrize("heads, lengths", [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7]), (2, [2] * 4)])
+@pytest.mark.parametrize(
+    "heads, lengths", [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7]), (2, [2] * 4)]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
 def test_tokens_go_to_heads_and_back(heads, lengths, batch, kinds, monkeypatch):

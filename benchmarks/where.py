@@ -1,0 +1,168 @@
+"""Where a rank's CPU seconds of a step go: matrix products, attention, copies, other operations, collectives.
+
+    python benchmarks/where.py [--methods one ulysses ring tensor diffusers] [--json FILE]
+
+Each operation's seconds are of the thread that runs the step (time.thread_time), so other processes do not
+count, and neither does waiting. "gloo" is what the process's other threads use. "Python" is the thread's
+rest, less what watching the operations costs, which is measured. Medians over the rounds, of rank 0.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+
+import common
+import loops
+import report
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backend.config import ParallelConfig
+from backend.parallel.mesh import single
+from backend.sampling.step_loop import Callbacks
+
+#: Method -> its degree's field.
+METHODS = {
+    "one": "",
+    "ulysses": "ulysses_degree",
+    "ring": "ring_degree",
+    "tensor": "tensor_parallel_degree",
+    "diffusers": "",  # its own Ulysses
+}
+#: What an operation's name begins with -> where its seconds are counted.
+KINDS = {
+    "c10d::": "collectives",
+    "aten::addmm": "matrix products",
+    "aten::mm": "matrix products",
+    "aten::bmm": "matrix products",
+    "aten::linear": "matrix products",
+    "aten::scaled_dot_product": "attention",
+    "aten::_scaled_dot_product": "attention",
+    "aten::copy_": "copies",
+    "aten::clone": "copies",
+    "aten::cat": "copies",
+    "aten::_to_copy": "copies",
+    "aten::stack": "copies",
+    "aten::index": "copies",
+    "aten::contiguous": "copies",
+    "aten::reshape": "copies",
+}
+#: Operations of which --json has the seconds.
+SHOWN = 25
+COLUMNS = ("matrix products", "attention", "copies", "other operations", "collectives", "Python", "gloo")
+
+
+class Watch(TorchDispatchMode):
+    """Adds up the thread's CPU seconds inside operations, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.names: defaultdict[str, float] = defaultdict(float)
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        started = time.thread_time()
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), "other operations")
+        spent = time.thread_time() - started
+        self.seconds[kind] += spent
+        self.names[name] += spent
+        self.calls += 1
+        return out
+
+
+def seconds_of_watching() -> float:
+    """CPU seconds that Watch costs an operation, besides what it counts."""
+    x = torch.zeros(1)
+    spent = []
+    for watch in (Watch(), None):
+        started = time.thread_time()
+        with torch.inference_mode():
+            if watch:
+                with watch:
+                    for _ in range(2000):
+                        x.add_(1)
+                inside = sum(watch.seconds.values())
+            else:
+                for _ in range(2000):
+                    x.add_(1)
+                inside = 0.0
+        spent.append(time.thread_time() - started - inside)
+    return max(0.0, spent[0] / 2000)
+
+
+def measure(action: Callable[[], object], steps: int, cost: float) -> dict[str, float]:
+    """Kind -> CPU seconds of a step; "total" is the process's, "waiting" the wall clock's beyond it."""
+    watch = Watch()
+    clocks = (time.perf_counter, time.process_time, time.thread_time)
+    before = [clock() for clock in clocks]
+    with watch:
+        action()
+    wall, process, thread = (clock() - then for clock, then in zip(clocks, before))
+    found = {**dict.fromkeys(COLUMNS, 0.0), **watch.seconds}
+    watching = cost * watch.calls
+    found["Python"] = max(0.0, thread - sum(watch.seconds.values()) - watching)
+    found["gloo"] = process - thread
+    found["total"] = process - watching
+    found["waiting"] = wall - process
+    found |= dict(sorted(watch.names.items(), key=itemgetter(1), reverse=True)[:SHOWN])
+    return {kind: seconds / steps for kind, seconds in found.items()}
+
+
+def actions(options, model: str, sample):
+    """Yield each method and what samples by it on all ranks, or on this one alone."""
+    for method in options.methods:
+        if method == "diffusers":
+            loop = loops.PlainLoop(model, options.device, options.ranks)
+            yield method, lambda loop=loop: loop(sample)
+            continue
+        field = METHODS[method]
+        config = ParallelConfig(**{field: options.ranks}) if field else ParallelConfig()
+        mesh = None if field else single(options.device)
+        engine = common.engine(config, options.device, model, mesh)
+        yield method, lambda engine=engine: engine.sample(sample, Callbacks())
+
+
+def main():
+    parser = common.model_options(common.parser(__doc__, rounds=3))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--json", help="store every round's numbers there, and the longest operations")
+    options = common.parse(parser)
+    if not common.spawned():
+        common.spawn(__file__, options.ranks, options.device, options.model)
+    model = os.environ[common.MODEL_VARIABLE]
+    sample = common.request(model, options.steps, side=options.side, text=options.text)
+    cost = seconds_of_watching()
+    found = {}
+    for method, action in actions(options, model, sample):
+        action()  # touches every weight
+        found[method] = []
+        for _ in range(options.rounds):
+            common.meet()
+            found[method].append(measure(action, options.steps, cost))
+    if os.environ["RANK"] == "0":
+        show(found, options)
+    common.leave()
+
+
+def show(found: dict[str, list[dict[str, float]]], options):
+    rows = []
+    for method, rounds in found.items():
+        cells = [statistics.median(each[kind] for each in rounds) for kind in (*COLUMNS, "total")]
+        rows.append([method, *(f"{seconds * 1000:.0f}" for seconds in cells)])
+    report.table(["ms a step", *COLUMNS, "total"], rows)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Every send meets its receive, in an order that no communicator stops at, and is waited for when what it
+brings is needed: all ranks one after the other in one process, on meta tensors (support/wires.py)."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import wires
+from wires import Log, Message, Operation
+
+from backend.config import ParallelConfig
+from backend.sampling.model_runner import running
+from backend.sampling.request import build
+from backend.sampling.step_loop import Callbacks, Denoiser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import launches  # noqa: E402 (a script, in no package)
+from meta_device import META, Count, meta_device  # noqa: E402
+
+METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
+#: What every family is run under: pipelines with their patches, and what cuts tokens.
+OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
+
+
+def configuration(methods: tuple[str, ...], **settings) -> ParallelConfig:
+    degrees = Counter(methods)
+    return ParallelConfig(**{f"{m}_degree": 2**n for m, n in degrees.items()}, **settings).validate()
+
+
+def run(family: str, config: ParallelConfig) -> list[Log]:
+    """Return what every rank of a configuration does for the family's golden request."""
+    checkpoint = launches.checkpoint_of(family)
+    stages = checkpoint.stages(config)
+    return [one_rank(family, config, rank, stages) for rank in range(config.world_size)]
+
+
+def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
+    log = Log(rank)
+    mesh = launches.mesh_of(config, rank)
+    with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
+        model = launches.load(launches.checkpoint_of(family), config, mesh, stages)
+        sample = launches.request_of(family, batch=mesh.dp.size)
+        request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
+        with running(model, request) as runner:
+            Denoiser(mesh, request, runner, Callbacks()).run()
+    return log
+
+
+def check(logs: list[Log]):
+    assert wires.differences(logs) == []
+    assert wires.deadlock(logs) is None
+    forgotten = [op.group for log in logs for op in log.operations if op.received and op.waited is None]
+    assert forgotten == []
+    assert [early for log in logs for early in log.early_waits] == []
+
+
+PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or a in METHODS[1:4]]
+
+
+@pytest.mark.parametrize("methods", [*((m,) for m in METHODS), *PAIRS], ids="+".join)
+def test_flux_under_all_hybrids(methods):
+    config = configuration(methods)
+    check(run("flux-dev", config))
+    if "pipefusion" in methods:
+        check(run("flux-dev", configuration(methods, num_pipeline_patch=1)))
+
+
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_every_family(family):
+    for methods in OF_FAMILIES:
+        check(run(family, configuration(methods)))
+
+
+def test_activations_come_while_the_stage_computes():
+    """A stage's receives are under way while it computes the patch before. The first of an evaluation is
+    not: a request may be cancelled before it, and then nobody would send."""
+    patches = 4
+    logs = run("flux-dev", configuration(("pipefusion",), num_pipeline_patch=patches))
+    steady = [op for op in logs[1].operations if op.received][-patches:]
+    micro_step = min(b.waited - a.waited for a, b in zip(steady, steady[1:]))
+    assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
+
+
+def edge(direction: str, peer: int, count: int, group="edge:0,1") -> Operation:
+    return Operation(group, [Message(direction, peer, ("float32", count))], [], 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["size", "missing", "both send first"], ids=["a size", "a send too few", "a circle"]
+)
+def test_what_does_not_match_is_found(wrong):
+    """The checks above can fail."""
+    first, second = Log(0), Log(1)
+    sends = [edge("send", 1, 4), edge("receive", 1, 3)]
+    answers = [edge("receive", 0, 4), edge("send", 0, 3)]
+    if wrong == "size":
+        answers[0] = edge("receive", 0, 5)
+    elif wrong == "missing":
+        del answers[1]
+    else:
+        answers.reverse()
+    first.events = [("start", operation) for operation in sends]
+    second.events = [("start", operation) for operation in answers]
+    assert wires.deadlock([first, second]) is not None
+    assert bool(wires.differences([first, second])) == (wrong != "both send first")
