@@ -7,7 +7,8 @@ evaluations is one GEMM a layer, over the embeddings that differ: samples, and o
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -190,9 +191,15 @@ class LayerCache:
         return [layer for layer in self.modulations if layer not in elsewhere]
 
     def offload(self):
-        """Move the modulation weights off the device, where that is asked for."""
+        """Move the modulation weights off the device, where that is asked for; page locked, they come back at
+        the speed of the bus."""
+        if self.offload_device == self.mesh.device:
+            return
+        pinned = self.mesh.device.type == "cuda"
         for layer in [*(cached.layer for cached in self.held), *chain(*self.hosted)]:
             layer.to(self.offload_device)
+            if pinned:
+                layer._apply(Tensor.pin_memory)
 
     def begin_request(self):
         """Forget the request before."""
@@ -287,7 +294,30 @@ class LayerCache:
                 cached.store(answer)
 
     def _computed(self, layer: nn.Module, inputs: Tensor) -> Tensor:
-        """Apply a layer to ``inputs`` (rows, D); its weights are on the offload device again afterwards."""
-        answers = layer.to(inputs.device)(inputs)
-        layer.to(self.offload_device)
-        return answers
+        """Apply a layer to ``inputs`` (rows, D), with its weights on their device meanwhile."""
+        if self.offload_device == inputs.device:
+            return layer(inputs)
+        with on_device(layer, inputs.device):
+            return layer(inputs)
+
+
+@contextmanager
+def on_device(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copy a layer's weights to ``device``, and put the host's own ones back afterwards: nothing is copied
+    to the host."""
+    own: dict[tuple, Tensor] = {}  # by the place of the copy: a parameter's data is another object each time
+
+    def place(tensor: Tensor) -> tuple:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+    def copied(tensor: Tensor) -> Tensor:
+        host = tensor.data
+        copy = host.to(device, non_blocking=True)
+        own[place(copy)] = host
+        return copy
+
+    layer._apply(copied)
+    try:
+        yield
+    finally:
+        layer._apply(lambda tensor: own[place(tensor)])

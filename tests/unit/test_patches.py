@@ -226,32 +226,41 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
 
 
 def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path, monkeypatch):
-    """The weights are at home before and after, on the device only while a request begins; the result is the
-    same, to the last bit: it is where they are that differs, and no shape.
-    """
+    """Its weights are copied to the device while a request begins, each once, and are the same memory
+    afterwards; the latent is the same to the last bit."""
     offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
-    moves, move = [], torch.nn.Module.to
-    monkeypatch.setattr(
-        torch.nn.Module, "to", lambda layer, where: moves.append((layer, where)) or move(layer, where)
-    )
     offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
     cache = offloading.models["tiny"].cache
-    layers, count = [cached.layer for cached in cache.modulations], len(cache.modulations)
-    assert [entry for entry in moves if entry[0] in layers] == [
-        (layer, cache.offload_device) for layer in layers
-    ]
-    cache.offload_device = torch.device(
-        "cpu", 0
-    )  # the same memory by another name, which tells the moves apart
-    moves.clear()
-    assert_same_bits(simulate(offloading, num_pipeline_patch=0), simulate(engine, num_pipeline_patch=1))
-    own = [(layer, where) for layer, where in moves if layer in layers]
-    assert (
-        own
-        == [
-            entry
-            for layer in layers
-            for entry in ((layer, torch.device("cpu")), (layer, cache.offload_device))
-        ]
-        and cached.COMPUTED["modulation"] == count
+    cache.offload_device = torch.device("cpu", 0)  # another name of the same memory: not the device's
+    layers = [layer.layer for layer in cache.modulations]
+    before = [layer.weight.data_ptr() for layer in layers]
+    copied, on_device = [], cached.on_device
+    monkeypatch.setattr(
+        cached, "on_device", lambda layer, where: copied.append(layer) or on_device(layer, where)
     )
+    assert_same_bits(simulate(offloading, num_pipeline_patch=0), simulate(engine, num_pipeline_patch=1))
+    assert copied == layers
+    assert [layer.weight.data_ptr() for layer in layers] == before
+    assert cached.COMPUTED["modulation"] == len(layers)
+
+
+class Fused(torch.nn.Linear):
+    """A layer with a tensor that is no parameter, which moves with it, as a LoRA next to packed weights."""
+
+    def __init__(self):
+        super().__init__(2, 4)
+        self.table = torch.nn.Buffer(torch.ones(4))
+        self.beside = torch.ones(3)
+
+    def _apply(self, fn, recurse=True):
+        self.beside = fn(self.beside)
+        return super()._apply(fn, recurse)
+
+
+def test_what_waits_in_host_memory_is_not_copied_back():
+    layer = Fused()
+    tensors = ("weight", "bias", "table", "beside")
+    before = [getattr(layer, name).data_ptr() for name in tensors]
+    with cached.on_device(layer, torch.device("meta")):
+        assert all(getattr(layer, name).is_meta for name in tensors)
+    assert [getattr(layer, name).data_ptr() for name in tensors] == before
