@@ -115,7 +115,8 @@ class Engine:
 
         def on_block(name: str):
             if sharded:  # at once: a rank's memory never holds more than its share and a block
-                fsdp.shard_block(transformer.get_submodule(name), self.mesh)
+                modulation = map(transformer.get_submodule, checkpoint.modulation(name))
+                fsdp.shard_block(transformer.get_submodule(name), modulation, self.mesh)
 
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         weights = FusedWeights(checkpoint, cuts, device)

@@ -152,13 +152,13 @@ class PeerOperation:
         _contiguous(tensor)
 
 
-def _one_work(tensor, *rest, **named) -> Work:
-    _contiguous(tensor)
+def _one_work(*tensors, **named) -> Work:
+    _contiguous(*tensors)
     return Work()
 
 
-def _exchange(received, sent, *rest, **named):
-    _contiguous(received, sent)
+def _exchange(received, sent, *rest, **named) -> Work:
+    return _one_work(sent, received)
 
 
 def _attend(query, key, value, mask=None, *rest, **named) -> Tensor:
@@ -203,11 +203,10 @@ READERS: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda x: torch.ones(x.shape, dtype=x.dtype).numpy(),
 }
 PEERS = {
-    **dict.fromkeys(("isend", "irecv", "broadcast"), _one_work),
+    **dict.fromkeys(("isend", "irecv", "broadcast", "all_reduce"), _one_work),
     "P2POp": PeerOperation,
     "batch_isend_irecv": lambda operations: [Work()],
     "all_to_all_single": _exchange,
-    "all_reduce": lambda x, *rest, **named: _contiguous(x),
 }
 
 

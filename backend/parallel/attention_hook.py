@@ -125,28 +125,40 @@ class Attention:
             return q
         first = self.mesh.ring.rank * u.size
         own = range(first, first + u.size)  # SP ranks whose tokens this Ulysses group holds
-        kv = (k, v)
-        if u.size > 1:
-            if k.shape[1] != heads:  # grouped queries: heads must travel together
-                k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-            own_lengths = [lengths[i] for i in own]
-            own_keys = [key_lengths[i] for i in own]
+        where_own = (call, mask, scale, keys, own)
+        if u.size == 1:
+            return self._of_own_heads(q, (k, v), *where_own, where)
+        if k.shape[1] != heads:  # grouped queries: heads must travel together
+            k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        own_lengths = [lengths[i] for i in own]
+        own_keys = [key_lengths[i] for i in own]
+        parts = 1
+        if self.buffers is None:  # of a patch there is less to hide
+            parts = ulysses_ring.halves(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
+        coming = []
+        for part in range(parts):
             if queries == keys:
-                q, *kv = ulysses_ring.scatter_heads((q, k, v), own_lengths, u)
+                coming.append([ulysses_ring.scatter_heads((q, k, v), own_lengths, u, part, parts)])
             else:
-                (q,) = ulysses_ring.scatter_heads((q,), own_lengths, u)
-                kv = ulysses_ring.scatter_heads((k, v), own_keys, u).unbind()
+                own_queries = ulysses_ring.scatter_heads((q,), own_lengths, u, part, parts)
+                coming.append([own_queries, ulysses_ring.scatter_heads((k, v), own_keys, u, part, parts)])
+        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
+        for part, exchanges in enumerate(coming):
+            own_q, *kv = (tensor for wait in exchanges for tensor in wait())
+            going.send(self._of_own_heads(own_q, kv, *where_own, (*where, part)))
+        return going.wait()
+
+    def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):
+        """Attend with the heads that this Ulysses rank has, to the tokens of its group ``own``."""
         if self.buffers is not None:
             k, v = self._refresh(call, self.buffers, kv, keys, where)
-            out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, None), scale)
-        elif call.static_text and keys == "joint":
-            out = self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
-        elif self.mesh.ring.size > 1:
-            out = self._ring(call, q, kv, mask, scale, keys, own)
-        else:
-            k, v = kv
-            out = self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
-        return ulysses_ring.gather_heads(out, heads, [lengths[i] for i in own], u) if u.size > 1 else out
+            return self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, None), scale)
+        if call.static_text and keys == "joint":
+            return self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
+        if self.mesh.ring.size > 1:
+            return self._ring(call, q, kv, mask, scale, keys, own)
+        k, v = kv
+        return self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
 
     def _groups(self) -> list[range]:
         """The SP ranks of every Ulysses group, in the order of the ring."""

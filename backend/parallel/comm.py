@@ -1,7 +1,8 @@
 """The collectives between ranks of one axis, under torch's names; the bytes sent are counted by mechanism."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,23 +22,37 @@ def count(mechanism: str, sent: Tensor | int):
         SENT[mechanism] += size
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all under way."""
+
+    work: dist.Work
+    sent: Tensor
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        """Return what came."""
+        self.work.wait()
+        return self.received
+
+
 def all_to_all(
     chunks: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str
 ) -> list[Tensor]:
     """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = exchange(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism)
+    received = exchange(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism).wait()
     return [chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes)]
 
 
-def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> Tensor:
-    """Send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order; return what came, ``sizes[i]``
-    numbers from rank i, in one tensor."""
+def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> Exchange:
+    """Begin to send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order, and to receive
+    ``sizes[i]`` numbers from rank i, in one tensor."""
     received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, sent, group=axis.group)
+    work = dist.all_to_all_single(received, flat, sizes, sent, group=axis.group, async_op=True)
     count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
-    return received
+    return Exchange(started(work), flat, received)
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
@@ -95,11 +110,21 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Return the sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
+    return begin_all_reduce(x, axis, mechanism)()
+
+
+def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]:
+    """Begin all_reduce; return what ends it and returns the sum. Ends come in the order of beginnings."""
     if x.device.type == "cpu":
-        return _all_reduce_chunks(x, axis, mechanism)
-    dist.all_reduce(x, group=axis.group)
+        return _begin_chunks(x, axis, mechanism)
+    work = started(dist.all_reduce(x, group=axis.group, async_op=True))
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
-    return x
+
+    def end() -> Tensor:
+        work.wait()
+        return x
+
+    return end
 
 
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
@@ -110,12 +135,18 @@ def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     return wide.to(x.dtype)
 
 
-def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]:
     """Have every rank sum one chunk and hand it on: gloo's bytes, several times as fast."""
-    chunks = list(x.contiguous().view(-1).tensor_split(axis.size))
-    shapes = [tuple(chunk.shape) for chunk in chunks]
-    total = torch.stack(all_to_all(chunks, [shapes[axis.rank]] * axis.size, axis, mechanism)).sum(dim=0)
-    return torch.cat(all_gather(total, shapes, axis, mechanism)).view(x.shape)
+    flat = x.contiguous().view(-1)
+    sizes = [len(chunk) for chunk in flat.tensor_split(axis.size)]
+    own = sizes[axis.rank]
+    chunks = exchange(flat, sizes, [own] * axis.size, axis, mechanism)
+
+    def end() -> Tensor:
+        total = chunks.wait().view(axis.size, own).sum(dim=0)
+        return torch.cat(all_gather(total, [(size,) for size in sizes], axis, mechanism)).view(x.shape)
+
+    return end
 
 
 class Pipe:

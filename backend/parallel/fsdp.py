@@ -15,8 +15,11 @@ from .sequence import Span
 PREFETCH = 1
 
 
-def shard_block(block: nn.Module, mesh: Mesh):
-    """Shard a block over ``mesh.weights``; its weights are whole while it runs."""
+def shard_block(block: nn.Module, modulation: Iterable[nn.Module], mesh: Mesh):
+    """Shard a block over ``mesh.weights``; its weights are whole while it runs. Those of its ``modulation``
+    layers, which is computed for many steps at once, are gathered for that alone."""
+    for layer in modulation:
+        fully_shard(layer, mesh=mesh.weights)
     fully_shard(block, mesh=mesh.weights)
 
 

@@ -29,6 +29,9 @@ from .sequence import Span
 #: The width of all heads, as attention modules call it.
 ALL_HEADS = "inner_dim"
 
+#: From so many tokens on, products that are summed over ranks are made in two halves: fewer multiply slower.
+ROWS_OF_TWO_HALVES = 2048
+
 
 class ShardedLinear(nn.Module):
     """A linear layer of which this rank holds a piece, plain or quantized; parameter names stay those of
@@ -53,6 +56,8 @@ class ShardedLinear(nn.Module):
             x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
+        elif isinstance(self.weight, nn.Parameter) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:
+            out = self._in_halves(x, self.weight, shard.reduce)
         else:
             largest = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
             out = packed_weight.linear(x, self.weight, None, largest)
@@ -62,6 +67,22 @@ class ShardedLinear(nn.Module):
             return out
         shapes = [(*out.shape[:-1], width) for width in shard.widths]
         return torch.cat(comm.all_gather(out, shapes, shard.gather, "tensor"), dim=-1)
+
+    def _in_halves(self, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        """Multiply and sum over ranks in two halves of tokens: one is summed while the other multiplies."""
+        rows = x.reshape(-1, x.shape[-1])
+        own = rows.new_empty(len(rows), len(weight))
+        ends = []
+        for part, result in zip(rows.tensor_split(2), own.tensor_split(2)):
+            torch.mm(part, weight.t(), out=result)
+            ends.append(comm.begin_all_reduce(result, axis, "tensor"))
+        for end, result in zip(ends, own.tensor_split(2)):
+            total = end()
+            if total is not result:
+                result.copy_(total)
+            if self.bias is not None:
+                result += self.bias  # once, after the sum
+        return own.view(*x.shape[:-1], len(weight))
 
 
 class ShardedNorm(nn.Module):

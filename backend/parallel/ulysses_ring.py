@@ -5,20 +5,26 @@ Token counts and heads may be uneven. The ring's transfer and its merge by log-s
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from .attention_kernels import attend_lse, import_error
-from .comm import count, exchange
+from .comm import Exchange, count, exchange
 from .mesh import Axis
 from .sequence import Span
 
 #: Whose ring is used, and what it imports as it is imported, if they are installed.
 RING_LIBRARY = "yunchang"
 RING_IMPORTS = ("flash_attn", "flashinfer", "sageattention")
+
+#: Query tokens of a tile of attention's kernels, and how many tiles (of heads and samples too) half of a
+#: rank's heads must have to be computed apart: fewer do not fill a large GPU.
+TILE = 128
+TILES_OF_A_HALF = 128
 
 
 def ring_unavailable() -> str | None:
@@ -43,29 +49,49 @@ def head_shards(heads: int, axis: Axis) -> list[int]:
     return [len(Span(0, heads).shard(i, axis.size)) for i in range(axis.size)]
 
 
-def scatter_heads(tensors: Sequence[Tensor], lengths: list[int], axis: Axis) -> Tensor:
-    """Turn token shards into head shards by one packed all-to-all: several (B, H, own tokens, D) -> (kinds,
-    B, own heads, all tokens, D). ``lengths``: tokens of each Ulysses rank.
+def halves(heads: int, batch: int, tokens: int, axis: Axis) -> int:
+    """Return in how many parts heads go and come, 1 or 2: attention of one part hides what the other sends.
+
+    All ranks must find the same, so no property of a GPU counts.
+    """
+    least = min(head_shards(heads, axis)) // 2
+    return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_HALF and least else 1
+
+
+def scatter_heads(
+    tensors: Sequence[Tensor], lengths: list[int], axis: Axis, part: int = 0, parts: int = 1
+) -> Callable[[], Tensor]:
+    """Begin to turn token shards into head shards by one packed all-to-all: several (B, H, own tokens, D) ->
+    (kinds, B, own heads, all tokens, D), which the returned function waits for. ``lengths``: tokens of each
+    Ulysses rank. ``part`` of ``parts``: of each rank's heads.
 
     Tokens are the slowest on the wire, so what comes from all ranks is in order, and is not copied again.
     """
     batch, heads, tokens, size = tensors[0].shape
     kinds = len(tensors)
     shards = head_shards(heads, axis)
+    counts = [len(Span(0, shard).shard(part, parts)) for shard in shards]
     row = kinds * batch * size  # numbers of a token and head
-    sent = [tokens * shard * row for shard in shards]
+    sent = [tokens * count * row for count in counts]
     flat = tensors[0].new_empty(sum(sent))
-    first = last = 0
+    first = last = filled = 0
     for shard, ranks in _runs(shards):
         first, last = last, last + shard * ranks
-        buffer = flat[tokens * first * row : tokens * last * row]
-        buffer = buffer.view(ranks, tokens, kinds, batch, shard, size)
+        chosen = Span(0, shard).shard(part, parts)
+        end = filled + tokens * len(chosen) * ranks * row
+        buffer = flat[filled:end].view(ranks, tokens, kinds, batch, len(chosen), size)
+        filled = end
         for kind, tensor in enumerate(tensors):
-            cut = tensor[:, first:last].unflatten(1, (-1, shard))
+            cut = tensor[:, first:last].unflatten(1, (-1, shard))[:, :, chosen.lo : chosen.hi]
             buffer[:, :, kind] = cut.permute(1, 3, 0, 2, 4)
-    own = shards[axis.rank]
-    received = exchange(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
-    return received.view(sum(lengths), kinds, batch, own, size).permute(1, 2, 3, 0, 4)
+    own = counts[axis.rank]
+    under_way = exchange(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
+
+    def wait() -> Tensor:
+        received = under_way.wait().view(sum(lengths), kinds, batch, own, size)
+        return received.permute(1, 2, 3, 0, 4)
+
+    return wait
 
 
 def _runs(shards: list[int]) -> list[tuple[int, int]]:
@@ -74,18 +100,46 @@ def _runs(shards: list[int]) -> list[tuple[int, int]]:
     return [(shard, len(list(ranks))) for shard, ranks in groupby(filter(None, shards))]
 
 
-def gather_heads(out: Tensor, heads: int, lengths: list[int], axis: Axis) -> Tensor:
-    """Undo scatter_heads: (B, own heads, all tokens, D) -> (B, H, own tokens, D), whose heads lie next to
-    each other in memory, as the projection after it takes them."""
-    batch, own, _, size = out.shape
-    tokens = lengths[axis.rank]
-    sent = [length * batch * own * size for length in lengths]
-    sizes = [tokens * batch * shard * size for shard in head_shards(heads, axis)]
-    flat = out.permute(2, 0, 1, 3).reshape(-1)
-    received = exchange(flat, sent, sizes, axis, "ulysses").split(sizes)
-    chunks = [chunk.view(tokens, batch, -1, size) for chunk in received if chunk.numel()]
-    whole = torch.cat(chunks, dim=2) if chunks else out.new_empty(tokens, batch, heads, size)
-    return whole.permute(1, 2, 0, 3)
+@dataclass
+class GatheredHeads:
+    """Undoes scatter_heads: (B, own heads, all tokens, D) of every part -> (B, H, own tokens, D).
+
+    heads: of all ranks. lengths: tokens of each Ulysses rank.
+    """
+
+    heads: int
+    lengths: list[int]
+    axis: Axis
+    parts: int = 1
+    under_way: list[Exchange] = field(default_factory=list)
+
+    def send(self, out: Tensor):
+        """Begin to exchange the next part."""
+        batch, own, _, size = out.shape
+        sent = [length * batch * own * size for length in self.lengths]
+        sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]
+        flat = out.permute(2, 0, 1, 3).reshape(-1)
+        self.shape = (self.lengths[self.axis.rank], batch, -1, size)
+        self.under_way.append(exchange(flat, sent, sizes, self.axis, "ulysses"))
+
+    def wait(self) -> Tensor:
+        """Return the tensor of all parts, whose heads lie next to each other in memory, as the projection
+        after it takes them."""
+        tokens, batch, _, size = self.shape
+        received = []
+        for part, each in enumerate(self.under_way):
+            sizes = [tokens * batch * count * size for count in self._counts(part)]
+            received.append(each.wait().split(sizes))
+        by_rank = [chunk for chunks in zip(*received) for chunk in chunks if chunk.numel()]
+        if not by_rank:
+            return received[0][0].new_empty(batch, self.heads, tokens, size)
+        whole = torch.cat([chunk.view(self.shape) for chunk in by_rank], dim=2)
+        return whole.permute(1, 2, 0, 3)
+
+    def _counts(self, part: int | None = None) -> list[int]:
+        """Heads of each rank in a part, by default in that which is sent next."""
+        part = len(self.under_way) if part is None else part
+        return [len(Span(0, heads).shard(part, self.parts)) for heads in head_shards(self.heads, self.axis)]
 
 
 def ring_attend(
@@ -109,10 +163,15 @@ def ring_attend(
     ring = RingComm(axis.group)
     out = lse = incoming = None
     kv = kv.contiguous()
+    row = torch.Size((*kv.shape[:3], kv.shape[4])).numel()
+    # what a hop computes with and sends on is done before the next but one is received
+    buffers = [kv.new_empty(max(lengths) * row) for _ in range(min(2, axis.size - 1))]
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size
         if hop + 1 < axis.size:
-            incoming = kv.new_empty((*kv.shape[:3], lengths[source - 1], kv.shape[4]))
+            length = lengths[source - 1]
+            shape = (*kv.shape[:3], length, kv.shape[4])
+            incoming = buffers[hop % 2][: length * row].view(shape)
             ring.send_recv(kv, incoming)
             ring.commit()
             count("ring", kv)

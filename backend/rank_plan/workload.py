@@ -201,7 +201,7 @@ class Workload:
         return buffers * samples * token * sequence.joint
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
-        """Count the bytes of modulation cached at once; of one evaluation where weights are sharded."""
+        """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
         widths = [
             sum(
                 self.features(layer, place)
@@ -211,7 +211,7 @@ class Workload:
             for blocks in stages.blocks
         ]
         most = self.batch * self.branches
-        if not self.config.shard_weights:
+        if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
             ahead = embeddings_ahead(max(widths), self.dtype)
             most = min(self.calls * self.branches, max(self.branches, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize

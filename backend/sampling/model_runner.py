@@ -106,8 +106,8 @@ class Runner:
     def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
         """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
         model = self.model
-        # sharded weights are whole only inside their block's forward
-        if not model.family.cache.modulation or model.sharded:
+        # replicas of sharded weights gather together, and their samples may need different chunks
+        if not model.family.cache.modulation or (model.sharded and model.cache.mesh.dp.size > 1):
             return
         latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
 

@@ -26,7 +26,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine, describe
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
-from backend.parallel import fsdp, mesh, modulation_cache
+from backend.parallel import fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.sampling.step_loop import Callbacks
 
 gc.freeze()  # what is imported stays: no collection looks through it again
@@ -215,6 +215,8 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
 def main(checkpoint: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
+    if world in (2, 4):  # halves of tiny tensors too; those of other ranks and families stay whole
+        ulysses_ring.TILES_OF_A_HALF = tensor_parallel.ROWS_OF_TWO_HALVES = 1
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     on_fp8 = [each for each in chosen if each.variant == FP8]
     found, engine = [], None

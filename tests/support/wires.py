@@ -46,14 +46,21 @@ class Operation:
 
 @dataclass
 class Log:
-    """One rank's program: ("start" | "wait", operation) in order. early_waits: (group, operation that was
-    next) of waits after which something else was computed first than with what had come."""
+    """One rank's program: ("start" | "wait", operation) in order.
+
+    names: of what it computes. early_waits: (group, operation that was next) of waits after which something
+    else was computed first than with what had come.
+    """
 
     rank: int
     events: list[tuple[str, Operation]] = field(default_factory=list)
-    device_operations: int = 0
+    names: list[str] = field(default_factory=list)
     early_waits: list[tuple[str, str]] = field(default_factory=list)
     fresh: list[Operation] = field(default_factory=list)
+
+    def meanwhile(self, operation: Operation) -> list[str]:
+        """The names of what was computed between an operation's start and its wait."""
+        return self.names[operation.started : operation.waited]
 
     @property
     def operations(self) -> list[Operation]:
@@ -70,7 +77,7 @@ class RecordedWork:
     def wait(self):
         """Note the first wait."""
         if self.operation.waited is None:
-            self.operation.waited = self.log.device_operations
+            self.operation.waited = len(self.log.names)
             self.log.events.append(("wait", self.operation))
             if self.operation.received:
                 self.log.fresh.append(self.operation)
@@ -91,7 +98,7 @@ class Watch(TorchDispatchMode):
         given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
         if func._schema.name.partition("::")[2] not in ("empty", "new_empty", "view", "permute", "detach"):
             self.look(func._schema.name, given)
-        self.log.device_operations += 1
+        self.log.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
     def look(self, name: str, given: list[Tensor]):
@@ -117,7 +124,7 @@ class _Peers:
 
     def start(self, group, messages: list[Message], received: list[Tensor]) -> RecordedWork:
         assert group is not None, "a communication without a group"
-        operation = Operation(str(group), messages, received, self.log.device_operations)
+        operation = Operation(str(group), messages, received, len(self.log.names))
         self.log.events.append(("start", operation))
         return RecordedWork(self.log, operation)
 

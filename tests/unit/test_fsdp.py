@@ -8,6 +8,14 @@ from torch import nn
 from backend.parallel import fsdp
 
 
+def test_modulation_is_gathered_apart():
+    """Its layers are sharded before their block, which then leaves them out."""
+    block = nn.ModuleDict({"norm": nn.Linear(2, 6), "out": nn.Linear(2, 2)})
+    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
+        fsdp.shard_block(block, [block["norm"]], SimpleNamespace(weights="mesh"))
+    assert [call.args[0] for call in fully_shard.call_args_list] == [block["norm"], block]
+
+
 def test_the_next_block_is_gathered_while_one_computes():
     """Across the end of a list of blocks too; the last has nothing ahead."""
     blocks = [nn.Identity() for _ in range(5)]
@@ -17,7 +25,7 @@ def test_the_next_block_is_gathered_while_one_computes():
     with mock.patch.object(fsdp, "fully_shard") as fully_shard:
         mesh = SimpleNamespace(weights="mesh")
         for block in blocks:
-            fsdp.shard_block(block, mesh)
+            fsdp.shard_block(block, (), mesh)
         fsdp.shard_rest(transformer, ("paired", "single"), mesh)
     assert [call.args[0] for call in fully_shard.call_args_list] == [*blocks, transformer]
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [

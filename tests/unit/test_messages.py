@@ -11,6 +11,7 @@ import wires
 from wires import Log, Message, Operation
 
 from backend.config import ParallelConfig
+from backend.parallel import tensor_parallel, ulysses_ring
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks, Denoiser
@@ -20,6 +21,9 @@ import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
 
 METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
+#: Method -> its group, and what stands for the work that hides its messages: attention (meta_device.py), and
+#: products.
+HIDDEN_BEHIND = {"ulysses": ("ulysses", "aten::mul"), "tensor_parallel": ("tp", "aten::mm")}
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 
@@ -81,6 +85,23 @@ def test_activations_come_while_the_stage_computes():
     steady = [op for op in logs[1].operations if op.received][-patches:]
     micro_step = min(b.waited - a.waited for a, b in zip(steady, steady[1:]))
     assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
+
+
+@pytest.mark.parametrize("method", HIDDEN_BEHIND)
+def test_halves_travel_while_others_are_computed(method, monkeypatch):
+    """Of two halves of heads, the second comes while the first attends, which goes while the second attends.
+    Of two halves of tokens, the first is summed while the second multiplies."""
+    monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
+    monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
+    group, work = HIDDEN_BEHIND[method]
+    log = run("flux-dev", configuration((method,)))[1]
+    own = [op for op in log.operations if op.group.startswith(group) and op.received]
+    # not outputs, which are float32, nor modulation, which is gathered
+    blocks = [
+        op for op in own if op.messages[0].what[0] in ("bfloat16", "all_reduce") and len(op.messages) != 2
+    ]
+    hidden = [op for op in blocks if work in log.meanwhile(op)]
+    assert 0 < len(blocks) == 2 * len(hidden)
 
 
 def edge(direction: str, peer: int, count: int, group="edge:0,1") -> Operation:

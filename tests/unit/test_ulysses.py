@@ -4,9 +4,18 @@ import pytest
 import torch
 
 from backend.parallel import ulysses_ring
+from backend.parallel.comm import Exchange
 from backend.parallel.mesh import Axis
+from backend.parallel.sequence import Span
 
 SIZE = 8
+
+
+class Done:
+    """A communication that is done."""
+
+    def wait(self):
+        return True
 
 
 class Wires:
@@ -20,10 +29,10 @@ class Wires:
         assert flat.is_contiguous() and flat.ndim == 1 and len(flat) == sum(sent)
         self.sent[axis.rank] = flat.split(sent)
         if len(self.sent) < axis.size:
-            return flat.new_zeros(sum(sizes))
+            return Exchange(Done(), flat, flat.new_zeros(sum(sizes)))
         received = [self.sent[rank][axis.rank] for rank in range(axis.size)]
         assert [len(piece) for piece in received] == sizes
-        return torch.cat(received)
+        return Exchange(Done(), flat, torch.cat(received))
 
     def run(self, of_rank, ranks: int):
         """Return what every rank gets."""
@@ -34,31 +43,66 @@ class Wires:
         return [of_rank(axis) for axis in axes]
 
 
-@pytest.mark.parametrize(
-    "heads, lengths", [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7]), (2, [2] * 4)]
-)
+CASES = [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7]), (2, [2] * 4)]
+
+
+@pytest.mark.parametrize("heads, lengths", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_tokens_go_to_heads_and_back(heads, lengths, batch, kinds, monkeypatch):
-    """Even and uneven heads, ranks without heads, ranks without tokens."""
+@pytest.mark.parametrize("part, parts", [(0, 1), (0, 2), (1, 2)])
+def test_tokens_go_to_heads(heads, lengths, batch, kinds, part, parts, monkeypatch):
+    """Even and uneven heads, ranks without heads, ranks without tokens; all heads or half of them."""
     wires = Wires(monkeypatch)
     ranks = len(lengths)
     whole = [torch.randn(batch, heads, sum(lengths), SIZE) for _ in range(kinds)]
     shards = [tensor.split(lengths, dim=2) for tensor in whole]
 
     def scatter(axis):
-        return ulysses_ring.scatter_heads([shard[axis.rank] for shard in shards], lengths, axis)
+        return ulysses_ring.scatter_heads(
+            [shard[axis.rank] for shard in shards], lengths, axis, part, parts
+        )()
 
     received = wires.run(scatter, ranks)
     of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, ()))
     for tensor, kind in zip(whole, range(kinds)):
-        for rank, part in enumerate(tensor.split(of_heads, dim=1)):
-            assert received[rank][kind].equal(part)
+        for rank, own in enumerate(tensor.split(of_heads, dim=1)):
+            chosen = Span(0, own.shape[1]).shard(part, parts)
+            assert received[rank][kind].equal(own[:, chosen.lo : chosen.hi])
             assert received[rank].stride(-1) == 1  # as the kernels want it
 
-    def gather(axis):
-        return ulysses_ring.gather_heads(received[axis.rank][0], heads, lengths, axis)
 
-    for rank, found in enumerate(wires.run(gather, ranks)):
-        assert found.equal(shards[0][rank])
+@pytest.mark.parametrize("heads, lengths", CASES)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_heads_go_back_to_tokens(heads, lengths, batch, parts, monkeypatch):
+    """The same, back; parts that are sent one after the other end in one tensor."""
+    ranks = len(lengths)
+    whole = torch.randn(batch, heads, sum(lengths), SIZE)
+    axes = [Axis(None, rank, ranks, tuple(range(ranks))) for rank in range(ranks)]
+    of_heads = whole.split(ulysses_ring.head_shards(heads, axes[0]), dim=1)
+    all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, parts) for axis in axes]
+    for part in range(parts):
+        sent = {}
+        wires = Wires(monkeypatch)
+        for going, own in zip(all_going, of_heads):
+            chosen = Span(0, own.shape[1]).shard(part, parts)
+            sent[going.axis.rank] = own[:, chosen.lo : chosen.hi]
+
+        def send(axis, going=all_going, sent=sent, part=part):
+            del going[axis.rank].under_way[part:]  # of the first pass
+            going[axis.rank].send(sent[axis.rank])
+
+        wires.run(send, ranks)
+    for going, expected in zip(all_going, whole.split(lengths, dim=2)):
+        found = going.wait()
+        assert found.equal(expected)
         assert found.transpose(1, 2).flatten(2).data_ptr() == found.data_ptr()  # no copy for the projection
+
+
+@pytest.mark.parametrize(
+    "heads, batch, tokens, ranks, expected",
+    [(24, 1, 4608, 2, 2), (24, 1, 4608, 8, 1), (40, 1, 75600, 8, 2), (12, 1, 1152, 2, 1), (5, 4, 4096, 4, 1)],
+)
+def test_halves_are_large_enough(heads, batch, tokens, ranks, expected):
+    """Flux and Wan 14B; never half of one head."""
+    assert ulysses_ring.halves(heads, batch, tokens, Axis(None, 0, ranks, tuple(range(ranks)))) == expected
