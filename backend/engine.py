@@ -115,8 +115,7 @@ class Engine:
 
         def on_block(name: str):
             if sharded:  # at once: a rank's memory never holds more than its share and a block
-                modulation = map(transformer.get_submodule, checkpoint.modulation(name))
-                fsdp.shard_block(transformer.get_submodule(name), modulation, self.mesh)
+                fsdp.shard_block(transformer, name, checkpoint.modulation(name), self.mesh)
 
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         weights = FusedWeights(checkpoint, cuts, device)

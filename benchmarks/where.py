@@ -1,18 +1,25 @@
 """Where a rank's CPU seconds of a step go: matrix products, attention, copies, other operations, collectives.
 
-    python benchmarks/where.py [--methods one ulysses ring tensor diffusers] [--json FILE]
+    python benchmarks/where.py [--methods one ulysses ring tensor diffusers] [--link GBIT] [--json FILE]
 
 Each operation's seconds are of the thread that runs the step (time.thread_time), so other processes do not
 count, and neither does waiting. "gloo" is what the process's other threads use. "Python" is the thread's
 rest, less what watching the operations costs, which is measured. Medians over the rounds, of rank 0.
+
+--link lets the ranks talk over a loopback of so many Gbit/s, both directions together, in a network of its own
+(unshare and tc's token bucket, on Linux). There the wall clock counts, and "in halves" is what a GPU would do
+with more tokens: exchanges and sums of one half under way while the other is computed.
 """
 
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -23,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.config import ParallelConfig
+from backend.parallel import tensor_parallel, ulysses_ring
 from backend.parallel.mesh import single
 from backend.sampling.step_loop import Callbacks
 
@@ -33,7 +41,15 @@ METHODS = {
     "ring": "ring_degree",
     "tensor": "tensor_parallel_degree",
     "diffusers": "",  # its own Ulysses
+    "ulysses in halves": "ulysses_degree",
+    "tensor in halves": "tensor_parallel_degree",
 }
+#: Until how much a half is not worth it: what turns halves off, and on.
+WHOLE, HALVES = 2**62, 1
+#: Set in the network that --link makes.
+SHAPED = "PARALLEL_DIT_SHAPED_LINK"
+#: A network of this process and its children alone.
+SLOW = 'ip link set lo up && tc qdisc add dev lo root tbf rate {}gbit burst 256kb latency 200ms && exec "$@"'
 #: What an operation's name begins with -> where its seconds are counted.
 KINDS = {
     "c10d::": "collectives",
@@ -78,6 +94,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
+SUMS = (*COLUMNS, "CPU", "wall clock")
+
+
 def seconds_of_watching() -> float:
     """CPU seconds that Watch costs an operation, besides what it counts."""
     x = torch.zeros(1)
@@ -99,7 +118,7 @@ def seconds_of_watching() -> float:
 
 
 def measure(action: Callable[[], object], steps: int, cost: float) -> dict[str, float]:
-    """Kind -> CPU seconds of a step; "total" is the process's, "waiting" the wall clock's beyond it."""
+    """Kind -> CPU seconds of a step; "CPU" is the whole process's."""
     watch = Watch()
     clocks = (time.perf_counter, time.process_time, time.thread_time)
     before = [clock() for clock in clocks]
@@ -110,8 +129,8 @@ def measure(action: Callable[[], object], steps: int, cost: float) -> dict[str, 
     watching = cost * watch.calls
     found["Python"] = max(0.0, thread - sum(watch.seconds.values()) - watching)
     found["gloo"] = process - thread
-    found["total"] = process - watching
-    found["waiting"] = wall - process
+    found["CPU"] = process - watching
+    found["wall clock"] = wall
     found |= dict(sorted(watch.names.items(), key=itemgetter(1), reverse=True)[:SHOWN])
     return {kind: seconds / steps for kind, seconds in found.items()}
 
@@ -127,26 +146,39 @@ def actions(options, model: str, sample):
         config = ParallelConfig(**{field: options.ranks}) if field else ParallelConfig()
         mesh = None if field else single(options.device)
         engine = common.engine(config, options.device, model, mesh)
-        yield method, lambda engine=engine: engine.sample(sample, Callbacks())
+        yield method, partial(sample_by, engine, sample, HALVES if "halves" in method else WHOLE)
+
+
+def sample_by(engine, sample, least: int):
+    """Sample; ``least``: tiles and tokens of a half that is exchanged or summed apart."""
+    ulysses_ring.TILES_OF_A_HALF = tensor_parallel.ROWS_OF_TWO_HALVES = least
+    engine.sample(sample, Callbacks())
 
 
 def main():
     parser = common.model_options(common.parser(__doc__, rounds=3))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS)[:5], choices=list(METHODS))
     parser.add_argument("--json", help="store every round's numbers there, and the longest operations")
+    parser.add_argument("--link", type=float, help="Gbit/s of the loopback between ranks (default: as it is)")
     options = common.parse(parser)
+    if options.link and not os.environ.get(SHAPED):
+        shell = ["unshare", "-Urn", "bash", "-c", SLOW.format(options.link), "-"]
+        sys.exit(
+            subprocess.run([*shell, sys.executable, *sys.argv], env={**os.environ, SHAPED: "1"}).returncode
+        )
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
     model = os.environ[common.MODEL_VARIABLE]
     sample = common.request(model, options.steps, side=options.side, text=options.text)
     cost = seconds_of_watching()
-    found = {}
-    for method, action in actions(options, model, sample):
+    every = dict(actions(options, model, sample))
+    for action in every.values():
         action()  # touches every weight
-        found[method] = []
-        for _ in range(options.rounds):
+    found = {method: [] for method in every}
+    for _ in range(options.rounds):
+        for method, action in every.items():
             common.meet()
             found[method].append(measure(action, options.steps, cost))
     if os.environ["RANK"] == "0":
@@ -157,9 +189,9 @@ def main():
 def show(found: dict[str, list[dict[str, float]]], options):
     rows = []
     for method, rounds in found.items():
-        cells = [statistics.median(each[kind] for each in rounds) for kind in (*COLUMNS, "total")]
+        cells = [statistics.median(each[kind] for each in rounds) for kind in SUMS]
         rows.append([method, *(f"{seconds * 1000:.0f}" for seconds in cells)])
-    report.table(["ms a step", *COLUMNS, "total"], rows)
+    report.table(["ms a step", *SUMS], rows)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
 

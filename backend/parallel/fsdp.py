@@ -15,12 +15,11 @@ from .sequence import Span
 PREFETCH = 1
 
 
-def shard_block(block: nn.Module, modulation: Iterable[nn.Module], mesh: Mesh):
-    """Shard a block over ``mesh.weights``; its weights are whole while it runs. Those of its ``modulation``
-    layers, which is computed for many steps at once, are gathered for that alone."""
-    for layer in modulation:
-        fully_shard(layer, mesh=mesh.weights)
-    fully_shard(block, mesh=mesh.weights)
+def shard_block(transformer: nn.Module, name: str, modulation: Iterable[str], mesh: Mesh):
+    """Shard the block of that name over ``mesh.weights``; its weights are whole while it runs. Those of its
+    ``modulation`` layers, which is computed for many steps at once, are gathered for that alone."""
+    for module in (*modulation, name):
+        fully_shard(transformer.get_submodule(module), mesh=mesh.weights)
 
 
 def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
