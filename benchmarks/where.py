@@ -6,9 +6,9 @@ Each operation's seconds are of the thread that runs the step (time.thread_time)
 count, and neither does waiting. "gloo" is what the process's other threads use. "Python" is the thread's
 rest, less what watching the operations costs, which is measured. Medians over the rounds, of rank 0.
 
---link lets the ranks talk over a loopback of so many Gbit/s, both directions together, in a network of its own
-(unshare and tc's token bucket, on Linux). There the wall clock counts, and "in halves" is what a GPU would do
-with more tokens: exchanges and sums of one half under way while the other is computed.
+--link lets the ranks talk over a loopback of so many Gbit/s, both directions together, in a network of its
+own (unshare and tc's token bucket, on Linux). There the wall clock counts. "in halves" is what a GPU would do
+with more tokens: what one half sends is under way while the other is computed.
 """
 
 import json
