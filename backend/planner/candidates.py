@@ -92,7 +92,7 @@ def _patched(
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     if rules.exact or request.drained or plan.warmup_steps < 1:
         return
-    for patches in (stages, 2 * stages):
+    for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
         if patches == stages or tokens >= LEAST_TOKENS * patches * plan.sp_degree:
             if patches * plan.sp_degree <= request.image_tokens:
                 yield replace(plan, num_pipeline_patch=patches)

@@ -122,6 +122,18 @@ def test_slow_links_want_pipefusion_and_fast_ones_ulysses():
     assert is_exact(exact)
 
 
+def test_a_patch_more_than_stages_where_it_fills_the_pipeline():
+    """With one prompt, long sequences and slow links the outputs of a step would be waited for; with two
+    prompts there is other work meanwhile."""
+    plans = {}
+    for prompts in (1, 2):
+        request = Request(32760, 512, 28, prompts)
+        options = Question(WAN, request, on(L40, 48), 4).options()
+        whole = [o for o in options if o.plan.pipefusion_degree == 4 and o.plan.patches > 1]
+        plans[prompts] = min(whole, key=lambda option: option.seconds).plan
+    assert plans[1].patches == 5 and plans[2].patches == 4
+
+
 def test_what_does_not_fit_on_one_gpu_is_divided():
     """Flux in bf16 on two cards of 24 GB."""
     choice = choose(Question(FLUX, Request(4096, 512, 20, 1), on(L40, 24), 2))
