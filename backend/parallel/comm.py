@@ -74,6 +74,13 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
         return [x]
     x = x.contiguous()
     gathered = [x if i == axis.rank else x.new_empty(shape) for i, shape in enumerate(shapes)]
+    _fill(gathered, axis, mechanism)
+    return gathered
+
+
+def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
+    """Receive every rank's tensor but this one's own, which is sent."""
+    x = gathered[axis.rank]
     operations = []
     for offset in range(1, axis.size):
         source = (axis.rank - offset) % axis.size
@@ -84,7 +91,6 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
             operations.append(dist.P2POp(dist.irecv, gathered[source], axis.ranks[source], axis.group))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    return gathered
 
 
 def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
@@ -114,7 +120,8 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]:
-    """Begin all_reduce; return what ends it and returns the sum. Ends come in the order of beginnings."""
+    """Begin all_reduce; return what ends it and returns the sum, in the place of ``x`` if that is contiguous.
+    Ends come in the order of beginnings."""
     if x.device.type == "cpu":
         return _begin_chunks(x, axis, mechanism)
     work = started(dist.all_reduce(x, group=axis.group, async_op=True))
@@ -143,8 +150,10 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
     chunks = exchange(flat, sizes, [own] * axis.size, axis, mechanism)
 
     def end() -> Tensor:
-        total = chunks.wait().view(axis.size, own).sum(dim=0)
-        return torch.cat(all_gather(total, [(size,) for size in sizes], axis, mechanism)).view(x.shape)
+        pieces = list(flat.split(sizes))
+        torch.sum(chunks.wait().view(axis.size, own), 0, out=pieces[axis.rank])
+        _fill(pieces, axis, mechanism)
+        return flat.view(x.shape)
 
     return end
 
