@@ -127,7 +127,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     mesh = init_device_mesh(device, tuple(wide.values()), mesh_dim_names=tuple(wide))
     alone = Axis(None, 0, 1, (dist.get_rank(),))
     axes = {name: _axis(mesh, name) if name in wide else alone for name in config.degrees}
-    weights = _weights(config, mesh, device) if config.shard_weights else None
+    weights = _weights(config, mesh) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     return Mesh(
         local,
@@ -174,17 +174,10 @@ def _sp_axis(config: ParallelConfig, mesh: DeviceMesh, axes: dict[str, Axis]) ->
     return axes["ring" if config.ring_degree > 1 else "ulysses"]
 
 
-def _weights(config: ParallelConfig, mesh: DeviceMesh, device: str) -> DeviceMesh:
-    """The axes whose ranks hold the same weights, flattened; of this rank alone where all of them are 1."""
+def _weights(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """The axes whose ranks hold the same weights, flattened; one of them is above 1 (ParallelConfig)."""
     names = tuple(name for name in ("dp", "ring", "ulysses") if config.degrees[name] > 1)
-    if len(names) > 1:
-        weights = mesh[names]._flatten("weights")
-    elif names:
-        weights = mesh[names[0]]
-    else:
-        weights = init_device_mesh(device, (config.world_size, 1), mesh_dim_names=("all", "weights"))[
-            "weights"
-        ]
+    weights = mesh[names]._flatten("weights") if len(names) > 1 else mesh[names[0]]
     _set_pg_timeout(TIMEOUT, weights.get_group())
     return weights
 
