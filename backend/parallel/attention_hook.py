@@ -125,9 +125,9 @@ class Attention:
             return q
         first = self.mesh.ring.rank * u.size
         own = range(first, first + u.size)  # SP ranks whose tokens this Ulysses group holds
-        where_own = (call, mask, scale, keys, own)
+        in_common = (call, mask, scale, keys, own)
         if u.size == 1:
-            return self._of_own_heads(q, (k, v), *where_own, where)
+            return self._of_own_heads(q, (k, v), *in_common, where)
         if k.shape[1] != heads:  # grouped queries: heads must travel together
             k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in own]
@@ -145,7 +145,7 @@ class Attention:
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
         for part, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in wait())
-            going.send(self._of_own_heads(own_q, kv, *where_own, (*where, part)))
+            going.send(self._of_own_heads(own_q, kv, *in_common, (*where, part)))
         return going.wait()
 
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):
