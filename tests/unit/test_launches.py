@@ -11,10 +11,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
 
-#: Methods of which each family is run here, and those of which each has one in turn: more ranks run the same
-#: code with other lengths. Flux has all of them.
+#: Methods of which each family is run here, and those of families that stand for the others: more ranks run
+#: the same code with other lengths. Flux joins its streams; LTX 2 has two latents.
 TESTED = ("one rank", "u2", "pp2")
-IN_TURN = ("u8", "ring 4", "pp8")
+WIDE = {"flux-dev": ("u8", "ring 4", "pp8"), "ltx2": ("u8", "ring 4", "pp8")}
 #: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
 #: noise level is in it.
 OF_DIFFUSERS = {
@@ -30,8 +30,7 @@ MOST_ON_HOST = 200
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_a_steady_step_waits_for_nothing(family):
-    turn = launches.FAMILIES.index(family) % len(IN_TURN)
-    for method in (*TESTED, *(IN_TURN if family == "flux-dev" else IN_TURN[turn : turn + 1])):
+    for method in (*TESTED, *WIDE.get(family, ())):
         line, waits = launches.measure(family, method, timing=False)
         assert {place for place in waits if place.rpartition(" in ")[2] not in OF_DIFFUSERS} == set()
         device, host = launches.stored()[family][method]
