@@ -192,8 +192,9 @@ class RemoteTransformer(ElsewhereModule):
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in found.items()}
         shapes_of_samples = [list(shape[1:]) for shape in shapes]
-        attention = self.dit.config.attention
-        call = ModelCall(loaded.model, attention, latent_shapes=shapes_of_samples, tensors=tensors)
+        config = self.dit.config
+        settings = {"attention": config.attention, "compile": config.compile}
+        call = ModelCall(loaded.model, **settings, latent_shapes=shapes_of_samples, tensors=tensors)
         output = self._output(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 

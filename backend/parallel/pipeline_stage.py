@@ -74,6 +74,12 @@ class Stage:
         if mesh.pp.group is not None and mesh.pp.size > 1:
             self.pipe = Pipe(mesh.pp.group, "pipeline")
 
+    @property
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks that run here."""
+        found = (each for name in self.family.blocks.lists for each in block_list(self.transformer, name))
+        return [each.block for each in found if isinstance(each, StagedBlock) and each.block is not None]
+
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""
         for name in self.family.blocks.lists:

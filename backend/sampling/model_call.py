@@ -118,7 +118,7 @@ def build_call(
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
-        config=ParallelConfig(attention=call.attention),
+        config=ParallelConfig(attention=call.attention, compile=call.compile),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,7 +17,9 @@ from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm
 from ..parallel.attention_kernels import instead_of_torch
+from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
+from ..parallel.compiled_blocks import compiled
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
@@ -200,10 +202,19 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
         model.family.io.prepare(model.transformer, request.grid)
     try:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
-        with attention_backend("native"), _attention(model, request) as buffers:
+        with attention_backend("native"), _attention(model, request) as buffers, _blocks(model, request):
             yield Runner(model, request, buffers)
     finally:
         model.cache.end_request()
+
+
+def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[None]:
+    """The blocks of this rank as the request has them run."""
+    if request.config.compile != "blocks":
+        return nullcontext()
+    if model.stage:
+        return compiled(model.stage.own_blocks)
+    return compiled([each for name in model.family.blocks.lists for each in block_list(model.transformer, name)])
 
 
 @contextmanager

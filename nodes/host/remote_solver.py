@@ -106,6 +106,7 @@ class RemoteSolver:
             warmup_steps=config.warmup_steps,
             stale_kv=config.stale_kv,
             attention=config.attention,
+            compile=config.compile,
             preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
             latent_shapes=latent_shapes(guider.conds["positive"][0]),
             tensors=tensors,

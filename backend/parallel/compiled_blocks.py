@@ -1,0 +1,89 @@
+"""Blocks compiled one by one (regional compilation, as diffusers' compile_repeated_blocks): all blocks of a
+kind share their graphs, so the first one compiles for all."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from ..errors import reason
+from ..opaque_ops import RUNNING, opaque_layers, unavailable
+
+#: What compiles the graphs: a name of torch.compiler.list_backends().
+BACKEND = "inductor"
+#: Most graphs of one kind of block: the whole sequence and patches, with text and without, batch sizes.
+MOST_GRAPHS = 64
+
+
+@dataclass
+class Compiler:
+    """Compiles the blocks of this process, and knows what that has cost.
+
+    graphs: how many were compiled, in so many seconds. compiled: a class's forward -> the compiled one.
+    failed: the same -> why it runs uncompiled, as one sentence.
+    """
+
+    graphs: int = 0
+    seconds: float = 0.0
+    compiled: dict[Callable, Callable] = field(default_factory=dict)
+    failed: dict[Callable, str] = field(default_factory=dict)
+
+    def run(self, block: nn.Module, layers: dict[str, Callable], args: tuple, kwargs: dict):
+        """Run a block, compiled where that works; ``layers``: its opaque layers."""
+        forward = type(block).forward
+        if forward in self.failed:
+            return forward(block, *args, **kwargs)
+        if forward not in self.compiled:
+            self.compiled[forward] = torch.compile(
+                forward, fullgraph=True, dynamic=True, backend=self._backend
+            )
+        RUNNING.layers = layers
+        try:
+            return self.compiled[forward](block, *args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything of the block has run
+            self.failed[forward] = f"{type(block).__name__} runs uncompiled: {reason(error)}"
+            return forward(block, *args, **kwargs)
+
+    def _backend(self, graph, inputs):
+        """Compile one graph, and count it."""
+        started = time.perf_counter()
+        found = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        self.graphs += 1
+        self.seconds += time.perf_counter() - started
+        return found
+
+
+COMPILER = Compiler()
+
+
+@contextmanager
+def compiled(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Have ``blocks`` run compiled. Their hooks run outside of the graphs, as FSDP's must."""
+    blocks = list(blocks)
+    if unavailable():
+        yield
+        return
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
+    for block in blocks:
+        vars(block)["forward"] = _compiled_forward(block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def _compiled_forward(block: nn.Module) -> Callable:
+    layers = opaque_layers(block)
+
+    @wraps(type(block).forward)
+    def forward(*args, **kwargs):
+        return COMPILER.run(block, layers, args, kwargs)
+
+    return forward
