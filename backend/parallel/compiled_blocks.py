@@ -62,18 +62,28 @@ COMPILER = Compiler()
 
 
 @contextmanager
-def compiled(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Have ``blocks`` run compiled. Their hooks run outside of the graphs, as FSDP's must."""
+def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Have ``blocks`` run compiled; yield a function that says how that went, in sentences. Hooks of blocks
+    run outside of the graphs, as FSDP's must."""
     blocks = list(blocks)
-    if unavailable():
-        yield
+    graphs, seconds = COMPILER.graphs, COMPILER.seconds
+    why_not = unavailable()
+    if why_not:
+        yield lambda: [f"blocks run uncompiled: {why_not}"]
         return
+
+    def notes() -> list[str]:
+        made, took = COMPILER.graphs - graphs, COMPILER.seconds - seconds
+        failed = {COMPILER.failed.get(type(block).forward) for block in blocks}
+        new = [f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s"] if made else []
+        return new + sorted(filter(None, failed))
+
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
     for block in blocks:
         vars(block)["forward"] = _compiled_forward(block)
     try:
-        yield
+        yield notes
     finally:
         for block in blocks:
             del vars(block)["forward"]

@@ -72,7 +72,8 @@ class RemoteSolver:
             samples = result.tensors["samples"].to(noise.device)
             if self.wants_denoised:
                 reporter.last(result.tensors["denoised"].to(noise.device), samples)
-            self.lines = self._report(request, steps, result.stats["seconds"])
+            notes = result.stats.get("notes", [])
+            self.lines = [*self._report(request, steps, result.stats["seconds"]), *notes]
             reporter.status.show("\n".join(self.lines))
         return samples
 

@@ -6,7 +6,6 @@ parallel/token_mixing.py takes their place, as attention_hook.py that of F.scale
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
