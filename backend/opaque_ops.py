@@ -144,7 +144,7 @@ def _own(out: Tensor, *inputs: Tensor) -> Tensor:
     out = out.contiguous()
     memory = out.untyped_storage().data_ptr()
     is_shared = any(memory == each.untyped_storage().data_ptr() for each in inputs)
-    return out.clone() if is_shared and out.numel() else out
+    return out.clone() if is_shared else out
 
 
 def _register() -> Any:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import reason
 from ..opaque_ops import RUNNING, opaque_layers, unavailable
@@ -43,6 +44,8 @@ class Compiler:
                 forward, fullgraph=True, dynamic=True, backend=self._backend
             )
         RUNNING.layers = layers
+        args = tuple(_usual_strides(each) for each in args)
+        kwargs = {name: _usual_strides(each) for name, each in kwargs.items()}
         try:
             return self.compiled[forward](block, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything of the block has run
@@ -59,6 +62,23 @@ class Compiler:
 
 
 COMPILER = Compiler()
+
+
+def _usual_strides(value: Any) -> Any:
+    """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
+    leaves there mean nothing, but graphs are guarded by them. Tokens that lie feature by feature, as the
+    embedders of some models leave them for the first block, are copied."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim == 3 and value.stride(1) == 1 < value.stride(2):
+        return value.contiguous()
+    if 1 not in value.shape:
+        return value
+    strides = list(value.stride())
+    for dim in reversed(range(value.ndim)):
+        if value.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * value.shape[dim + 1] if dim + 1 < value.ndim else 1
+    return value.as_strided(value.shape, strides)
 
 
 @contextmanager
@@ -80,6 +100,8 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
 
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
+    # a prompt as long as an image is wide says nothing of the next one
+    torch.fx.experimental._config.use_duck_shape = False
     for block in blocks:
         vars(block)["forward"] = _compiled_forward(block)
     try:
@@ -92,7 +114,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
 def _compiled_forward(block: nn.Module) -> Callable:
     layers = opaque_layers(block)
 
-    @wraps(type(block).forward)
+    @wraps(block.forward)
     def forward(*args, **kwargs):
         return COMPILER.run(block, layers, args, kwargs)
 
