@@ -8,7 +8,7 @@ them in the order of the code: each may send, and ranks whose graphs differ in s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ SECOND = "+"
 @dataclass
 class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
-    models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it."""
+    models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
+    text: (local text tokens, 0), whose shape is a number that graphs are not made anew for."""
 
     attention: Callable[..., Tensor] | None = None
     linear_state: Callable[[Tensor, Tensor], Tensor] | None = None
     layers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    text: Tensor | None = None
 
 
 RUNNING = Running()
@@ -65,6 +67,17 @@ def state_over_ranks(keys: Tensor, values: Tensor) -> Tensor:
         return torch.ops.parallel_dit.linear_state(keys, values)
     assert RUNNING.linear_state is not None, "installed while a request runs"
     return RUNNING.linear_state(keys, values)
+
+
+def text_tokens(whole: int) -> int:
+    """Count local text tokens in the place of token_mixing.text_tokens, as ``attention``."""
+    return whole if RUNNING.text is None else RUNNING.text.shape[0]
+
+
+@lru_cache(maxsize=64)
+def tokens_of(count: int) -> Tensor:
+    """Return a tensor for Running.text."""
+    return torch.empty(count, 0)
 
 
 def opaque(forward: Callable, suffix: str = "") -> Callable:

@@ -34,8 +34,8 @@ class Compiler:
     compiled: dict[Callable, Callable] = field(default_factory=dict)
     failed: dict[Callable, str] = field(default_factory=dict)
 
-    def run(self, block: nn.Module, layers: dict[str, Callable], args: tuple, kwargs: dict):
-        """Run a block, compiled where that works; ``layers``: its opaque layers."""
+    def run(self, block: nn.Module, layers: dict[str, Callable], args: tuple, kwargs: dict, first: bool):
+        """Run a block, compiled where that works. ``layers``: its opaque layers; ``first``: of the rank."""
         forward = type(block).forward
         if forward in self.failed:
             return forward(block, *args, **kwargs)
@@ -44,8 +44,8 @@ class Compiler:
                 forward, fullgraph=True, dynamic=True, backend=self._backend
             )
         RUNNING.layers = layers
-        args = tuple(_usual_strides(each) for each in args)
-        kwargs = {name: _usual_strides(each) for name, each in kwargs.items()}
+        args = tuple(_usual_strides(each, first) for each in args)
+        kwargs = {name: _usual_strides(each, first) for name, each in kwargs.items()}
         try:
             return self.compiled[forward](block, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything of the block has run
@@ -64,14 +64,14 @@ class Compiler:
 COMPILER = Compiler()
 
 
-def _usual_strides(value: Any) -> Any:
+def _usual_strides(value: Any, first: bool) -> Any:
     """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
-    leaves there mean nothing, but graphs are guarded by them. Tokens that lie feature by feature, as the
-    embedders of some models leave them for the first block, are copied."""
+    leaves there mean nothing, but graphs are guarded by them. ``first``: tokens are copied that are views, as
+    embedders and pipelines leave them for the first block; those between blocks lie alike in all of them."""
     if not isinstance(value, Tensor):
         return value
-    if value.ndim == 3 and value.stride(1) == 1 < value.stride(2):
-        return value.contiguous()
+    if first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous()):
+        return value.clone(memory_format=torch.contiguous_format)
     if 1 not in value.shape:
         return value
     strides = list(value.stride())
@@ -103,7 +103,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     # a prompt as long as an image is wide says nothing of the next one
     torch.fx.experimental._config.use_duck_shape = False
     for block in blocks:
-        vars(block)["forward"] = _compiled_forward(block)
+        vars(block)["forward"] = _compiled_forward(block, block is blocks[0])
     try:
         yield notes
     finally:
@@ -111,11 +111,11 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
             del vars(block)["forward"]
 
 
-def _compiled_forward(block: nn.Module) -> Callable:
+def _compiled_forward(block: nn.Module, first: bool) -> Callable:
     layers = opaque_layers(block)
 
     @wraps(block.forward)
     def forward(*args, **kwargs):
-        return COMPILER.run(block, layers, args, kwargs)
+        return COMPILER.run(block, layers, args, kwargs, first)
 
     return forward

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
 from ..models.family import Family
+from ..opaque_ops import RUNNING, tokens_of
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe
@@ -221,12 +222,13 @@ class Stage:
         static = family.cache.static_text
         attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
         self.attention.call = attention
+        RUNNING.text = tokens_of(len(forward.tokens.local.text))
         if self.static:
             names = tuple(filter(None, (family.blocks.image, family.blocks.text)))
             own = names if index > self.blocks.start else ()
             call = self.static.placed(index, call, own, forward.context)
         out = block(**call)
-        self.attention.call = None
+        self.attention.call = RUNNING.text = None
         self._check_calls(index, block, attention)
         if joined:
             return self.structure.split(out, streams["text"].shape[1])

@@ -29,7 +29,7 @@ class Mixing:
         opaque_ops.RUNNING.linear_state = self.linear_state
         token_mixing.linear_state = opaque_ops.state_over_ranks
         token_mixing.with_halo = self.with_halo
-        token_mixing.text_tokens = self.text_tokens
+        token_mixing.text_tokens = opaque_ops.text_tokens
 
     def uninstall(self):
         """Give the functions their places back."""
@@ -86,11 +86,6 @@ class Mixing:
         positions = slice(tokens.image.lo, tokens.image.hi)
         (whole,) = buffers.refresh(where, [fresh[:, None]], positions, total, call.context)
         return Halo(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
-
-    def text_tokens(self, whole: int) -> int:
-        """Count the text tokens at hand (token_mixing.text_tokens)."""
-        call = self.attention.call
-        return whole if call is None else len(call.tokens.local.text)
 
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
         """The tokens ``near`` this rank's, from whichever ranks have them."""

@@ -1,6 +1,8 @@
 """A request with compiled blocks after the same without: what is traced, and what of the latent changes."""
 
+from collections import defaultdict
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,18 +46,40 @@ def _shorter(name: str, value: torch.Tensor) -> torch.Tensor:
     return value[:, :-3].contiguous() if is_text else value
 
 
+def _receives(engine: Engine, sample: Sample) -> int:
+    """Most addresses at which activations of one shape arrive in a request."""
+    stage = engine.models[sample.model].stage
+    found = defaultdict(set)
+    if stage is None or stage.pipe is None:
+        return 0
+    take = stage.pipe.take
+
+    def taken():
+        buffer = take()
+        found[buffer.shape].add(buffer.data_ptr())
+        return buffer
+
+    with mock.patch.object(stage.pipe, "take", taken):
+        engine.sample(sample, Callbacks())
+    return max(map(len, found.values()), default=0)
+
+
 def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     """What a compiled run of ``sample`` is judged by, of the worst rank; ``samples``: of the run without."""
+    torch._dynamo.reset()
     compiler = compiled_blocks.COMPILER
+    compiler.compiled.clear()
     sample = replace(sample, compile="blocks")
     before = compiler.graphs
     compiled, stats = engine.sample(sample, Callbacks())
     first = compiler.graphs - before
+    received = _receives(engine, sample)
     engine.sample(another(engine, sample), Callbacks())
     of_rank = {
         "graphs": first,
         "expected": kinds(engine.models[sample.model]) * (OF_PATCHES if engine.config.patches > 1 else 1),
         "recompiled": compiler.graphs - before - first,
+        "receive buffers": received,
         "relative": relative(compiled, samples) if dist.get_rank() == 0 else 0.0,
         "notes": [note for note in stats["notes"] if "uncompiled" in note],
     }
@@ -65,6 +89,7 @@ def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
         "graphs": max(each["graphs"] for each in everyone),
         "too many": max(each["graphs"] - each["expected"] for each in everyone),
         "recompiled": max(each["recompiled"] for each in everyone),
+        "receive buffers": max(each["receive buffers"] for each in everyone),
         "relative": everyone[0]["relative"],
         "notes": [note for each in everyone for note in each["notes"]],
     }

@@ -49,10 +49,11 @@ def test_configuration(run, rank_programs):
 
 def check_compiled(found: dict):
     """Compiled blocks change nothing, trace without a break, into no more graphs than there are kinds of
-    blocks and of sequences, and none for another request."""
+    blocks and of sequences, and none for another request. Activations arrive in two buffers of a shape."""
     assert found["notes"] == []
     assert found["graphs"] > 0 and found["too many"] <= 0 and found["recompiled"] == 0
     assert found["relative"] <= 1e-5
+    assert found["receive buffers"] <= 2
 
 
 def _number(word: str) -> int | str:
