@@ -280,7 +280,7 @@ def ratios(over: list[float], under: list[float]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Contest:
     """Ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
-    other processes take; difference: largest relative one of a latent from the first; busy: see interleave."""
+    other processes take; difference: largest relative one of a latent from the first; busy: of interleave."""
 
     seconds: dict[str, list[float]]
     cpu: dict[str, list[float]]
