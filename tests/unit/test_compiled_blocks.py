@@ -45,7 +45,7 @@ def steps(sample, count: int, **changes):
     return replace(sample, tensors={**sample.tensors, "sigmas": sigmas}, **changes)
 
 
-@pytest.mark.parametrize("family", ["flux-dev", "qwen-image", "sana", "wan21-t2v"])
+@pytest.mark.parametrize("family", ["flux-dev", "sana"])
 def test_inductor_keeps_the_latent(family, tmp_path, compiler):
     """Generated C++ against torch's own kernels, 1e-5 relative in float32."""
     engine = loaded(tmp_path, family)
@@ -169,13 +169,14 @@ def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
     sample = steps(golden_request("euler_simple")[0], 5, num_pipeline_patch=2, stale_kv=stale_kv)
     samples, _ = engine.sample(sample, Callbacks())
     static = dict(inputs)
+    cached = dict(kept)
     monkeypatch.setattr("backend.parallel.pipeline_stage.ENABLED", False)
-    inputs = defaultdict(list)
+    inputs, kept = defaultdict(list), defaultdict(list)
     plain, _ = engine.sample(sample, Callbacks())
     assert samples.equal(plain)
     assert static and all(len(found) == 4 and len(set(found)) == 1 for found in static.values())
     most = 1 if stale_kv == "reuse" else 2
-    assert kept and all(len(set(found)) <= most for found in kept.values())
+    assert cached and all(len(set(found)) <= most for found in cached.values())
 
 
 def test_staged_blocks_are_told_apart_from_compiled_ones(tmp_path, monkeypatch):
