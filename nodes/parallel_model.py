@@ -217,6 +217,8 @@ class RemoteTransformer(ElsewhereModule):
         if result is None:
             management.throw_exception_if_processing_interrupted()
             raise management.InterruptProcessingException()
+        for note in result.stats.get("notes", []):
+            self._say_once(note)
         return result.tensors["output"]
 
     def _ask(self, backend: Backend, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:
