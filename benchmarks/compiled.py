@@ -4,7 +4,7 @@
     python benchmarks/compiled.py [--quick] [--ranks 2]
 
 One rank, or Ulysses over ``--ranks`` against diffusers' own context parallelism. Both are shown without
-compiled blocks too. Graphs are compiled before the first round, by the CPU's or the GPU's inductor.
+compiled blocks too. "by CPU" compares rank 0's CPU seconds, as in peers.py. Graphs are compiled before the first round, by the CPU's or the GPU's inductor.
 """
 
 import os
@@ -48,14 +48,18 @@ def show(found: common.Contest, options):
     """Print a row for each, and write the numbers of the compiled ones."""
     base = found.seconds["diffusers, compiled"]
     ratios = {name: common.ratios(seconds, base) for name, seconds in found.seconds.items()}
+    by_cpu = {
+        name: common.ratios(seconds, found.cpu["diffusers, compiled"]) for name, seconds in found.cpu.items()
+    }
     title = "one rank" if options.ranks == 1 else f"Ulysses, {options.ranks} ranks"
     report.table(
-        [title, "seconds", "x compiled diffusers", "goal", ""],
+        [title, "seconds", "x compiled diffusers", "by CPU", "goal", ""],
         [
             [
                 name,
                 report.shown(common.spread(found.seconds[name]), 3),
                 report.shown(ratio, 3),
+                report.shown(by_cpu[name], 3),
                 f"<= {GOAL:g}" if name == "ours, compiled" else "",
                 report.outcome(ratio["median"] <= GOAL) if name == "ours, compiled" else "",
             ]
@@ -69,6 +73,7 @@ def show(found: common.Contest, options):
         "times",
         [report.Bar(name, **ratio) for name, ratio in ratios.items()],
         ratio=ratios["ours, compiled"],
+        by_cpu=by_cpu["ours, compiled"],
         difference=found.difference,
         rounds=found.seconds,
         busy_percent=found.busy,
