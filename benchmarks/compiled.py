@@ -4,7 +4,8 @@
     python benchmarks/compiled.py [--quick] [--ranks 2]
 
 One rank, or Ulysses over ``--ranks`` against diffusers' own context parallelism. Both are shown without
-compiled blocks too. "by CPU" compares rank 0's CPU seconds, as in peers.py. Graphs are compiled before the first round, by the CPU's or the GPU's inductor.
+compiled blocks too. "by CPU" compares rank 0's CPU seconds, as in peers.py. Graphs are compiled before the
+first round, by the CPU's or the GPU's inductor.
 """
 
 import os

@@ -78,7 +78,7 @@ def _usual_strides(value: Any, first: bool) -> Any:
     for dim in reversed(range(value.ndim)):
         if value.shape[dim] == 1:
             strides[dim] = strides[dim + 1] * value.shape[dim + 1] if dim + 1 < value.ndim else 1
-    return value.as_strided(value.shape, strides)
+    return value if tuple(strides) == value.stride() else value.as_strided(value.shape, strides)
 
 
 @contextmanager
