@@ -102,10 +102,12 @@ def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor
         if not getattr(type(module).forward, "is_opaque", False):
             continue
         vars(module)["opaque_name"] = name
-        vars(module)["opaque_features"] = module.features() if hasattr(module, "features") else 0
+        features: Callable[[], int] | None = getattr(module, "features", None)
+        second: Callable[[Tensor], Tensor] | None = getattr(module, "second", None)
+        vars(module)["opaque_features"] = features() if features else 0
         found[name] = module
-        if hasattr(module, "second"):
-            found[name + SECOND] = module.second
+        if second:
+            found[name + SECOND] = second
     return found
 
 

@@ -193,8 +193,13 @@ class RemoteTransformer(ElsewhereModule):
         tensors |= {f"cond.{name}": value for name, value in found.items()}
         shapes_of_samples = [list(shape[1:]) for shape in shapes]
         config = self.dit.config
-        settings = {"attention": config.attention, "compile": config.compile}
-        call = ModelCall(loaded.model, **settings, latent_shapes=shapes_of_samples, tensors=tensors)
+        call = ModelCall(
+            loaded.model,
+            attention=config.attention,
+            compile=config.compile,
+            latent_shapes=shapes_of_samples,
+            tensors=tensors,
+        )
         output = self._output(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 

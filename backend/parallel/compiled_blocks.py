@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as shapes
 
 from ..errors import reason
 from ..opaque_ops import RUNNING, opaque_layers, unavailable
@@ -48,7 +50,7 @@ class Compiler:
         kwargs = {name: _usual_strides(each, first) for name, each in kwargs.items()}
         try:
             return self.compiled[forward](block, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything of the block has run
+        except TorchDynamoException as error:  # raised before anything of the block has run
             self.failed[forward] = f"{type(block).__name__} runs uncompiled: {reason(error)}"
             return forward(block, *args, **kwargs)
 
@@ -101,7 +103,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
     # a prompt as long as an image is wide says nothing of the next one
-    torch.fx.experimental._config.use_duck_shape = False
+    shapes.use_duck_shape = False
     for block in blocks:
         vars(block)["forward"] = _compiled_forward(block, block is blocks[0])
     try:
