@@ -90,9 +90,14 @@ class Choice:
     method: str
 
     @property
+    def plan(self) -> ParallelConfig:
+        """The plan to take."""
+        return self.option.with_compile.plan
+
+    @property
     def lines(self) -> list[str]:
         """One line for the choice, and one for each runner-up."""
-        chosen = self.option
+        chosen = self.option.with_compile
         kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
         return [first, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
@@ -143,7 +148,7 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
     if not ordered:
         raise ConfigError(_why_not(question, options))
     best = _kept(ordered, running, method) or ordered[0]
-    return Choice(best.with_compile, _runners_up(ordered, best), _one_of(options), method)
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method)
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:

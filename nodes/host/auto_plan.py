@@ -52,7 +52,7 @@ def plan_for(
     choice = choose(question, auto.method, now)
     for line in choice.lines:
         logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
 
 
 def planned(
