@@ -122,8 +122,9 @@ class Pipe:
     """A one-way stream of tensors between two ranks of a group: receives may be posted ahead.
 
     A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
-    keeps_buffers: what was taken may be overwritten after the next ``take``, so that two buffers of a shape
-    serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of what is to come.
+    keeps_buffers: what was taken may be overwritten from the next ``post`` or ``take`` on, so that two
+    buffers of a shape serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of
+    what is to come.
     """
 
     def __init__(self, group: dist.ProcessGroup, mechanism: str, keeps_buffers: bool = False):
@@ -144,6 +145,7 @@ class Pipe:
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""
+        self._release()
         fitting = [i for i, each in enumerate(self.free) if each.shape == shape and each.dtype == dtype]
         self.shapes.add(shape)
         buffer = self.free.pop(fitting[0]) if fitting else torch.empty(shape, dtype=dtype, device=device)
@@ -154,10 +156,14 @@ class Pipe:
         work, buffer = self.posted.pop(0)
         work.wait()
         if self.keeps_buffers:
-            if self.taken is not None and tuple(self.taken.shape) in self.shapes:
-                self.free.append(self.taken)
+            self._release()
             self.taken = buffer
         return buffer
+
+    def _release(self):
+        if self.taken is not None and tuple(self.taken.shape) in self.shapes:
+            self.free.append(self.taken)
+        self.taken = None
 
     def forget_buffers(self):
         """Free the buffers of the shapes until now, which come no more."""
