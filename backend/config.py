@@ -24,6 +24,7 @@ CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "stale_kv": ("reuse", "extrapolate"),
     "split_scheme": ("megatron", "row", "column", "2d"),
+    "compile": ("auto", "off", "blocks"),
 }
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
@@ -57,7 +58,8 @@ class ParallelConfig:
     (parallel/modulation_cache.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch``
     and ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists
     device indices ("0,2,3"); empty means the first ones. ``address`` names a backend that already runs
-    (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: whether blocks run compiled
+    (parallel/compiled_blocks.py); "auto" is the planner's choice, and "off" where degrees are set by hand.
     """
 
     cfg_degree: int = 1
@@ -77,6 +79,7 @@ class ParallelConfig:
     device: str = "auto"
     gpus: str = ""
     address: str = ""
+    compile: str = "auto"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -148,7 +151,7 @@ class ParallelConfig:
 
     def topology(self) -> tuple:
         """What a running backend cannot change: everything but the settings that travel with each request."""
-        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention"}
+        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile"}
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def same_ranks(self, other: "ParallelConfig") -> bool:

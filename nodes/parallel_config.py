@@ -55,6 +55,9 @@ TOOLTIPS = {
     "and links, never slower than one GPU; every sampler may get its own. fastest exact: without PipeFusion, "
     "which drifts a little. least memory: the least per GPU. manual: the degrees of the advanced inputs. "
     "Setting a degree makes it manual.",
+    "compile": "Compile the model's blocks with torch.compile: faster steps, after a first run that "
+    "compiles for up to minutes and fills a cache. auto: where method is auto and the run is long enough to "
+    "pay for it.",
 }
 #: What most people need to see; the rest is folded away where ComfyUI knows advanced inputs.
 BASIC = ("gpus", "method", "device")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import opaque_ops
 from ..errors import reason
 
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
@@ -153,10 +154,12 @@ def instead_of_torch(kernel: str) -> Iterator[None]:
             )
         return attend(kernel, query, key, value, None, scale)
 
-    F.scaled_dot_product_attention = attention
+    opaque_ops.RUNNING.attention = attention
+    F.scaled_dot_product_attention = opaque_ops.attention
     try:
         yield
     finally:
+        opaque_ops.RUNNING.attention = None
         F.scaled_dot_product_attention = SDPA
 
 

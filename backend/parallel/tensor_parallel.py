@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..opaque_ops import opaque
 from ..quantization import packed_weight
 from . import comm
 from .block_streams import block_list
@@ -47,6 +48,11 @@ class ShardedLinear(nn.Module):
             self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
         packed_weight.carry_hooks(linear, self)
 
+    def features(self) -> int:
+        """Return the width of the output on this rank."""
+        return sum(self.shard.widths) or sum(map(len, self.shard.outputs))
+
+    @opaque
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
         if shard.take_input:
@@ -76,6 +82,7 @@ class ShardedNorm(nn.Module):
         self.eps: float = vars(norm)["eps"]
         self.weight = nn.Parameter(whole.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
 
+    @opaque
     def forward(self, x: Tensor) -> Tensor:
         assert self.shard.reduce is not None, "a norm is cut over the heads of several ranks"
         wide = x.float()

@@ -1,7 +1,7 @@
 """Which plan to take of all that fit, and why: one line for the choice and one for each runner-up."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config import ConfigError, ParallelConfig, in_words
 from .candidates import DEGREES, LEAST_STEPS, Rules, candidates, is_exact
@@ -20,6 +20,9 @@ MECHANISM, RANK = 1.01, 1.002
 TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
 #: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
 STAYS = 1.1
+#: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
+#: Neither was measured on one: a request has to be so long that it pays without a cache.
+COMPILED, COMPILE_SECONDS = 0.15, 60.0
 #: Runners-up that are told.
 RUNNERS_UP = 2
 
@@ -63,7 +66,17 @@ class Option:
             words.append("1 patch" if self.plan.patches == 1 else f"{self.plan.patches} patches")
         if self.plan.shard_weights:
             words.append("shard_weights")
+        if self.plan.compile == "blocks":
+            words.append("compiled blocks")
         return ", ".join(words)
+
+    @property
+    def with_compile(self) -> "Option":
+        """The option with compiled blocks, if that is left open and its steps are long or many enough."""
+        if self.plan.compile != "auto":
+            return self
+        pays = self.unit == "GPU" and COMPILED * self.seconds > COMPILE_SECONDS
+        return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))
 
 
 @dataclass(frozen=True)
@@ -77,9 +90,14 @@ class Choice:
     method: str
 
     @property
+    def plan(self) -> ParallelConfig:
+        """The plan to take."""
+        return self.option.with_compile.plan
+
+    @property
     def lines(self) -> list[str]:
         """One line for the choice, and one for each runner-up."""
-        chosen = self.option
+        chosen = self.option.with_compile
         kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
         return [first, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]

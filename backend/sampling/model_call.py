@@ -34,6 +34,11 @@ TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
 
+def _settings(call: ModelCall) -> ParallelConfig:
+    """Return what a call sets of a configuration."""
+    return ParallelConfig(attention=call.attention, compile=call.compile)
+
+
 def check_call(
     call: ModelCall,
     config: ParallelConfig,
@@ -43,7 +48,9 @@ def check_call(
     device: str,
     capabilities: Iterable[Capability] = (),
 ):
-    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError."""
+    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
+    ConfigError."""
+    _settings(call).validate()
     check_kernel(call.attention, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
@@ -118,7 +125,7 @@ def build_call(
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
-        config=ParallelConfig(attention=call.attention),
+        config=_settings(call),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,

@@ -111,7 +111,7 @@ class Request:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """Return the backend's configuration with the settings that travel with the request."""
-    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
+    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
     return replace(config, **{name: getattr(sample, name) for name in settings})
 
 

@@ -46,12 +46,13 @@ def plan_for(
         machine = measurements.machine_rates(device, devices, check, status.show)
     machine = replace(machine, memory=_free_memory(device, devices))
     running = pool.launched()
-    now = replace(running.config, gpus="", device=auto.base.device) if running else None
+    asked = {"device": auto.base.device, "compile": auto.base.compile}
+    now = replace(running.config, gpus="", **asked) if running else None
     question = Question(shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
     choice = choose(question, auto.method, now)
     for line in choice.lines:
         logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
 
 
 def planned(

@@ -19,6 +19,7 @@ LAYERS = [
     "backend.errors",
     "backend.lean_imports",
     "backend.device_memory",
+    "backend.opaque_ops",
     "backend.config",
     "backend.protocol",
     "backend.models",
