@@ -136,8 +136,6 @@ class Question:
             return [""]
         if self.shares:
             return [written(self.shares[:ranks])]
-        if not self.machine.differs:
-            return [""]
         speeds = self.machine.speeds_of(ranks)
         rooms = self.machine.rooms(ranks)
         uneven = [values for values in (speeds, rooms) if max(values) > DIFFERENT * min(values) > 0]
