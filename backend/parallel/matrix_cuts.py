@@ -21,8 +21,9 @@ from ..errors import UnsupportedError
 from .mesh import Axis, Mesh
 from .sequence import Span
 
-#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
+#: What attention modules call the layers of queries and keys, and the numbers of heads, of queries first.
 QUERIES = ("to_q", "to_query")
+KEYS = ("to_k", "to_key")
 HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
 #: Scheme -> the mesh axes that cut inputs and outputs of every layer.
 AXES = {"row": ("tp", ""), "column": ("", "tp"), "2d": ("tp_inputs", "tp_outputs")}
@@ -186,9 +187,20 @@ def _block(name: str, family) -> str:
 def head_groups(modules: Iterable[nn.Module]) -> int:
     """Count the groups of heads that ranks can have whole: the greatest common divisor of the heads of
     queries, keys and values in all attention ``modules``; 0 where there are none."""
-    attentions = (module for module in modules if any(hasattr(module, query) for query in QUERIES))
-    counts = (getattr(module, key, None) for module in attentions for key in HEAD_COUNTS)
-    return math.gcd(*(count for count in counts if isinstance(count, int)))
+    return math.gcd(*(count for module in modules for count in _head_counts(module)))
+
+
+def _head_counts(attention: nn.Module) -> list[int]:
+    """Count the heads of an attention module: of queries, as it says, and of keys, by their width too."""
+    queries, keys = (
+        next((getattr(attention, name).out_features for name in names if hasattr(attention, name)), 0)
+        for names in (QUERIES, KEYS)
+    )
+    if not queries:
+        return []
+    counts = [getattr(attention, key, None) for key in HEAD_COUNTS]
+    found = [count for count in counts if isinstance(count, int)]
+    return [*found, keys * found[0] // queries] if found and keys else found
 
 
 def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> int:
