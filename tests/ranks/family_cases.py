@@ -51,6 +51,7 @@ CONFIGURATIONS = {
         dict(cfg_degree=2),
         dict(ring_degree=2),
         dict(tensor_parallel_degree=2),
+        dict(tensor_parallel_degree=2, shares="70,30"),
         dict(pipefusion_degree=2, num_pipeline_patch=1),
         dict(pipefusion_degree=2, num_pipeline_patch=3),
     ],
