@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention_kernels import attend_lse, import_error
+from .attention_kernels import attend_lse
 from .comm import count, exchange
+from .kernel_table import import_error
 from .mesh import Axis
 from .sequence import Span
 

@@ -18,6 +18,7 @@ from ..models.family import STEP_END, Family
 from ..parallel import comm
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.cached_layers import first_block_argument
+from ..parallel.kernel_table import activated
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
@@ -200,7 +201,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
         model.family.io.prepare(model.transformer, request.grid)
     try:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
-        with attention_backend("native"), _attention(model, request) as buffers:
+        kernel = request.config.attention
+        with attention_backend("native"), activated(kernel), _attention(model, request) as buffers:
             yield Runner(model, request, buffers)
     finally:
         model.cache.end_request()
