@@ -21,7 +21,7 @@ AXES = {
 }
 #: Field -> the values that it can have.
 CHOICES = {
-    "attention": ("auto", "sdpa", "flash-attn", "sage"),
+    "attention": ("auto", "sdpa", "flash-attn", "sage", "flash-attn-3", "flash-attn-4", "sage-3", "cudnn"),
     "device": ("auto", "cuda", "cpu"),
     "stale_kv": ("reuse", "extrapolate"),
     "split_scheme": ("megatron", "row", "column", "2d"),

@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 import torch
 from torch import Tensor
 
-from .config import ParallelConfig
+from .config import CHOICES, ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -22,7 +22,7 @@ from .loading.lora_keys import LoraUse
 from .loading.recognition import open_checkpoint
 from .loading.weight_loading import matrices
 from .models.family import Family
-from .parallel import fsdp, tensor_parallel
+from .parallel import fsdp, kernel_table, tensor_parallel
 from .parallel.cached_layers import cache_layers
 from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
@@ -239,7 +239,12 @@ class Engine:
     def facts(self, key: str) -> dict:
         """Return what a client needs to know of a loaded model (Loaded.info)."""
         model = self.models[key]
+        blocks = model.family.blocks
+        head_size = 0 if blocks.whole_only else blocks.head_size(model.config)
+        where = (self.mesh.device.type, model.dtype, head_size, self.capabilities)
+        ring = kernel_table.merges(self.config)
         return {
+            "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
             "config": model.config,
             "conditioning": list(model.family.conditioning.accepted),
             "latent_format": model.weights.checkpoint.latent_format,

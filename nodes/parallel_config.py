@@ -33,8 +33,9 @@ TOOLTIPS = {
     "older neighbours. 0 = as many as pipefusion_degree.",
     "warmup_steps": "First steps that PipeFusion computes in full, before it reuses the keys and values of "
     "the step before. More are slower and nearer to the exact result.",
-    "attention": "Attention kernel: PyTorch's own (sdpa), or flash-attn / SageAttention where they are "
-    "installed.",
+    "attention": "Attention kernel: PyTorch's own (auto, sdpa), or FlashAttention 2 to 4, cuDNN's, or "
+    "SageAttention 2 and 3 (approximate), where the GPUs have it and it is installed. Load Parallel DiT says "
+    "which one runs and why.",
     "device": "Where the ranks run: one GPU each, or processes on the CPU. auto = GPUs where there are any.",
     "gpus": "How many GPUs to use, like 2, or their numbers, like 0,2,3. Empty = all of them. On the CPU: "
     "how many processes, empty = one.",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..shares import edges
-from .attention_kernels import attend_lse, import_error
+from .attention_kernels import attend_lse
 from .comm import count, exchange
+from .kernel_table import import_error
 from .mesh import Axis
 
 #: Whose ring is used, and what it imports as it is imported, if they are installed.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
-from ..parallel.attention_kernels import Capability
+from ..parallel.kernel_table import Capability
 from ..parallel.mesh import Axis, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -52,7 +52,8 @@ def check_call(
     """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
     _settings(call).validate()
-    check_kernel(call.attention, family, model_config, dtype, device, capabilities)
+    run = replace(config, attention=call.attention, num_pipeline_patch=1)
+    check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")

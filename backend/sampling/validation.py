@@ -12,8 +12,8 @@ from ..errors import reason as reason_of
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import attention_kernels, ulysses_ring
-from ..parallel.attention_kernels import Capability
+from ..parallel import kernel_table, ulysses_ring
+from ..parallel.kernel_table import Capability
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import edges
@@ -61,7 +61,8 @@ def check_sample(
     """Refuse a request that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
     _check_settings(sample, config)
-    check_kernel(sample.attention, family, model_config, dtype, device, capabilities)
+    run = request_config(sample, config)
+    check_kernel(run, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
@@ -89,18 +90,20 @@ def _check_settings(sample, config):
 
 
 def check_kernel(
-    attention: str,
+    config: ParallelConfig,
     family: Family,
     model_config: dict,
     dtype: torch.dtype,
     device: str,
     capabilities: Iterable[Capability] = (),
 ):
-    """Refuse an attention kernel that cannot run here. Raises UnsupportedError."""
-    if attention not in attention_kernels.PACKAGES:
+    """Refuse an attention kernel that cannot run a request of ``config`` here. Raises UnsupportedError."""
+    if kernel_table.kernel_of(config.attention).call is None:
         return
     head_size = family.blocks.head_size(model_config)
-    reason = attention_kernels.unavailable(attention, device, dtype, head_size, capabilities)
+    reason = kernel_table.unavailable(
+        config.attention, device, dtype, head_size, capabilities, kernel_table.merges(config)
+    )
     if reason:
         raise UnsupportedError(reason)
 
