@@ -82,7 +82,8 @@ class Runs:
 def _piece(start: int, width: int, unit: int, axis: Axis | None) -> Span:
     if axis is None:
         return Span(start, start + width)
-    if start % unit or width % unit or width // unit < axis.size:  # fewer blocks than ranks
+    is_misaligned = start % unit and not axis.shares  # the parts of unequal shares are units of their width
+    if is_misaligned or width % unit or width // unit < axis.size:  # fewer blocks than ranks
         unit = 1
     part = Span(0, width // unit).shard(axis.rank, axis.size, axis.shares)
     return Span(start + part.lo * unit, start + part.hi * unit)
@@ -283,7 +284,8 @@ def _between_blocks(
             if cut.columns.over:
                 for width in cut.columns.widths:
                     wanted[width] = math.lcm(wanted[width], units.get(name, 1))
-            fixed |= _of_heads(cut, any(parent in attentions for parent in _parents(name)))
+            is_attention = any(parent in attentions for parent in _parents(name))
+            fixed |= _of_heads(cut, is_attention, groups > 0)
         sizes = {width: unit for width, unit in wanted.items() if unit > 1 and width not in fixed}
         if groups:
             sizes |= {width: width // groups for width in fixed if width % groups == 0}
@@ -297,14 +299,16 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _of_heads(cut: Cut, in_attention: bool) -> set[int]:
+def _of_heads(cut: Cut, in_attention: bool, uneven: bool) -> set[int]:
     """Return the widths of runs that are divided by heads: in a layer of attention and MLP at once, queries,
     keys and values (or what attention returns) come first."""
     runs = cut.columns if cut.columns.over else cut.rows
     if in_attention:
         return set(runs.widths)
     is_packed = len(runs.widths) > (1 if cut.columns.over else 2)  # two of rows are the halves of a gate
-    return set(runs.widths[: 1 if cut.columns.over else 3]) if is_packed else set()
+    if not is_packed:
+        return set()
+    return set(runs.widths if uneven else runs.widths[:1])  # models tell runs apart by the ratio of widths
 
 
 def _moved(cut: Cut, sizes: Mapping[int, int]) -> Cut:

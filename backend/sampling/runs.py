@@ -53,9 +53,9 @@ def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
     output = request.grid.to_latent(tokens)
     counts = [len(each) for each in samples_of_replicas(batch, mesh)]
     of_dp = [counts[i : i + mesh.cfg.size] for i in range(0, len(counts), mesh.cfg.size)]
-    # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
     output = comm.gather(output, of_dp[mesh.dp.rank], mesh.cfg, "outputs")
-    output = comm.gather(output, list(map(sum, of_dp)), mesh.dp, "outputs")
+    if mesh.cfg.first:
+        output = comm.gather(output, list(map(sum, of_dp)), mesh.dp, "outputs")
     return output[:batch].cpu(), runner.statistics(started)
 
 

@@ -36,10 +36,10 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
     write_mixed(folder / "lora.safetensors", shapes)
     weights = weights_module().state_dict(shapes)
     save_file(legacy_fp8(weights), folder / "fp8.safetensors")
-    checkpoint = str(save_whole(weights, folder / "flux-tiny.safetensors"))
+    checkpoint = save_whole(weights, folder / "flux-tiny.safetensors")
     if any(run.config.shares for run in selected):
-        write_wide(folder / "wide", checkpoint)
-    found = {row["id"]: row for row in run_ranks("ranks.matrix", ranks, folder, checkpoint, ids)}
+        write_wide(folder / "wide", str(checkpoint))
+    found = {row["id"]: row for row in run_ranks("ranks.matrix", ranks, folder, str(checkpoint), ids)}
     assert found.keys() == set(ids)
     return found
 
