@@ -17,6 +17,13 @@ ONCE = ("modulation",)
 #: and HiDream's are given some anew. Tensor parallelism's modulation is gathered ahead of the steps. Layers
 #: outside of blocks multiply more than is counted: the page says how much.
 SENT, KV, MACS = (0.92, 1.03), (0.92, 1.03), 0.97
+#: Families that are counted wrongly -> how; the page says so. An entry that is not needed any more fails.
+UNLIKE = {
+    "ltx2": "audio tokens count as video's, and a block's attention between both is not counted as sent",
+    "ltx23": "as ltx2",
+    "wan21-vace": "the bytes of its control blocks are not all counted",
+    "hunyuan-image21": "bytes of its glyph text are not counted",
+}
 #: Cheap ones of the fast tier.
 SMALL = ("flux-dev", "sana")
 RUNS = dry_run.stored()
@@ -82,8 +89,15 @@ def check(name: str):
 def test_describe_counts_what_the_dry_run_does(family):
     names = [name for name in RUNS if name.startswith(f"{family}/")]
     assert {name.split("/")[1] for name in names} == set(dry_run.METHODS)
+    failed = 0
     for name in names:
-        check(name)
+        try:
+            check(name)
+        except AssertionError:
+            if family not in UNLIKE:
+                raise
+            failed += 1
+    assert bool(failed) == (family in UNLIKE)
 
 
 def test_every_family_has_a_dry_run():
