@@ -54,6 +54,12 @@ STORED = Path(__file__).with_suffix(".json")
 #: What is stored of a run.
 COUNTED = ("sent", "macs", "weights", "kv", "peak")
 aten = torch.ops.aten
+#: Operators that inference mode does not take apart -> multiplications of a number of their output.
+INNER = {
+    aten.linear: lambda args: args[0].shape[-1],
+    aten.matmul: lambda args: args[0].shape[-1],
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), lambda args: args[1][0].numel()),
+}
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,8 @@ class Meter(TorchDispatchMode):
             self._watch(tensor, tensor.untyped_storage().nbytes())
         if self.active:
             packet = func._overloadpacket
-            if packet is aten.linear:
-                self.macs += out.numel() * args[0].shape[-1]
+            if packet in INNER:
+                self.macs += out.numel() * INNER[packet](args)
             elif packet in flop_registry:
                 self.macs += flop_registry[packet](*args, **(kwargs or {}), out_val=out) // 2
         return out

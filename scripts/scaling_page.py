@@ -269,6 +269,39 @@ def counted_table(method: str) -> str:
     return markdown(head, [counted_row(family, method) for family in RELEASED])
 
 
+# ------------------------------------------------------------------ dry run
+def largest_run(family: str, method: str) -> str:
+    """Name the stored dry run of most ranks, the last of them; "" where no degree fits the model."""
+    every = dry_run.stored().items()
+    ran = [name for name, counted in every if isinstance(counted, dict)]
+    names = [name.split("/") for name in ran if name.startswith(f"{family}/{method}/")]
+    return "/".join(max(names, key=lambda parts: (int(parts[2]), int(parts[3])), default=()))
+
+
+def dry_cell(family: str, method: str) -> str:
+    """Write what a dry run sends and multiplies, over what is counted of the same rank."""
+    name = largest_run(family, method)
+    if not name:
+        return "-"
+    counted = dry_run.stored()[name]
+    ranks, rank = (int(part) for part in name.split("/")[2:])
+    found = model(family)
+    plan = found.plans(method, ranks)[rank]
+    sent = {each: size for each, size in plan.bytes_per_step.items() if each != "modulation"}
+    traffic = sum(counted["sent"].values()) / sum(sent.values()) if sent else 1.0
+    return f"{traffic:.2f}, {counted['macs'] / found.macs(plan, method, ranks):.2f} ({rank + 1} of {ranks})"
+
+
+def dry_row(family: str) -> tuple[str, ...]:
+    """Return the line of a model."""
+    return (family, *(dry_cell(family, method) for method in dry_run.METHODS))
+
+
+def dry_table() -> str:
+    """Write the dry runs of all models."""
+    return markdown(("model", *dry_run.METHODS), [dry_row(family) for family in RELEASED])
+
+
 def tables() -> str:
     """Write the whole part of the page that is made."""
     parts = ["## Published and projected\n", published_table()]
@@ -276,6 +309,7 @@ def tables() -> str:
         parts += [f"## Projected seconds a step: {name}\n", projected_table(name)]
     for method in dry_run.METHODS:
         parts += [f"## Counted: {method}\n", counted_table(method)]
+    parts += ["## Counted and dry run\n", dry_table()]
     return "\n".join(parts)
 
 

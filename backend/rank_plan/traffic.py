@@ -105,9 +105,12 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
             continue
         # modulation has one embedding
         one = module in work.modulation
-        tokens = 1 if one else work.batch * work.layer_tokens[module].count(image, text)
+        tokens = 1.0 if one else work.batch * work.layer_tokens[module].count(image, text)
+        if not one:  # of a token's experts, those that are chosen
+            inner = module.removeprefix(f"{work.checkpoint.block_names[work.blocks[module]]}.")
+            tokens *= work.family.blocks.flop_share(inner, work.checkpoint.config)
         if cut.reduce:
-            total += 2 * (cut.reduce.size - 1) * tokens * cut.reduced_features // cut.reduce.size
+            total += round(2 * (cut.reduce.size - 1) * tokens * cut.reduced_features / cut.reduce.size)
         if cut.gather:
-            total += (cut.gather.size - 1) * tokens * sum(map(len, cut.outputs))
+            total += round((cut.gather.size - 1) * tokens * sum(map(len, cut.outputs)))
     return total
