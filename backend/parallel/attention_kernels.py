@@ -71,6 +71,7 @@ def attend_lse(
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else additive(mask, q), scale)
+    assert lse is not None, "asked for"
     if mask is None:
         return out, lse.float()
     visible = mask if mask.dtype == torch.bool else mask > float("-inf")
