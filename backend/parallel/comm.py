@@ -93,8 +93,9 @@ def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
         work.wait()
 
 
-def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Concatenate every rank's ``x``, all of one shape, on the first rank; the others keep their own."""
+def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
+    """Concatenate every rank's ``x``, ``lengths[i]`` long on rank i, on the first rank; the others keep their
+    own."""
     if axis.size == 1:
         return x
     if not axis.first:
@@ -103,8 +104,8 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
         for work in dist.batch_isend_irecv([send]):
             work.wait()
         return x
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
-    own, *others = whole.split(len(x))
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
+    own, *others = whole.split(lengths)
     waiting = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
@@ -162,9 +163,10 @@ class Pipe:
     """A one-way stream of tensors: from the rank that ``incoming`` joins to this one, from this rank to that
     of ``outgoing``. Receives may be posted ahead.
 
-    ``buffers``: how many receive buffers take turns, 0 for a new one each time. A tensor that was taken is
-    overwritten ``buffers`` posts later; by then what computes with it must have been started.
     A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
+    keeps_buffers: what was taken may be overwritten from the next ``post`` or ``take`` on, so that two
+    buffers of a shape serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of
+    what is to come.
     """
 
     def __init__(
@@ -172,13 +174,15 @@ class Pipe:
         incoming: dist.ProcessGroup | None,
         outgoing: dist.ProcessGroup | None,
         mechanism: str,
-        buffers: int = 0,
+        keeps_buffers: bool = False,
     ):
         self.incoming, self.outgoing, self.mechanism = incoming, outgoing, mechanism
+        self.keeps_buffers = keeps_buffers
+        self.free: list[Tensor] = []
+        self.shapes: set[tuple[int, ...]] = set()
+        self.taken: Tensor | None = None
         self.sending: list[tuple[dist.Work, Tensor]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
-        self.buffers: list[Tensor | None] = [None] * buffers
-        self.turn = 0
 
     def send(self, x: Tensor, to: int):
         """Send ``x`` to global rank ``to`` without waiting for it."""
@@ -189,36 +193,38 @@ class Pipe:
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""
-        buffer = self._buffer(shape, dtype, device)
+        self._release()
+        fitting = [i for i, each in enumerate(self.free) if each.shape == shape and each.dtype == dtype]
+        self.shapes.add(shape)
+        buffer = self.free.pop(fitting[0]) if fitting else torch.empty(shape, dtype=dtype, device=device)
         self.posted.append((started(dist.irecv(buffer, source, group=self.incoming)), buffer))
-
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of ``shape``; the same addresses again where the sizes are alike."""
-        if not self.buffers:
-            return torch.empty(shape, dtype=dtype, device=device)
-        assert len(self.posted) < len(self.buffers), "a buffer is received into twice at a time"
-        size = torch.Size(shape).numel()
-        buffer = self.buffers[self.turn]
-        if buffer is None or buffer.dtype != dtype or not size <= len(buffer) <= 2 * size:
-            buffer = torch.empty(size, dtype=dtype, device=device)
-            self.buffers[self.turn] = buffer
-        self.turn = (self.turn + 1) % len(self.buffers)
-        return buffer[:size].view(shape)
 
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
         work, buffer = self.posted.pop(0)
         work.wait()
+        if self.keeps_buffers:
+            self._release()
+            self.taken = buffer
         return buffer
 
+    def _release(self):
+        if self.taken is not None and tuple(self.taken.shape) in self.shapes:
+            self.free.append(self.taken)
+        self.taken = None
+
+    def forget_buffers(self):
+        """Free the buffers of the shapes until now, which come no more."""
+        self.free.clear()
+        self.shapes.clear()
+
     def drain(self):
-        """Wait for everything under way, and give the buffers back."""
+        """Wait for everything under way."""
         while self.posted:
             self.take()
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
-        self.buffers = [None] * len(self.buffers)
 
 
 def started(work: dist.Work | None) -> dist.Work:

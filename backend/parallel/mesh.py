@@ -4,7 +4,7 @@ Axes, slowest first: dp, cfg, pp, ring, ulysses, tp (config.AXES).
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
+from .. import shares
 from ..config import ParallelConfig
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
@@ -25,12 +26,14 @@ EDGE_CTAS = 4
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place on one mesh axis (or on several flattened ones)."""
+    """This rank's place on one mesh axis (or on several flattened ones). shares: of the work, of each index;
+    () where they are equal."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     ranks: tuple[int, ...]
+    shares: tuple[float, ...] = ()
 
     @property
     def first(self) -> bool:
@@ -71,6 +74,7 @@ class Mesh:
     all stages. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs
     is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes,
     failures.
+    replica_shares: of dp x cfg, as Axis.shares.
     """
 
     device: torch.device
@@ -88,6 +92,7 @@ class Mesh:
     weights: DeviceMesh | None
     edges: Edges
     control: dist.ProcessGroup | None
+    replica_shares: tuple[float, ...] = ()
 
 
 def single(device: str = "cpu") -> Mesh:
@@ -126,7 +131,9 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     wide = {name: size for name, size in config.degrees.items() if size > 1} or {"dp": 1}
     mesh = init_device_mesh(device, tuple(wide.values()), mesh_dim_names=tuple(wide))
     alone = Axis(None, 0, 1, (dist.get_rank(),))
-    axes = {name: _axis(mesh, name) if name in wide else alone for name in config.degrees}
+    axes = {
+        name: _axis(mesh, name, config.shares_of(name)) if name in wide else alone for name in config.degrees
+    }
     weights = _weights(config, mesh) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     return Mesh(
@@ -139,6 +146,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         weights=weights,
         edges=_edges(config, local),
         control=control,
+        replica_shares=config.shares_of("dp", "cfg"),
     )
 
 
@@ -159,19 +167,20 @@ def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
     return group
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     group = mesh.get_group(name)
     _set_pg_timeout(TIMEOUT, group)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks, shares)
 
 
 def _sp_axis(config: ParallelConfig, mesh: DeviceMesh, axes: dict[str, Axis]) -> Axis:
     """ring and ulysses flattened; where one of them is 1 the other's group serves."""
+    uneven = config.shares_of("ring", "ulysses")
     if config.ring_degree > 1 and config.ulysses_degree > 1:
         mesh["ring", "ulysses"]._flatten("sp")
-        return _axis(mesh, "sp")
-    return axes["ring" if config.ring_degree > 1 else "ulysses"]
+        return _axis(mesh, "sp", uneven)
+    return replace(axes["ring" if config.ring_degree > 1 else "ulysses"], shares=uneven)
 
 
 def _weights(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
@@ -231,18 +240,25 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """tp as r x c ranks, r the largest divisor up to the square root, for inputs (r) and outputs (c)."""
+    """tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
-    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    rows = tp_rows(tp)
+    of_rows, of_columns = shares.grid(config.shares_of("tp"), rows)
     grid = layout(config).reshape(-1, rows, tp // rows)
-    return {"tp_inputs": _enumerated(grid.movedim(1, -1)), "tp_outputs": _enumerated(grid)}
+    inputs = _enumerated(grid.movedim(1, -1), of_rows)
+    return {"tp_inputs": inputs, "tp_outputs": _enumerated(grid, of_columns)}
 
 
-def _enumerated(groups: torch.Tensor) -> Axis:
+def tp_rows(tp: int) -> int:
+    """Count the rows of the grid of ``tp`` ranks: the largest divisor up to the square root."""
+    return max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+
+
+def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
     """This rank's group among those in the last dimension of ``groups``."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
     group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
     ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks))
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks), shares)

@@ -12,8 +12,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .attention_kernels import attend_lse, import_error
+from ..shares import edges
+from .attention_kernels import attend_lse
 from .comm import Exchange, count, exchange
+from .kernel_table import import_error
 from .mesh import Axis
 from .sequence import Span
 
@@ -45,8 +47,9 @@ def ring_unavailable() -> str | None:
 
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
-    """Count the heads that each Ulysses rank gets; sizes differ by at most one."""
-    return [len(Span(0, heads).shard(i, axis.size)) for i in range(axis.size)]
+    """Count the heads that each Ulysses rank gets, by its share."""
+    ends = edges(heads, axis.size, axis.shares)
+    return [end - start for start, end in zip(ends, ends[1:])]
 
 
 def halves(heads: int, batch: int, tokens: int, axis: Axis) -> int:

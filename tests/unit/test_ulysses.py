@@ -21,7 +21,8 @@ class Done:
 class Wires:
     """Stands for the all-to-all: a first pass of all ranks writes what they send, a second one reads it."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, shares: tuple[float, ...]):
+        self.shares = shares
         self.sent: dict[int, tuple[torch.Tensor, ...]] = {}
         monkeypatch.setattr(ulysses_ring, "exchange", self.exchange)
 
@@ -36,23 +37,32 @@ class Wires:
 
     def run(self, of_rank, ranks: int):
         """Return what every rank gets."""
-        axes = [Axis(None, rank, ranks, tuple(range(ranks))) for rank in range(ranks)]
+        axes = [Axis(None, rank, ranks, tuple(range(ranks)), self.shares) for rank in range(ranks)]
         self.sent.clear()
         for axis in axes:
             of_rank(axis)
         return [of_rank(axis) for axis in axes]
 
 
-CASES = [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7]), (2, [2] * 4)]
+#: Heads, tokens of each rank, shares of heads.
+CASES = [
+    (4, [5, 5], ()),
+    (8, [3, 2, 4], ()),
+    (2, [4, 3, 2], ()),
+    (5, [0, 7], ()),
+    (2, [2] * 4, ()),
+    (10, [7, 3], (70, 30)),
+    (10, [8, 6, 4, 2], (40, 30, 20, 10)),
+]
 
 
-@pytest.mark.parametrize("heads, lengths", CASES)
+@pytest.mark.parametrize("heads, lengths, shares", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
 @pytest.mark.parametrize("part, parts", [(0, 1), (0, 2), (1, 2)])
-def test_tokens_go_to_heads(heads, lengths, batch, kinds, part, parts, monkeypatch):
-    """Even and uneven heads, ranks without heads, ranks without tokens; all heads or half of them."""
-    wires = Wires(monkeypatch)
+def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, monkeypatch):
+    """Even and uneven heads, heads by share, ranks without heads or tokens; all heads or half of them."""
+    wires = Wires(monkeypatch, shares)
     ranks = len(lengths)
     whole = [torch.randn(batch, heads, sum(lengths), SIZE) for _ in range(kinds)]
     shards = [tensor.split(lengths, dim=2) for tensor in whole]
@@ -63,7 +73,8 @@ def test_tokens_go_to_heads(heads, lengths, batch, kinds, part, parts, monkeypat
         )()
 
     received = wires.run(scatter, ranks)
-    of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, ()))
+    of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, (), shares))
+    assert not shares or of_heads == [heads * share // 100 for share in shares]
     for tensor, kind in zip(whole, range(kinds)):
         for rank, own in enumerate(tensor.split(of_heads, dim=1)):
             chosen = Span(0, own.shape[1]).shard(part, parts)
@@ -71,19 +82,19 @@ def test_tokens_go_to_heads(heads, lengths, batch, kinds, part, parts, monkeypat
             assert received[rank].stride(-1) == 1  # as the kernels want it
 
 
-@pytest.mark.parametrize("heads, lengths", CASES)
+@pytest.mark.parametrize("heads, lengths, shares", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_heads_go_back_to_tokens(heads, lengths, batch, parts, monkeypatch):
+def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypatch):
     """The same, back; parts that are sent one after the other end in one tensor."""
     ranks = len(lengths)
     whole = torch.randn(batch, heads, sum(lengths), SIZE)
-    axes = [Axis(None, rank, ranks, tuple(range(ranks))) for rank in range(ranks)]
+    axes = [Axis(None, rank, ranks, tuple(range(ranks)), shares) for rank in range(ranks)]
     of_heads = whole.split(ulysses_ring.head_shards(heads, axes[0]), dim=1)
     all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, parts) for axis in axes]
     for part in range(parts):
         sent = {}
-        wires = Wires(monkeypatch)
+        wires = Wires(monkeypatch, shares)
         for going, own in zip(all_going, of_heads):
             chosen = Span(0, own.shape[1]).shard(part, parts)
             sent[going.axis.rank] = own[:, chosen.lo : chosen.hi]
