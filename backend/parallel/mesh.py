@@ -185,8 +185,8 @@ def _sp_axis(config: ParallelConfig, mesh: DeviceMesh, axes: dict[str, Axis]) ->
 
 def _weights(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     """The axes whose ranks hold the same weights, flattened; one of them is above 1 (ParallelConfig)."""
-    names = tuple(name for name in ("dp", "ring", "ulysses") if config.degrees[name] > 1)
-    weights = mesh[names]._flatten("weights") if len(names) > 1 else mesh[names[0]]
+    names = [name for name in ("dp", "ring", "ulysses") if config.degrees[name] > 1]
+    weights = mesh[tuple(names)]._flatten("weights") if len(names) > 1 else mesh[names[0]]
     _set_pg_timeout(TIMEOUT, weights.get_group())
     return weights
 
