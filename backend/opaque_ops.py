@@ -38,7 +38,7 @@ RUNNING = Running()
 def unavailable() -> str | None:
     """Say why blocks cannot be compiled with this torch, as one sentence; None where they can."""
     if _ordered is None:
-        return f"torch {torch.__version__} has no operators with ordered effects; 2.10 or newer has them"
+        return f"torch {torch.__version__} has no operators with ordered effects, which 2.13 has"
     return None
 
 
