@@ -20,7 +20,7 @@ NAMESPACE = "parallel_dit"
 SECOND = "+"
 
 
-@dataclass
+@dataclass(eq=False)  # whose hash the compiler asks for
 class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
     models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
