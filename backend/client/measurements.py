@@ -25,7 +25,7 @@ from .pool import Wanted
 from .private_folder import PrivateFolder
 
 #: Changes where what is kept has another meaning.
-VERSION = 4
+VERSION = 5
 #: A machine, or a file's headers, that take longer than this to measure are not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.

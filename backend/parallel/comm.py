@@ -72,8 +72,9 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
     return gathered
 
 
-def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Concatenate every rank's ``x``, all of one shape, on the first rank; the others keep their own."""
+def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
+    """Concatenate every rank's ``x``, ``lengths[i]`` long on rank i, on the first rank; the others keep their
+    own."""
     if axis.size == 1:
         return x
     if not axis.first:
@@ -82,8 +83,8 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
         for work in dist.batch_isend_irecv([send]):
             work.wait()
         return x
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
-    own, *others = whole.split(len(x))
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
+    own, *others = whole.split(lengths)
     waiting = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )

@@ -20,6 +20,7 @@ from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
 from ..parallel.compiled_blocks import compiled
+from ..parallel.kernel_table import activated
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
@@ -209,7 +210,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
         model.family.io.prepare(model.transformer, request.grid)
     try:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
-        with attention_backend("native"), _attention(model, request) as buffers:
+        kernel = request.config.attention
+        with attention_backend("native"), activated(kernel), _attention(model, request) as buffers:
             with _blocks(model, request) as notes:
                 yield Runner(model, request, buffers, notes)
     finally:

@@ -132,7 +132,7 @@ def build(
 ) -> Request:
     """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
     shape = sample.tensors["noise"].shape
-    own = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
+    own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
     items = slice(own.lo, own.hi)
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 

@@ -51,6 +51,7 @@ CONFIGURATIONS = {
         dict(cfg_degree=2),
         dict(ring_degree=2),
         dict(tensor_parallel_degree=2),
+        dict(tensor_parallel_degree=2, shares="70,30"),
         dict(pipefusion_degree=2, num_pipeline_patch=1),
         dict(pipefusion_degree=2, num_pipeline_patch=3),
     ],
@@ -163,7 +164,7 @@ class Run:
         """Does it run with compiled blocks too? Every family under one method, which is its turn; in the fast
         tier a few of them."""
         if EVERY_COMPILED in os.environ:
-            return self.ranks == 2 and self.config.split_scheme == "megatron"
+            return self.ranks == 2 and self.samples
         if self.ranks != 2 or self.case not in FAMILIES:
             return False
         if self.case in FAST_COMPILED:
