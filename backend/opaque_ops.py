@@ -20,7 +20,7 @@ NAMESPACE = "parallel_dit"
 SECOND = "+"
 
 
-@dataclass
+@dataclass(eq=False)  # whose hash the compiler asks for
 class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
     models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
@@ -38,7 +38,7 @@ RUNNING = Running()
 def unavailable() -> str | None:
     """Say why blocks cannot be compiled with this torch, as one sentence; None where they can."""
     if _ordered is None:
-        return f"torch {torch.__version__} has no operators with ordered effects; 2.10 or newer has them"
+        return f"torch {torch.__version__} has no operators with ordered effects, which 2.13 has"
     return None
 
 

@@ -17,7 +17,8 @@ from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
 
-#: Kinds of sequences: whole, a patch with the text, and patches without.
+#: Kinds of sequences: whole, a patch with the text, and patches without; of several latents, patches may lack
+#: tokens of one.
 OF_PATCHES = 3
 
 
@@ -70,6 +71,8 @@ def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     compiler = compiled_blocks.COMPILER
     compiler.compiled.clear()
     sample = replace(sample, compile="blocks")
+    model = engine.models[sample.model]
+    sequences = OF_PATCHES * (2 if model.family.latent.nested else 1) if engine.config.patches > 1 else 1
     before = compiler.graphs
     compiled, stats = engine.sample(sample, Callbacks())
     first = compiler.graphs - before
@@ -77,7 +80,7 @@ def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     engine.sample(another(engine, sample), Callbacks())
     of_rank = {
         "graphs": first,
-        "expected": kinds(engine.models[sample.model]) * (OF_PATCHES if engine.config.patches > 1 else 1),
+        "expected": kinds(model) * sequences,
         "recompiled": compiler.graphs - before - first,
         "receive buffers": received,
         "relative": relative(compiled, samples) if dist.get_rank() == 0 else 0.0,

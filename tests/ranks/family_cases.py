@@ -99,6 +99,11 @@ COMPILED = (
     dict(tensor_parallel_degree=2),
     dict(ulysses_degree=2),
 )
+#: Those of the fast tier.
+FAST_COMPILED = {
+    "sana": dict(ring_degree=2),
+    "sd3": dict(pipefusion_degree=2, num_pipeline_patch=3),
+}
 EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
@@ -156,13 +161,17 @@ class Run:
 
     @property
     def is_compiled(self) -> bool:
-        """Does it run with compiled blocks too? Every family under one method, which is its turn."""
+        """Does it run with compiled blocks too? Every family under one method, which is its turn; in the fast
+        tier a few of them."""
         if EVERY_COMPILED in os.environ:
             return self.ranks == 2 and self.samples
         if self.ranks != 2 or self.case not in FAMILIES:
             return False
-        turns = [turn for turn in COMPILED if can_run(self.case, ParallelConfig(**turn))]
-        return dict(self.degrees) == turns[FAMILIES.index(self.case) % len(turns)]
+        if self.case in FAST_COMPILED:
+            return dict(self.degrees) == FAST_COMPILED[self.case]
+        every = [Run(2, self.case, tuple(turn.items())) for turn in COMPILED]
+        turns = [run for run in every if can_run(self.case, run.config) and not run.is_fast]
+        return self == turns[FAMILIES.index(self.case) % len(turns)]
 
     @property
     def _turn(self) -> dict[str, Any]:
