@@ -1,5 +1,6 @@
 """Configurations whose ranks have different shares of the work. Data alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from backend.config import ParallelConfig
@@ -45,12 +46,12 @@ WIDE = dict(num_layers=4, num_single_layers=6, num_attention_heads=10, attention
 
 def configurations(world: int) -> list[ParallelConfig]:
     """Every configuration of so many ranks."""
-    return [ParallelConfig(**degrees, shares=SHARES[world]) for degrees in DEGREES.get(world, ())]
+    return [replace(ParallelConfig(shares=SHARES[world]), **degrees) for degrees in DEGREES.get(world, ())]
 
 
 def is_fast(config: ParallelConfig) -> bool:
     """Does the fast tier run it?"""
-    fast = [ParallelConfig(**degrees, shares=SHARES[4]) for degrees in FAST]
+    fast = [replace(ParallelConfig(shares=SHARES[4]), **degrees) for degrees in FAST]
     return config.world_size == 2 or config in fast
 
 

@@ -82,7 +82,7 @@ def test_more_share_is_more_work(checkpoint):
     """Counts of describe(): tokens, heads, blocks and samples, 3 to 1 on two ranks of 8 heads, 12 blocks."""
 
     def ranks(**fields):
-        config = ParallelConfig(**fields, shares="75,25").validate()
+        config = replace(ParallelConfig(shares="75,25"), **fields).validate()
         return describe(config, checkpoint, 2048, 128, batch=4)
 
     tokens = [sum(map(sum, rank.patches)) for rank in ranks(ulysses_degree=2)]
@@ -116,7 +116,7 @@ def test_heads_are_whole(checkpoint):
 def test_measured_shares_are_faster_than_equal_ones(axis):
     machine = mixed(speeds=(1.5, 1.0))
     equal, uneven = (
-        Cost(FLUX, ParallelConfig(**{axis: 2}, shares=given), machine, REQUEST).total
+        Cost(FLUX, replace(ParallelConfig(shares=given), **{axis: 2}), machine, REQUEST).total
         for given in ("", "60,40")
     )
     assert uneven < 0.92 * equal
