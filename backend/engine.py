@@ -34,7 +34,7 @@ from .quantization.kernels import AUTO, Choice
 from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
-from .sampling.model_call import build_call, check_call, samples_of_replica
+from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
 from .sampling.runs import Prepared, run_call, run_request
@@ -311,7 +311,7 @@ class Engine:
         mesh = self.mesh
         batch = call.tensors["x"].shape[0]
         replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
-        samples = samples_of_replica(batch, replica, mesh.dp.size * mesh.cfg.size)
+        samples = samples_of_replicas(batch, mesh)[replica]
         filled = self.argument_cache.filled(call)
         request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
         return Prepared(model, request)

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def loaded(family: str, config: ParallelConfig, rank: int) -> LoadedModel:
 
 def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
     """Run as one rank. Raises ConfigError and UnsupportedError where the degree does not fit."""
-    config = ParallelConfig(**{METHODS[method]: ranks}).validate()
+    config = replace(ParallelConfig(), **{METHODS[method]: ranks}).validate()
     with meta_device(Count()), torch.inference_mode():
         model = loaded(family, config, rank)
         request = built(family, config, model, STEPS.get(method, 1))

@@ -146,7 +146,7 @@ class Model:
 
     def plans(self, method: str, ranks: int) -> list[RankPlan]:
         """Plan every rank. Raises ConfigError and UnsupportedError."""
-        config = ParallelConfig(**{dry_run.METHODS[method]: ranks}).validate()
+        config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
         check_degrees(self.checkpoint, config)
         return self.size.plans(config, self.checkpoint, torch.bfloat16)
 
@@ -187,7 +187,7 @@ def step(asked: Question, option: Option) -> float:
 def by_method(asked: Question, field: str) -> Option | None:
     """Return the plan that gives all GPUs to one method; None where it does not fit the model."""
     stages = asked.gpus if field == "pipefusion_degree" else 0
-    wanted = ParallelConfig(**{field: asked.gpus})
+    wanted = replace(ParallelConfig(), **{field: asked.gpus})
     for plan in candidates(asked.shape, asked.request, asked.gpus, asked.base, Rules(sharded=False)):
         if plan.degrees == wanted.degrees and plan.num_pipeline_patch == stages:
             return asked.option(plan)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import opaque_ops
 from .kernel_table import Capability as Capability
 from .kernel_table import fits, flash_of_torch, kernel_of
 
@@ -52,10 +53,12 @@ def instead_of_torch(kernel: str) -> Iterator[None]:
             )
         return attend(kernel, query, key, value, None, scale)
 
-    F.scaled_dot_product_attention = attention
+    opaque_ops.RUNNING.attention = attention
+    F.scaled_dot_product_attention = opaque_ops.attention
     try:
         yield
     finally:
+        opaque_ops.RUNNING.attention = None
         F.scaled_dot_product_attention = SDPA
 
 
@@ -68,6 +71,7 @@ def attend_lse(
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else additive(mask, q), scale)
+    assert lse is not None, "asked for"
     if mask is None:
         return out, lse.float()
     visible = mask if mask.dtype == torch.bool else mask > float("-inf")

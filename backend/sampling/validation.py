@@ -16,6 +16,7 @@ from ..parallel import kernel_table, ulysses_ring
 from ..parallel.kernel_table import Capability
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
+from ..shares import edges
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import arguments_of, request_config
@@ -252,14 +253,22 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
             f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but "
             f"{name} has {blocks}; make the numbers add up to {blocks}."
         )
-    if tp > 1 and config.split_scheme == "megatron" and heads % tp:
+    by_heads = tp > 1 and config.split_scheme == "megatron"
+    uneven = config.shares_of("tp")
+    if by_heads and uneven and heads < tp:
+        raise UnsupportedError(
+            f"tensor_parallel_degree is {tp} but {name} has {heads} attention heads, and every rank needs "
+            f"one; use {heads} or less, or split_scheme row, column or 2d."
+        )
+    if by_heads and not uneven and heads % tp:
         raise UnsupportedError(
             f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
             f"use a divisor of {heads}, or split_scheme row, column or 2d."
         )
     if config.ring_degree > 1 and (reason := ulysses_ring.ring_unavailable()):
         raise UnsupportedError(reason)
-    local = heads // tp if config.split_scheme == "megatron" else heads
+    ends = edges(heads, tp, uneven)
+    local = min(end - start for start, end in zip(ends, ends[1:])) if by_heads else heads
     if config.ulysses_degree > local:
         whose = f"each tensor-parallel rank of {name}" if local != heads else name
         raise UnsupportedError(

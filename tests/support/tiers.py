@@ -20,6 +20,7 @@ LEFT_OUT = {
     "socket/test_odd_loras.py::test_a_file_that_turns_bad_is_refused_before_the_ranks_hear": "a backend",
     "socket/test_odd_loras.py::test_paths_and_strengths_that_cannot_be": "starts a backend",
     "socket/test_allowed_folders.py::test_a_client_loads_from_the_allowed_folders_alone": "starts a backend",
+    "unit/test_compiled_blocks.py::test_inductor_keeps_the_latent": "a C++ compiler, for a minute",
     "unit/test_memory_page.py::test_the_page_is_what_the_script_makes": "describes every file, for a minute",
     "unit/test_scaling_page.py::test_the_page_is_what_the_script_makes": "projects and counts every model",
     "unit/test_benchmarks.py::test_scaling_measures_two_ranks": "starts backends and measures",
