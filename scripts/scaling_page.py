@@ -32,6 +32,7 @@ from backend.planner.model_shape import ModelShape
 from backend.rank_plan import RankPlan
 from backend.rank_plan.request_size import RequestSize, size_of
 from backend.rank_plan.shape_of import shape_of
+from backend.sampling.validation import check_degrees
 
 PAGE = ROOT / "docs/scaling.md"
 BEGIN = "<!-- scaling: made by scripts/scaling_page.py -->\n"
@@ -146,6 +147,7 @@ class Model:
     def plans(self, method: str, ranks: int) -> list[RankPlan]:
         """Plan every rank. Raises ConfigError and UnsupportedError."""
         config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
+        check_degrees(self.checkpoint, config)
         return self.size.plans(config, self.checkpoint, torch.bfloat16)
 
     def macs(self, plan: RankPlan, method: str, ranks: int) -> float:

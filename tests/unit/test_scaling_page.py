@@ -22,6 +22,7 @@ UNLIKE = {
     "ltx2": "audio tokens count as video's, and a block's attention between both is not counted as sent",
     "ltx23": "as ltx2",
     "wan21-vace": "the bytes of its control blocks are not all counted",
+    "hunyuan-dit": "long skips travel to later stages and are not counted as sent",
     "hunyuan-image21": "bytes of its glyph text are not counted",
 }
 #: Cheap ones of the fast tier.
