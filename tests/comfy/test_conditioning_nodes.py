@@ -66,6 +66,7 @@ DEAR = ("face_video",)
 #: Conditioning nodes with optional inputs that are not walked -> why.
 ELSEWHERE = {
     "WanPhantomSubjectToVideo": "without images the node itself fails; test_variant_graphs.py",
+    "LTXVAddGuide": "test_variant_graphs.py; a guide with an attention mask is refused",
     "MiniMaxH3ImageToVideo": "test_variant_graphs.py, with both frames",
     "MiniMaxH3AddGuide": "test_variant_graphs.py, with pictures and with sound",
     "MiniMaxH3ReferenceToVideo": "test_variant_graphs.py, with everything",
