@@ -23,7 +23,7 @@ with comfy_modules():
 #: Cases that are golden families, and no variants.
 FAMILIES = ("wan21-vace", "kandinsky5")
 #: Types of inputs for which ``value`` has something.
-LINKS = ("IMAGE", "MASK", "VAE", "CLIP_VISION_OUTPUT", "WAN_CAMERA_EMBEDDING", "LATENT", "TRACKS")
+LINKS = ("IMAGE", "MASK", "VAE", "CLIP_VISION_OUTPUT", "WAN_CAMERA_EMBEDDING", "LATENT")
 #: Types that a person sets in the node itself.
 WIDGETS = {"INT", "FLOAT", "BOOLEAN", "STRING", "COMBO"}
 #: Sides and frames of every video, where the node asks for them.
@@ -38,17 +38,6 @@ NODES = {
     "Wan22FunControlToVideo": ("nodes_wan", {}, ("wan21-fun-control", "wan22-fun-control")),
     "WanCameraImageToVideo": ("nodes_wan", {}, ("wan21-fun-camera", "wan22-fun-camera")),
     "WanVaceToVideo": ("nodes_wan", {}, ("wan21-vace",)),
-    "WanTrackToVideo": (
-        "nodes_wan",
-        {"tracks": '[[{"x": 16, "y": 16}, {"x": 96, "y": 64}]]', "temperature": 220.0, "topk": 2},
-        ("wan21-i2v",),
-    ),
-    "WanMoveTrackToVideo": ("nodes_wanmove", {}, ("wan21-i2v",)),
-    "WanAnimateToVideo": (
-        "nodes_wan",
-        {"continue_motion_max_frames": 5, "video_frame_offset": 0},
-        ("wan22-animate",),
-    ),
     "BerniniConditioning": ("nodes_bernini", {"ref_max_size": 128}, ("wan22-bernini",)),
     "Wan22ImageToVideoLatent": ("nodes_wan", {}, ("wan22-ti2v",)),
     "HunyuanImageToVideo": ("nodes_hunyuan", {"guidance_type": "v1 (concat)"}, ("hunyuan-video-i2v",)),
@@ -61,10 +50,11 @@ NODES = {
     "Kandinsky5ImageToVideo": ("nodes_kandinsky5", {}, ("kandinsky5",)),
     "ReferenceLatent": ("nodes_edit_model", {}, ("flux-kontext", "qwen-image-layered")),
 }
-#: Optional inputs that cost minutes (the face's encoder has one released size): given only beside all others.
-DEAR = ("face_video",)
 #: Conditioning nodes with optional inputs that are not walked -> why.
 ELSEWHERE = {
+    "WanAnimateToVideo": "test_variant_graphs.py",
+    "WanTrackToVideo": "hands on what WanImageToVideo does, with other values",
+    "WanMoveTrackToVideo": "hands on what WanImageToVideo does, with other values",
     "WanPhantomSubjectToVideo": "without images the node itself fails; test_variant_graphs.py",
     "LTXVAddGuide": "test_variant_graphs.py; a guide with an attention mask is refused",
     "MiniMaxH3ImageToVideo": "test_variant_graphs.py, with both frames",
@@ -106,12 +96,6 @@ def value(kind: str, name: str, case: str):
     if kind == "WAN_CAMERA_EMBEDDING":
         cameras = importlib.import_module("comfy_extras.nodes_camera_trajectory")
         return cameras.WanCameraEmbedding.execute("Pan Left", 144, 112, 9).args[0]
-    if kind == "TRACKS":
-        tracks = importlib.import_module("comfy_extras.nodes_wanmove").GenerateTracks
-        line = {"start_x": 0.1, "start_y": 0.1, "end_x": 0.8, "end_y": 0.7, "mid_x": 0.5, "mid_y": 0.5}
-        several = {"num_frames": 9, "num_tracks": 2, "track_spread": 0.1}
-        kind_of = {"bezier": False, "interpolation": "linear"}
-        return tracks.execute(width=144, height=112, **line, **several, **kind_of).args[0]
     if kind == "LATENT":
         shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
         return {"samples": pictures.randn(shape, 3)}
@@ -147,10 +131,7 @@ def conditioned(node: str, case: str, absent: str, prompts: dict) -> tuple[list,
         for each in schema.inputs
         if not each.optional
     }
-    left_out = {absent, *(DEAR if absent else ())}
-    values |= {
-        name: value(kind, name, case) for name, kind in links(node) if absent != "*" and name not in left_out
-    }
+    values |= {name: value(kind, name, case) for name, kind in links(node) if absent not in ("*", name)}
     results = list(zip(schema.outputs, node_class(node).execute(**values).args))
     made = [result for output, result in results if output.io_type == "CONDITIONING"]
     latents = [result for output, result in results if output.io_type == "LATENT"]
