@@ -19,6 +19,7 @@ from pathlib import Path
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
+from .cache_folder import cache_folder
 from .client import BackendClient
 from .exit_report import first_failure, full_disk
 from .private_folder import PrivateFolder
@@ -92,6 +93,9 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    # compiled blocks: one folder for all ranks, private since code is loaded from it
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env["CUDA_VISIBLE_DEVICES"] = ""
