@@ -1,8 +1,8 @@
-"""The list of released files in docs/models.md, and the tables in tests/headers that it is made of.
+"""The lists of released files and LoRAs in docs/models.md, and the tables of tests/headers behind them.
 
-    python scripts/released_files.py            # prints the list
-    python scripts/released_files.py --write    # tests/headers/released.json anew, and the list in its page
-    python scripts/released_files.py --comfy    # tests/headers/comfy.json anew; with ComfyUI's Python
+    python scripts/released_files.py            # prints the lists
+    python scripts/released_files.py --write    # our tables anew, and the lists in their page
+    python scripts/released_files.py --comfy    # ComfyUI's tables anew; with ComfyUI's Python, and gguf in it
 
 A test compares page and tables, and the tables with what the headers give.
 """
@@ -11,6 +11,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "scripts", "tests", "tests/support", "tests/unit", "tests/comfy")
@@ -18,7 +19,8 @@ HEADERS = ROOT / "tests/headers"
 PAGE = ROOT / "docs/models.md"
 BEGIN = "<!-- released files: made by scripts/released_files.py -->\n"
 END = "<!-- end of released files -->\n"
-HEAD = ("file", "family", "ComfyUI's class", "parameters", "tensors left over", "latent format")
+HEAD = ("file", "family", "ComfyUI's class", "parameters", "tensors left over", "sampling", "latent format")
+LORA_HEAD = ("LoRA", "model", "tensors changed", "by ComfyUI", "keys left over")
 
 
 def read(name: str) -> dict:
@@ -39,17 +41,45 @@ def taken() -> list[tuple[str, ...]]:
     for file, row in read("released.json").items():
         if isinstance(row, list):
             family, parameters, left = row
-            found.append((file, family, comfy[file][0], str(parameters), ", ".join(left), comfy[file][3]))
+            name, kinds, settings, latent = comfy[file]
+            sampling = f"{kinds[0].removeprefix('ModelSampling')} {shown(settings)}".strip()
+            found.append((file, family, name, str(parameters), shown_names(left), sampling, latent))
     return found
+
+
+def shown(settings: dict) -> str:
+    """Return settings in a few words."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def shown_names(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 2 else ""
+    return ", ".join(names[: 1 if more else 2]) + more
 
 
 def refused() -> list[tuple[str, ...]]:
     """Return a row for each file that is refused: what the refusal says, without the file's name."""
     return [
-        (file, row.removeprefix(f"{file}.safetensors ").replace("|", "\\|"))
+        (file, row.removeprefix(file).removeprefix(".safetensors").strip().replace("|", "\\|"))
         for file, row in read("released.json").items()
         if isinstance(row, str)
     ]
+
+
+def loras() -> list[tuple[str, ...]]:
+    """Return a row for each list of keys: what it changes, or its refusal."""
+    ours = read("lora_patches.json")
+    theirs = read("comfy_loras.json")
+    found = []
+    for name, rules in read("loras.json").items():
+        row = ours[name]
+        taken = isinstance(row, list)
+        changed, left = (
+            (str(row[0]), str(row[1])) if taken else ("refused", row.partition(".safetensors ")[2])
+        )
+        found.append((name, rules["model"], changed, str(theirs[name]), left))
+    return found
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -59,8 +89,9 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def listed() -> str:
-    """Return both tables as they stand in the page."""
-    return f"{table(HEAD, taken())}\n{table(('file', 'refused: it'), refused())}"
+    """Return the tables as they stand in the page."""
+    files = f"{table(HEAD, taken())}\n{table(('file', 'refused: it'), refused())}"
+    return f"{files}\n{table(LORA_HEAD, loras())}"
 
 
 def main():
@@ -69,14 +100,19 @@ def main():
     sys.argv = sys.argv[:1]  # ComfyUI reads the arguments as its own
     if "--comfy" in options:
         import_module("pack")  # makes parallel_dit importable
-        tests = import_module("test_released_files")
-        write("comfy.json", {file: tests.ours(file) for file in tests.TAKEN})
+        files = import_module("test_released_files")
+        write("comfy.json", {file: files.ours(file) for file in files.TAKEN})
+        lists = import_module("test_lora_patches")
+        write("comfy_loras.json", {name: lists.patches(name) for name in lists.LISTS})
         return
     if "--write" not in options:
         print(listed())
         return
-    tests = import_module("test_released")
-    write("released.json", {file: tests.found(file) for file in tests.TABLE})
+    files = import_module("test_released")
+    write("released.json", {file: files.found(file) for file in files.names()})
+    lists = import_module("test_lora_lists")
+    with TemporaryDirectory() as folder:
+        write("lora_patches.json", {name: lists.found(name, Path(folder)) for name in lists.LISTS})
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + listed() + END + rest.partition(END)[2])
 

@@ -23,7 +23,8 @@ UINT32 = 4
 MOST_FIELDS = 4_096
 MOST_ENTRIES = 65_536
 MOST_TENSORS = 16_384
-MOST_DIMENSIONS = 4
+#: ggml has 4; ComfyUI-GGUF writes the 5 of a video model's first convolution.
+MOST_DIMENSIONS = 5
 ALIGNMENT = "general.alignment"
 
 

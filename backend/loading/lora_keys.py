@@ -66,9 +66,27 @@ ALIASES = (
 )
 #: Modules that read the latent, under the names of single files and of diffusers.
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
+#: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).
+USO_KEYS = {
+    "single_blocks.37.processor.qkv_lora.up.weight",
+    "double_blocks.18.processor.qkv_lora2.up.weight",
+}
+USO = {
+    ".processor.qkv_lora1.": ".img_attn.qkv.lora_",
+    ".processor.qkv_lora2.": ".txt_attn.qkv.lora_",
+    ".processor.proj_lora1.": ".img_attn.proj.lora_",
+    ".processor.proj_lora2.": ".txt_attn.proj.lora_",
+    ".processor.qkv_lora.": ".linear1_qkv.lora_",
+    ".processor.proj_lora.": ".linear2.lora_",
+}
+#: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.
+QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
 #: Keys (patterns) that only LoRAs of a kind have -> the kind, and what to do instead.
 REFUSED_KEYS = {
-    "*.processor.qkv_lora*": ("a LoRA of USO or XLabs, whose keys name attention processors", "use KSampler"),
+    "*.processor.qkv_lora*": (
+        "a LoRA of XLabs, whose keys name attention processors",
+        "use the nodes that were made",
+    ),
     "*single_blocks.0.norm.key_norm.scale": (
         "a control LoRA of Flux.1, which widens the model's input and replaces its norms",
         "use KSampler, or the whole Canny or Depth model",
@@ -124,15 +142,15 @@ class Targets:
         stacked = defaultdict(dict)
         for name, source in sources(layout, shapes).items():
             stacked[source.key][name] = source
-        theirs = []
+        theirs = [_stack(key, pieces, shapes) for key, pieces in stacked.items()]
+        #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
+        self.together = {name: target for target in theirs for name in target.pieces}
         for key, pieces in stacked.items():
-            matrices = [matrix(shapes[name]) for name in pieces]
-            height = sum(rows for rows, _ in matrices)
-            theirs.append(Target(key, (height, matrices[0][1]), pieces))
+            qkv = {name: source for name, source in pieces.items() if name.endswith(QKV)}
+            if 0 < len(qkv) < len(pieces):
+                theirs.append(_stack(f"{key.removesuffix('.weight')}_qkv.weight", qkv, shapes))
         self.ours = _by_name(ours)
         self.theirs = _by_name(theirs)
-        #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
-        self.together = {name: target for target in self.theirs.values() for name in target.pieces}
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
         """Find the tensor that a key without its role names; ``leaf``: a parameter other than the weight."""
@@ -141,6 +159,7 @@ class Targets:
         stem = stem[prefix.end() :] + leaf
         spelled = self.layout.spell(f"{stem}.weight").removesuffix(".weight")
         names = [stem.replace(".", "_"), spelled.replace(".", "_")]
+        names.append(self.layout.spell(f"{names[0]}_weight", "_").removesuffix("_weight"))
         names += [names[0].replace(other, ours) for other, ours in ALIASES]
         orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
         return next((found[name] for name in names for found in orders if name in found), None)
@@ -198,11 +217,13 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"there is no LoRA at {path:.300}; refresh the page and choose lora_name again."
         )
     files = TensorFiles([where])
-    _check_kind(where.name, files.shapes)
+    is_uso = files.shapes.keys() >= USO_KEYS
+    if not is_uso:
+        _check_kind(where.name, files.shapes)
     modules = defaultdict(dict)
     unmatched = []
     for key in files.shapes:
-        found = KEY.fullmatch(key)
+        found = KEY.fullmatch(_from_uso(key) if is_uso else key)
         if found is None or found.lastgroup in modules[found["stem"]]:
             unmatched.append(key)
         else:
@@ -224,6 +245,11 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"lora_unet_, lora_transformer_ and lycoris_."
         )
     return Lora(path, adapters, unmatched)
+
+
+def _from_uso(key: str) -> str:
+    """Return ComfyUI's spelling of a key of USO."""
+    return next((key.replace(theirs, ours) for theirs, ours in USO.items() if theirs in key), key)
 
 
 def _check_kind(name: str, shapes: Shapes):
@@ -265,6 +291,12 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"neither a row nor a column of a tensor of {_times(target.shape)}."
         )
     return adapter
+
+
+def _stack(key: str, pieces: Mapping[str, Source], shapes: Shapes) -> Target:
+    """Return the tensor that has the rows of these parameters."""
+    matrices = [matrix(shapes[name]) for name in pieces]
+    return Target(key, (sum(rows for rows, _ in matrices), matrices[0][1]), pieces)
 
 
 def _by_name(targets: list[Target]) -> dict[str, Target]:

@@ -104,10 +104,10 @@ class Layout:
         """How many parameters one of the file's tensors holds at most."""
         return max((len(targets.split()) for targets in self.names.values()), default=1)
 
-    def spell(self, key: str) -> str:
-        """A key of another spelling in this one."""
+    def spell(self, key: str, separator: str = ".") -> str:
+        """A key of another spelling in this one; ``separator``: what stands for dots in it."""
         for theirs, ours in self.spellings:
-            key = key.replace(theirs, ours)
+            key = key.replace(theirs.replace(".", separator), ours.replace(".", separator))
         return key
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from loras import lora, write_mixed
+from loras import lora, uso, write_mixed
 from safetensors.torch import save_file
 from servers import comfy_over
 from tiny import GOLDEN, facts, write_checkpoint
@@ -44,7 +44,7 @@ CASES = [
     for family in FAMILIES
     for spelling in ("comfyui", "kohya", "peft")
     if spelling != "peft" or family in OURS
-]
+] + [("flux-dev", "uso")]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def comfy(tmp_path_factory):
                 lora(OURS.get(family, {}) if spelling == "peft" else shapes, spelling)[0],
                 loras / f"{family}-{spelling}.safetensors",
             )
+    save_file(uso()[0], loras / "flux-dev-uso.safetensors")
     write_mixed(loras / "mixed.safetensors", facts("flux-dev")["shapes"])
     save_file(
         lora(OURS["flux-dev"], "peft", seed=9)[0] | {"lora_te1_text.alpha": torch.tensor(1.0)},

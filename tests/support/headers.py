@@ -7,8 +7,11 @@ null for a name without a number. "data" is the text of the few tensors that mus
 
 import gzip
 import json
+import math
 import re
+import struct
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -21,6 +24,9 @@ from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import DTYPES, TensorFiles
 
 RELEASED = Path(__file__).parents[1] / "headers" / "released.json.gz"
+#: Key -> (type, shape).
+Tensors = Mapping[str, tuple[str, list[int]]]
+ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1, "I64": 8}
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
@@ -82,6 +88,20 @@ def fold(tensors: dict) -> dict:
         pattern: [[dtype, list(shape), _numbers(found)] for (dtype, shape), found in shapes.items()]
         for pattern, shapes in groups.items()
     }
+
+
+def write_sparse(path: Path, tensors: Tensors, metadata: dict | None = None) -> Path:
+    """Write a safetensors file of these tensors whose data is a hole, which takes no room on a disk."""
+    header, offset = {"__metadata__": metadata} if metadata else {}, 0
+    for key, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    return path
 
 
 def _numbers(found: list):

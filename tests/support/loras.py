@@ -65,6 +65,35 @@ def write_lora(path: Path, shapes: dict[str, tuple[int, ...]], spelling: str, se
     return path
 
 
+#: Modules of USO's file for the tiny Flux -> rows and columns, and the parameters that are their rows.
+USO = {
+    "double_blocks.0.processor.qkv_lora1": ((768, 256), "transformer_blocks.0.attn.to_{q,k,v}"),
+    "double_blocks.0.processor.qkv_lora2": ((768, 256), "transformer_blocks.0.attn.add_{q,k,v}_proj"),
+    "double_blocks.1.processor.proj_lora1": ((256, 256), "transformer_blocks.1.attn.to_out.0"),
+    "double_blocks.1.processor.proj_lora2": ((256, 256), "transformer_blocks.1.attn.to_add_out"),
+    "single_blocks.0.processor.qkv_lora": ((768, 256), "single_transformer_blocks.0.attn.to_{q,k,v}"),
+    "single_blocks.1.processor.proj_lora": ((256, 1280), "single_transformer_blocks.1.proj_out"),
+}
+#: Keys of the last blocks of Flux.1, by which ComfyUI knows the file.
+USO_MARKS = (
+    "single_blocks.37.processor.qkv_lora.up.weight",
+    "double_blocks.18.processor.qkv_lora2.up.weight",
+)
+
+
+def uso() -> tuple[dict, dict]:
+    """A LoRA with USO's names for the tiny Flux, and parameter -> what it adds at strength 1."""
+    file = {key: torch.zeros(2, 2) for key in USO_MARKS}
+    added = {}
+    for i, (module, (shape, parameters)) in enumerate(USO.items()):
+        up = randn(shape[0], RANK, seed=i) * 0.2
+        down = randn(RANK, shape[1], seed=i + 100) * 0.05
+        file |= {f"{module}.up.weight": up, f"{module}.down.weight": down}
+        names = [parameters.replace("{q,k,v}", part) for part in ("qkv" if "{" in parameters else "-")]
+        added |= {f"{name}.weight": part for name, part in zip(names, (up @ down).chunk(len(names)))}
+    return file, added
+
+
 def write_mixed(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     """A file of every kind of adapter for the tiny Flux, whose single file has these ``shapes``: what a rank
     cannot do with its own rows and columns alone too."""

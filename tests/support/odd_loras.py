@@ -78,7 +78,7 @@ ODD = {
     "dora of integers": (_lora(dora_scale=torch.ones(ROWS, 1, dtype=torch.int64)), "stored as I64"),
     "difference of another size": ({"diff": randn(ROWS, 5)}, "768 x 5, but .* is 768 x 256"),
     "difference that is NaN": ({"diff": _with(torch.nan, ROWS, COLUMNS)}, "diff.* NaN or infinity"),
-    "attention processors": ({"processor.qkv_lora1.down.weight": randn(2, 2)}, "LoRA of USO or XLabs"),
+    "attention processors": ({"processor.qkv_lora1.down.weight": randn(2, 2)}, "LoRA of XLabs"),
     "bias of another length": (_lora(diff_b=randn(5)), "is 5 x 1, but .* is 768 x 1"),
 }
 

@@ -190,10 +190,7 @@ def write_plain_gguf(path: Path, state: dict, **strings: str) -> Path:
     writer = gguf.GGUFWriter(str(path), "any")
     for name, text in strings.items():
         writer.add_string(name, text)
-    for key, tensor in state.items():
-        if tensor.ndim > 4:  # GGUF has no more: as ComfyUI-GGUF's converter
-            writer.add_array(f"comfy.gguf.orig_shape.{key}", list(tensor.shape))
-            tensor = tensor.flatten(2)
+    for key, tensor in state.items():  # of five dimensions too, as ComfyUI-GGUF's fix_5d_tensors.py
         writer.add_tensor(key, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

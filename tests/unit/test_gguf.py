@@ -5,7 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from quantized import write_gguf
+from quantized import write_gguf, write_plain_gguf
+from safetensors.torch import load_file
+from tiny import write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -63,6 +65,16 @@ def test_gguf_in_another_shape(folder, state):
     assert want.shape[1] < 256 and files.shapes["img_in.weight"] == tuple(want.shape)
     found = files.read("img_in.weight", slice(3, 50), slice(9, 33), torch.float32)
     assert torch.allclose(found, want[3:50, 9:33], rtol=1e-6, atol=1e-6 * want.abs().max())
+
+
+def test_a_convolution_of_five_dimensions(folder):
+    """ComfyUI-GGUF's converter keeps the shape of a video model's first convolution."""
+    pytest.importorskip("gguf")
+    state = load_file(write_checkpoint(folder / "wan.safetensors", "wan21-t2v"))
+    checkpoint = open_checkpoint(str(write_plain_gguf(folder / "wan.gguf", state)))
+    want = state["patch_embedding.weight"]
+    assert want.ndim == 5 and checkpoint.files.shapes["patch_embedding.weight"] == tuple(want.shape)
+    assert checkpoint.files.read("patch_embedding.weight", dtype=torch.float32).equal(want)
 
 
 def test_refused_gguf_files(folder, state):

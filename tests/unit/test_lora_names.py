@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fused_loras import STRENGTH, equal, fuse, parameters
-from loras import lora
+from fused_loras import STRENGTH, change, equal, fuse, parameters
+from loras import lora, uso
 from safetensors.torch import load_file, save_file
 from tiny import facts, write_checkpoint
 from tolerance import assert_ulps
@@ -91,6 +91,17 @@ def test_both_names_of_every_matrix(family, folder, tmp_path):
 
     fuse(engine)
     assert equal(parameters(engine), plain)
+
+
+def test_uso(folder, tmp_path):
+    """Its single blocks change query, key and value, which the file keeps in one tensor with the MLP."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(write_checkpoint(folder / "flux-dev.safetensors", "flux-dev")), "default")
+    file, added = uso()
+    found = change(engine, tmp_path / "uso.safetensors", file)
+    assert found.keys() == added.keys()
+    for name, want in added.items():
+        assert torch.allclose(found[name], STRENGTH * want, atol=1e-6), name
 
 
 def test_swapped_rows_of_a_tensor_parallel_rank(folder):

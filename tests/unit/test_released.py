@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from headers import HeaderFiles, opened, released
+from header_forms import names, open_released
+from headers import HeaderFiles, fold, released, unfold
 from safetensors.torch import save_file
+from tiny import GOLDEN
 
 from backend.errors import UnsupportedError
 from backend.loading.known_models import FORMATS, KNOWN, check_known
-from backend.loading.recognition import recognise
+from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import weight_paths
+from backend.models import FAMILIES
 from backend.models.key_layout import PREFIXES
 
 #: File -> [family, parameters filled, tensors that nothing reads], or its refusal.
@@ -23,7 +26,7 @@ TABLE = json.loads((Path(__file__).parents[1] / "headers" / "released.json").rea
 def found(name: str) -> list | str:
     """What the table must say of a file."""
     try:
-        checkpoint = opened(name)
+        checkpoint = open_released(name)
     except UnsupportedError as error:
         return str(error)
     read = {checkpoint.keys.get(source.key, source.key) for source in checkpoint.sources.values()}
@@ -37,7 +40,7 @@ def test_a_released_file(name):
 
 
 def test_every_header_is_in_the_table():
-    assert TABLE.keys() == released().keys()
+    assert list(TABLE) == names()
 
 
 def test_the_page_lists_the_table():
@@ -63,6 +66,39 @@ def test_a_known_model_is_refused_by_its_name(known):
 def test_a_known_format_is_refused(end):
     with pytest.raises(UnsupportedError, match=re.escape(FORMATS[end][0])):
         check_known("model", {"blocks.0.attn.img_in.weight": (4, 4), f"blocks.0.attn.{end}": (4,)})
+
+
+VARIANTS = [
+    pytest.param(family, key, what, id=f"{family.name} {key}")
+    for family in FAMILIES.values()
+    for key, what in family.layout.variants.items()
+]
+
+
+#: Families without a released header -> their golden file.
+TINY = {"qwen-image-2.1": "qwen-image21"}
+
+
+def tiny_header(name: str) -> dict:
+    """The header of a golden file's checkpoint."""
+    shapes = json.loads((GOLDEN / f"{name}.json").read_text())["shapes"]
+    tensors = {key: ("F32", shape) for key, shape in shapes.items()}
+    return {"tensors": fold(tensors), "metadata": {}, "data": {}}
+
+
+@pytest.mark.parametrize("family, key, what", VARIANTS)
+def test_a_variant_is_refused_by_its_name(family, key, what):
+    """A file of the family with one tensor more, by which the variant is known."""
+    found = (
+        header
+        for name, header in released().items()
+        if TABLE[name][0] == family.name and family.layout.signature[0] in unfold(header["tensors"])
+    )
+    header = next(found, None) or tiny_header(TINY[family.name])
+    tensors = header["tensors"] | {key: [["BF16", [4, 4], None]]}
+    files = HeaderFiles("variant", header | {"tensors": tensors})
+    with pytest.raises(UnsupportedError, match=re.escape(what)):
+        check_complete(recognise("variant.safetensors", files))
 
 
 PLAIN, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
