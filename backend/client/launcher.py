@@ -21,6 +21,7 @@ from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from .client import BackendClient
 from .exit_report import first_failure, full_disk
+from .interpreter import inherited, ranks_python
 from .private_folder import PrivateFolder
 from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 
@@ -85,6 +86,7 @@ def allocator_settings(parent: dict) -> dict:
 
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's."""
+    parent = inherited(parent)
     env = {
         name: value
         for name, value in parent.items()
@@ -138,7 +140,8 @@ def agent_command(ranks: int, folder: Path) -> list[str]:
         "--log-dir": str(folder / "ranks"),
         "--tee": "3",
     }
-    return [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
+    agent = [ranks_python(), "-m", "torch.distributed.run"]
+    return [*agent, *rendezvous_flags(folder), *chain(*flags.items())]
 
 
 class ClosedError(BackendError):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import interpreters
 import pytest
 import torch
 from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
@@ -39,9 +40,13 @@ def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess
 
 
 def test_the_page_example_makes_the_picture(tmp_path):
-    """Two ranks are started, a prompt of the demo model becomes its picture, and the ranks end."""
-    found = shell(examples("headless.md")["sample"], tmp_path)
+    """Two ranks are started, by another Python than the client's, and a prompt becomes its picture."""
+    python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log")
+    found = shell(examples("headless.md")["sample"], tmp_path, PARALLEL_DIT_PYTHON=str(python))
     assert found.returncode == 0, found.stderr
+    ran = (tmp_path / "log").read_text()
+    assert "-m backend.preflight" in ran and "-m torch.distributed.run" in ran
+    assert "backend.cli" not in ran  # that is the client's
     assert found.stdout.startswith(f"{tmp_path}/circle.safetensors: ")
     samples = load_file(tmp_path / "circle.safetensors")["samples"]
     image = shapes.decode(shapes.to_vae_units(samples))[0]
