@@ -31,6 +31,8 @@ class Worker:
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
+        #: Rank -> the number of its machine.
+        self.machines = self.dispatcher.all_gather_object(int(os.environ.get("GROUP_RANK", "0")))
         capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)

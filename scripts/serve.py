@@ -5,12 +5,21 @@
     python scripts/serve.py status --address ... --token-file ... [--prometheus]
     python scripts/serve.py stop --address ... --token-file ...
 
-`start` stays in the foreground, for systemd or a container: it ends its ranks with itself, watches their
-heartbeats, and ends with 1 and one sentence where the backend ends by itself. The socket's folder and the
-token's file must be this user's alone (docs/security.md). One machine; several: docs/security.md.
+`start` stays in the foreground, for systemd, Slurm, Kubernetes or a container: it ends its ranks with itself,
+watches their heartbeats, and ends with 1 and one sentence where the backend ends by itself. The socket's
+folder and the token's file must be this user's alone (docs/security.md).
+
+On several machines, start it on each with the same token (docs/multi_node.md); machine 0 alone is given the
+address and the configuration:
+
+    python scripts/serve.py start --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --interface eth1 \\
+        --address ... --config ... --token-file ... --models ...
+    python scripts/serve.py start --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1:29500 --interface eth1 \\
+        --token-file ... --models ...
 """
 
 import argparse
+import hashlib
 import json
 import signal
 import sys
@@ -22,8 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import torch
 
+from backend.client import machine_link
 from backend.client.client import BackendClient, open_socket
-from backend.client.launcher import BackendProcess
+from backend.client.launcher import READY_SECONDS, BackendProcess
+from backend.client.machine_link import Link
+from backend.client.machines import Machines, placement
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Report, Shutdown, Status
 from backend.start import own_token
@@ -33,7 +45,7 @@ METRICS = {
     "up_seconds": "Seconds since the ranks have started.",
     "models": "Transformers that are loaded.",
     "rank_weight_bytes": "Weights that a rank holds.",
-    "rank_resident_bytes": "Memory of a rank's process.",
+    "rank_resident_bytes": "Memory of a rank's process; 0 on another machine than rank 0's.",
     "running_seconds": "Seconds of the request under way, 0 for none.",
     "waiting": "Requests that wait.",
     "answered_total": "Requests that were answered.",
@@ -42,25 +54,83 @@ METRICS = {
 
 def start(options: argparse.Namespace, token: str) -> int:
     """Serve until a signal or a client ends it; 1 where it ends by itself."""
-    config = ParallelConfig(**json.loads(options.config)).validate()
-    device = config.resolve_device(torch.cuda.device_count())
-    remove_stale(options.address)
-    process = BackendProcess(config, device, options.models, options.address, token)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    machines = Machines(
+        options.nnodes, options.node_rank, options.rdzv_endpoint, options.interface
+    ).validate()
+    leads = machines.index == 0
+    if not leads and (options.address or options.config != "{}"):
+        raise ConfigError(
+            "--address and --config belong to machine 0, which passes the configuration on; leave them out."
+        )
+    if leads and not options.address:
+        raise ConfigError("start needs --address, unix:PATH or tcp:HOST:PORT, at which clients connect.")
+    config, device, link = joined(machines, options.config, token)
+    remove_stale(options.address)
+    process = BackendProcess(config, device, options.models, options.address, token, link)
     try:
-        process.wait_ready()
-        print(f"{config.product} on {device} at {options.address}, log {process.log}", flush=True)
-        while process.running:
-            time.sleep(0.5)
-        if process.ended_as_asked:
-            return 0
-        print(process.failure_cause(), file=sys.stderr)
-        return 1
+        return served(process, config, device)
     except KeyboardInterrupt:
         return 0
     finally:
         process.close()
         remove_stale(options.address)
+
+
+def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
+    """Return configuration and device of the ranks, and the link to the other machines once all are there."""
+    if machines.index:
+        link, begin = machine_link.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
+        config = ParallelConfig(**begin["config"])
+        try:
+            check_device(config, begin["device"], machines)
+        except ConfigError as error:
+            link.close(str(error))
+            raise
+        return config, begin["device"], link
+    config = ParallelConfig(**json.loads(text)).validate()
+    if machines.count == 1:
+        return config, config.resolve_device(torch.cuda.device_count()), None
+    device = check_device(config, config.device, machines)
+    print(placement(config.degrees, machines.count, config.shard_weights), flush=True)
+    begin = {"config": asdict(config), "device": device}
+    link = machine_link.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
+    return config, device, link
+
+
+def check_device(config: ParallelConfig, device: str, machines: Machines) -> str:
+    """Return "cuda" or "cpu" for the ranks of this machine; ConfigError where they do not fit on it."""
+    here = ParallelConfig(device=device, data_parallel_degree=machines.ranks_here(config))
+    return here.resolve_device(torch.cuda.device_count())
+
+
+def same_everywhere() -> dict:
+    """Return what has to be equal on all machines: a step that one does differently hangs all."""
+    return {"pack": pack_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def pack_version() -> str:
+    """Return a digest of the backend's sources."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "backend").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
+    """Wait until the ranks have ended, and say why unless a client has told them to."""
+    if process.machines.index == 0:
+        process.wait_ready()
+        where = f"{config.product} on {device} at {process.address}"
+    else:
+        where = f"{process.machines.name} of {process.machines.count} started, on {device}"
+    print(f"{where}, log {process.log}", flush=True)
+    while process.running:
+        time.sleep(0.5)
+    if process.ended_as_asked:
+        return 0
+    print(process.failure_cause(), file=sys.stderr)
+    return 1
 
 
 def remove_stale(address: str):
@@ -78,9 +148,12 @@ def status(client: BackendClient, prometheus: bool) -> str:
     report = client.request(Status())
     if prometheus:
         return metrics(report)
-    return json.dumps(
-        {"degrees": client.welcome.degrees, "device": client.welcome.device, **asdict(report)}, indent=1
-    )
+    degrees = client.welcome.degrees
+    found = {"degrees": degrees, "device": client.welcome.device, **asdict(report)}
+    machines = 1 + max(rank["machine"] for rank in report.ranks)
+    if machines > 1:
+        found["placement"] = placement(degrees, machines)
+    return json.dumps(found, indent=1)
 
 
 def metrics(report: Report) -> str:
@@ -108,7 +181,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=("start", "status", "stop"))
-    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT")
+    parser.add_argument("--address", default="", help="unix:PATH or tcp:HOST:PORT")
     parser.add_argument(
         "--token-file", help="a file of this user alone; without it PARALLEL_DIT_TOKEN counts"
     )
@@ -116,6 +189,12 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="*", default=[], help="start: folders from which files may be loaded"
     )
+    parser.add_argument("--nnodes", type=int, default=1, help="start: number of machines")
+    parser.add_argument("--node-rank", type=int, default=0, help="start: which of them this is, from 0")
+    parser.add_argument(
+        "--rdzv-endpoint", default="", help="start: HOST:PORT of machine 0; PORT and PORT + 1 are taken there"
+    )
+    parser.add_argument("--interface", default="", help="start: network interface to the other machines")
     parser.add_argument("--prometheus", action="store_true", help="status: as Prometheus's text")
     options = parser.parse_args()
     try:
