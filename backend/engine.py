@@ -242,6 +242,7 @@ class Engine:
         return {
             "config": model.config,
             "conditioning": list(model.family.conditioning.accepted),
+            "prediction": model.family.noise.prediction,
             "latent_format": model.weights.checkpoint.latent_format,
             "generic": model.weights.checkpoint.generic,
             "dtype": str(model.dtype).removeprefix("torch."),

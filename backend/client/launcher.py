@@ -21,6 +21,7 @@ from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from .client import BackendClient
 from .exit_report import cause_among, failures, full_disk
+from .interpreter import ranks_python
 from .machine_link import Link
 from .machines import Machines
 from .private_folder import PrivateFolder
@@ -83,7 +84,7 @@ def agent_command(ranks: int, folder: Path, machines: Machines = ONE_MACHINE) ->
         "--tee": "3",
     }
     rendezvous = static_rendezvous(machines) if machines.count > 1 else rendezvous_flags(folder)
-    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, *chain(*flags.items())]
+    return [ranks_python(), "-m", "torch.distributed.run", *rendezvous, *chain(*flags.items())]
 
 
 class ClosedError(BackendError):

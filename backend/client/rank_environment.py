@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from ..config import ParallelConfig
+from .interpreter import inherited
 
 #: The folder of this pack.
 PACK = Path(__file__).resolve().parents[2]
@@ -13,6 +14,14 @@ PACK = Path(__file__).resolve().parents[2]
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 #: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
 _GROWING = "expandable_segments:True"
+#: glibc raises the size from which a block is memory of its own to 32 MB, as blocks are freed. Smaller ones
+#: then leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). A size that is set
+#: stays. Bytes; the user's settings count.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "MALLOC_ARENA_MAX": "2",
+}
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -65,6 +74,7 @@ def allocator_settings(parent: dict) -> dict:
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str, interface: str = "lo") -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's.
     ``config``: of the ranks of this machine; ``interface``: to the other machines."""
+    parent = inherited(parent)
     env = {
         name: value
         for name, value in parent.items()
@@ -72,6 +82,7 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str, int
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    env = _MALLOC | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env["CUDA_VISIBLE_DEVICES"] = ""

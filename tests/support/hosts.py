@@ -81,10 +81,14 @@ class Hosts:
         _run("ip", "-n", self.names[0], "link", "set", INTERFACE, "down")
 
     def shape(self, rate: str):
-        """Limit the cable to ``rate`` (10gbit, 1gbit) each way; packets queue as at a switch."""
+        """Limit the cable to ``rate`` (10gbit, 1gbit) each way; packets queue as at a switch. Empty: no
+        limit."""
         for name in self.names:
-            bucket = ["rate", rate, "burst", "1mb", "latency", "400ms"]
-            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
+            where = ["dev", INTERFACE, "root"]
+            subprocess.run(["tc", "-n", name, "qdisc", "del", *where], capture_output=True)
+            if rate:
+                bucket = ["rate", rate, "burst", "1mb", "latency", "400ms"]
+                _run("tc", "-n", name, "qdisc", "add", *where, "tbf", *bucket)
 
     def sent(self) -> int:
         """Return how many bytes have crossed the cable so far, both ways."""
