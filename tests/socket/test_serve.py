@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import serve
 
+from backend.cli import start, status
 from backend.protocol import Report
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,10 @@ def test_a_backend_that_ends_by_itself_ends_with_an_error(place, served):
 
 
 def test_metrics_have_prometheus_form():
-    ranks = [{"rank": r, "pid": 7, "weight_bytes": 10 + r, "resident_bytes": 20 + r} for r in (0, 1)]
-    text = serve.metrics(Report(9.5, {"a": "/a"}, ranks, "Sample", 1.5, 2, {"Load": 3}, ""))
+    ranks = [
+        {"rank": r, "machine": 0, "pid": 7, "weight_bytes": 10 + r, "resident_bytes": 20 + r} for r in (0, 1)
+    ]
+    text = status.metrics(Report(9.5, {"a": "/a"}, ranks, "Sample", 1.5, 2, {"Load": 3}, ""))
     assert "# TYPE parallel_dit_answered_total counter" in text
     assert 'parallel_dit_answered_total{kind="Load"} 3' in text
     assert 'parallel_dit_rank_weight_bytes{rank="1"} 11' in text
@@ -79,9 +81,9 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(place):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        serve.remove_stale(f"unix:{path}")
+        start.remove_stale(f"unix:{path}")
         assert path.exists()
-    serve.remove_stale(f"unix:{path}")
+    start.remove_stale(f"unix:{path}")
     assert not path.exists()
 
 
