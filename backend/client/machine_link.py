@@ -74,15 +74,16 @@ class Peer:
         return found
 
     def ask(self, key: str, seconds: float, limit: int = MAX_HELLO) -> Any:
-        """Return what the first line with ``key`` says. Raises ConnectionError or TimeoutError."""
+        """Return what the first line with ``key`` says, or None for a refusal. Raises ConnectionError or
+        TimeoutError."""
         deadline = time.monotonic() + seconds
-        while key not in self.said:
+        while not self.said.keys() & {key, "refused"}:
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))
             for line in self.read(limit):
                 self.said |= line
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it did not say its {key}")
-        return self.said[key]
+        return self.said.get(key)
 
 
 class Link:
