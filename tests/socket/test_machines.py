@@ -9,6 +9,7 @@ from pathlib import Path
 import hosts
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import error_in_std, golden_request, relative, to_vae_units, write_checkpoint
 
 from backend import protocol
@@ -38,6 +39,13 @@ RUNS = {
 }
 
 
+def save(path: Path, note: str) -> Path:
+    """Write the tiny model with a note in its header."""
+    state = load_file(write_checkpoint(path.with_name("flux-tiny.safetensors")))
+    save_file(state, path, {"note": note})
+    return path
+
+
 class Served:
     """A backend on both hosts, and a client of it on neither."""
 
@@ -50,7 +58,10 @@ class Served:
         self.hosts = hosts.Hosts()
         try:
             given = ({"device": "cpu", **config}, "--models", str(folder))
-            self.processes = [self.hosts.serve(i, folder, *given) for i in (0, 1)]
+            self.differs = save(folder / "differs.safetensors", "a")
+            own = {"FILE": str(self.differs), "OTHER": str(save(folder / "other.safetensors", "b"))}
+            given_to = ({}, own)
+            self.processes = [self.hosts.serve(i, folder, *given, **env) for i, env in enumerate(given_to)]
             head = self.processes[0].stdout
             assert head is not None
             self.report = head.readline()
@@ -113,6 +124,8 @@ def test_methods_across_hosts_are_exact(ranks, serve):
         assert error_in_std(to_vae_units(samples), golden) <= EXACT, degrees
         # bodies go by broadcast, and what crosses is of the method: both over the cable
         assert backend.hosts.sent() - before > golden.numel() * 4, degrees
+    with pytest.raises(protocol.RefusedError, match="rank 1: .*is another file on this rank's machine"):
+        backend.client.request(protocol.Load(str(backend.differs), "default", [], "auto"))
     machines = [rank["machine"] for rank in backend.client.request(protocol.Status()).ranks]
     assert machines == [0] * (ranks // 2) + [1] * (ranks // 2)
     assert backend.report.startswith(f"2 machines of {ranks // 2} rank")

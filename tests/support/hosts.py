@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 INTERFACE = "pdit"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29500
-#: Runs a command, and then lists what is left of its processes in $LEFT.
+#: Runs a command, and then lists what is left of its processes in $LEFT. $OTHER is this host's own $FILE.
 SHELL = """
+[ -z "$OTHER" ] || mount --bind "$OTHER" "$FILE"
 "$@"; code=$?
 sleep 1
 for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done | grep '[b]ackend.worker' > "$LEFT"
@@ -58,8 +59,9 @@ class Hosts:
             self.close()
             raise
 
-    def serve(self, index: int, folder: Path, config: dict, *options: str) -> subprocess.Popen:
-        """Start scripts/serve.py on host ``index``; host 0 listens at unix:FOLDER/s, with FOLDER/token."""
+    def serve(self, index: int, folder: Path, config: dict, *options: str, **env: str) -> subprocess.Popen:
+        """Start scripts/serve.py on host ``index``; host 0 listens at unix:FOLDER/s, with FOLDER/token.
+        ``env``: OTHER and FILE of SHELL."""
         where = ["--nnodes", "2", "--node-rank", str(index), "--interface", INTERFACE]
         where += ["--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--token-file", str(folder / "token")]
         if index == 0:
@@ -68,7 +70,7 @@ class Hosts:
         own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", SHELL, "sh"]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[index], *own, *serve],
-            env=os.environ | {"LEFT": str(folder / f"left-{index}")},
+            env=os.environ | {"OTHER": "", "LEFT": str(folder / f"left-{index}")} | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
