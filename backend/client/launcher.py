@@ -221,11 +221,7 @@ class BackendProcess:
         """Return one or two sentences on why the backend ended, once torchrun has written it, or what the
         ranks have left while their processes still run."""
         self._private.keep()
-        if not self.silence and not self._wait(
-            GRACE_SECONDS if self._ended_elsewhere else EXIT_REPORT_SECONDS
-        ):
-            if self._ended_elsewhere:  # they wait for ranks that are gone, as those of NCCL may for hours
-                self._kill_ranks()
+        self._wait_for_report()
         silence = self.silence
         found = failures(self.folder, self.machines.index * self._ranks, self.machines.name)
         found = [each for each in found if each.rank not in self._killed or each.code != -signal.SIGKILL]
@@ -239,6 +235,15 @@ class BackendProcess:
             return f"{what}; its log is {self.log}.{disk}"
         cause = cause or f"its launcher exited with code {status}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
+
+    def _wait_for_report(self):
+        """Wait until torchrun has written why its ranks ended, or end those that wait for another machine's:
+        ranks of NCCL may do so for hours."""
+        if self.silence:
+            return
+        if not self._wait(GRACE_SECONDS if self._ended_elsewhere else EXIT_REPORT_SECONDS):
+            if self._ended_elsewhere:
+                self._kill_ranks()
 
     def beats(self) -> list[Beat]:
         """Return the heartbeats of every rank."""

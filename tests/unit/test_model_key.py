@@ -98,5 +98,5 @@ def test_files_of_two_machines_are_compared_by_size_and_header(tmp_path):
     check_same("/nowhere", content_key("/nowhere"), key)
     for other in (b"header 2", b"header 1 longer"):
         (tmp_path / "b/m.safetensors").write_bytes(other)
-        with pytest.raises(UnsupportedError, match="m.safetensors is another file on this rank's machine"):
+        with pytest.raises(UnsupportedError, match="m.safetensors' is another file on this rank's machine"):
             check_same(str(first), content_key(str(tmp_path / "b/m.safetensors")), key)
