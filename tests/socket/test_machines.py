@@ -108,10 +108,22 @@ def one_process(checkpoint: str) -> torch.Tensor:
     return engine.sample(golden_request("euler_simple", "tiny")[0], Callbacks())[0]
 
 
+def check_doors(backend: Served):
+    """On the network torchrun's store alone listens on every interface, as docs/security.md has it; ranks and
+    launchers on the cable."""
+    first, second = (backend.hosts.listening(i) for i in (0, 1))
+    assert {port for address, port in first if address == "any"} == {hosts.PORT}
+    assert (hosts.ADDRESSES[0], hosts.PORT + 1) in first
+    for found, own in ((first, hosts.ADDRESSES[0]), (second, hosts.ADDRESSES[1])):
+        assert {address for address, _ in found} - {"any"} == {own}
+    assert "any" not in {address for address, _ in second}
+
+
 @pytest.mark.parametrize("ranks", RUNS)
 def test_methods_across_hosts_are_exact(ranks, serve):
     """And a client that says Shutdown ends both hosts, with nothing left."""
     backend = serve(RUNS[ranks][0])
+    check_doors(backend)
     alone = one_process(backend.checkpoint)
     _, golden = golden_request("euler_simple")
     for degrees in RUNS[ranks]:

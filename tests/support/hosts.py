@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 INTERFACE = "pdit"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29500
+#: State of a socket in /proc/net/tcp.
+LISTENS = "0A"
 #: Runs a command, and then lists what is left of its processes in $LEFT. $OTHER is this host's own $FILE.
 SHELL = """
 [ -z "$OTHER" ] || mount --bind "$OTHER" "$FILE"
@@ -97,6 +99,18 @@ class Hosts:
         found = _run("ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", INTERFACE)
         counts = json.loads(found)[0]["stats64"]
         return counts["tx"]["bytes"] + counts["rx"]["bytes"]
+
+    def listening(self, index: int) -> set[tuple[str, int]]:
+        """Return (address, port) of every TCP port that is open on a host; "any" for every interface."""
+        tables = _run("ip", "netns", "exec", self.names[index], "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        found = set()
+        for words in map(str.split, tables.splitlines()):
+            if words[3] != LISTENS:
+                continue
+            address, port = words[1].split(":")
+            parts = [str(int(address[i : i + 2], 16)) for i in (6, 4, 2, 0)]
+            found.add((".".join(parts) if address.strip("0") else "any", int(port, 16)))
+        return found
 
     def close(self):
         """End what runs on the hosts, and remove them."""
