@@ -5,10 +5,16 @@ from collections.abc import Callable
 
 from ..config import ConfigError
 from ..protocol import BackendError, RefusedError
-from . import sample
+from . import bench, sample, start, status
 
 #: Command -> (arguments of the command line -> exit status).
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"sample": sample.main}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "start": start.main,
+    "status": status.main,
+    "stop": status.stop,
+    "bench": bench.main,
+    "sample": sample.main,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -19,9 +19,10 @@ from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError, RefusedError
 from .interpreter import ranks_python
-from .launcher import agent_command, sanitized_environment
+from .launcher import agent_command
 from .pool import Wanted
 from .private_folder import PrivateFolder
+from .rank_environment import sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 4

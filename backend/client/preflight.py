@@ -15,7 +15,7 @@ import torch
 from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
 from .interpreter import ranks_python
-from .launcher import PACK, sanitized_environment
+from .rank_environment import PACK, sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1

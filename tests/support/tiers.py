@@ -10,6 +10,7 @@ import pytest
 LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
     "socket/test_faults.py": "a backend, and processes that are killed",
+    "socket/test_machines.py": "backends on two hosts",
     "socket/test_serve.py::test_status_and_stop": "starts a backend",
     "socket/test_serve.py::test_a_backend_that_ends_by_itself_ends_with_an_error": "starts a backend",
     "socket/test_cli_sample.py::test_the_page_example_makes_the_picture": "starts a backend",
