@@ -84,7 +84,9 @@ def _request(entry, name: str, folder: Path) -> SampleRequest:
         raise ConfigError(
             f"{name} {what}; it has {', '.join(needed)}, and may have {_others(known, needed)}."
         )
-    values = {key: _value(f"{name}'s {key}", value, known[key].type) for key, value in entry.items()}
+    values: dict[str, Any] = {
+        key: _value(f"{name}'s {key}", value, known[key].type) for key, value in entry.items()
+    }
     for key in PATHS:
         if values.get(key):
             values[key] = _path(values[key], folder)
@@ -100,7 +102,7 @@ def _others(known, needed) -> str:
     return ", ".join(key for key in known if key not in needed)
 
 
-def _value(name: str, value, kind):
+def _value(name: str, value, kind) -> Any:
     """Return an entry in the type of its field. ConfigError for another one."""
     if kind is Any or (isinstance(value, kind) and not isinstance(value, bool)):
         return value
