@@ -1,6 +1,7 @@
 """A request of the command ``sample``: an object of JSON, and the files that it names."""
 
 import json
+import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..errors import quoted
+from ..protocol import framing
 
 #: Keys of ComfyUI's CONDITIONING -> the names of the model arguments that ComfyUI makes of them.
 CONDITIONING = {"cross_attn": "c_crossattn", "pooled_output": "y"}
@@ -135,6 +137,11 @@ def _check(request: SampleRequest, name: str):
     if request.steps < 1 or request.batch < 1 or request.shift < 0:
         values = f"{request.steps} steps, batch {request.batch}, shift {request.shift:g}"
         raise ConfigError(f"{name} has {values}; steps and batch are at least 1, shift at least 0.")
+    if not 0 <= request.seed < 1 << 64:
+        raise ConfigError(f"{name}'s seed is {request.seed}; it is from 0 to 2**64 - 1, as ComfyUI's.")
+    if is_size and 4 * request.batch * math.prod(sizes) > framing.MAX_BODY:
+        gib = 4 * request.batch * math.prod(sizes) / 2**30
+        raise ConfigError(f"{name}'s latent has {gib:,.0f} GiB, more than a message may; make it smaller.")
     if request.cfg != 1.0 and not request.negative:
         raise ConfigError(f"{name} has cfg {request.cfg:g} and no negative; name one, or set cfg to 1.")
     if Path(request.out).suffix not in SUFFIXES:

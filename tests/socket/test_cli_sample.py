@@ -103,6 +103,8 @@ REQUEST = {"model": "/m", "positive": "p", "latent": [16, 8, 8], "out": "o.laten
         ({"out": "none/o.latent"}, "in a folder that does not exist"),
         ({"prompt": "a cat"}, "has 'prompt'; it has model, positive, latent, out, and may have negative"),
         ({"loras": ["a"]}, "write [file, strength]"),
+        ({"seed": -1}, "seed is -1; it is from 0"),
+        ({"latent": [16, 10**6, 10**6]}, "GiB, more than a message may"),
         ({"steps": 0}, "steps and batch are at least 1"),
     ],
 )
