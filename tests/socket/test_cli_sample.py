@@ -121,7 +121,7 @@ def test_other_mistakes(tmp_path, capsys):
         read_requests("[]", tmp_path)
     with pytest.raises(ConfigError, match="'ulyses'; its entries are"):
         read_config('{"ulyses": 2}')
-    assert cli.main(["sampel"]) == 2 and "{sample" in capsys.readouterr().err
+    assert cli.main(["sampel"]) == 2 and "sample" in capsys.readouterr().err
     assert cli.main(["sample", str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
 
