@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 #: Texts that are names in both languages.
-SAME = ("DiT", "GPU", "CLIP", "VAE", "cfg", "Sigmas")
+SAME = ("DiT", "GPU", "JSON", "CLIP", "VAE", "cfg", "Sigmas")
 
 
 def leaves(texts: dict, prefix: str = ""):
