@@ -247,6 +247,7 @@ class Engine:
             "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
             "config": model.config,
             "conditioning": list(model.family.conditioning.accepted),
+            "prediction": model.family.noise.prediction,
             "latent_format": model.weights.checkpoint.latent_format,
             "generic": model.weights.checkpoint.generic,
             "dtype": str(model.dtype).removeprefix("torch."),

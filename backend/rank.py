@@ -14,7 +14,7 @@ from .engine import Engine
 from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack
-from .loading.model_key import check_unchanged, model_key
+from .loading.model_key import check_same, check_unchanged, content_key, model_key
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from .sampling.step_loop import Callbacks
@@ -31,6 +31,8 @@ class Worker:
         self.engine = Engine(begun.config, self.mesh, begun.folders)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.pids = self.dispatcher.all_gather_object(os.getpid())
+        #: Rank -> the number of its machine.
+        self.machines = self.dispatcher.all_gather_object(int(os.environ.get("GROUP_RANK", "0")))
         capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
@@ -122,9 +124,13 @@ class Worker:
             self.engine.name(key, lora_stack(message.loras))
             return []
         self.admission.check(planned, asking=message.asking)
+        contents = [""] * self.mesh.world_size
+        if max(self.machines):  # each machine reads its own file
+            contents = self.dispatcher.all_gather_object(content_key(message.path))
         reason = ""
         try:
             how = (message.weight_dtype, message.matmul, message.trial)
+            check_same(message.path, contents[self.mesh.rank], contents[0])
             self.engine.load(key, message.path, *how, on_progress)
             check_unchanged(message, own)
             print(self.engine.models[key].report)

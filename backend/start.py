@@ -32,7 +32,7 @@ _CONFIG_KEY = "parallel-dit/config"
 @dataclass(frozen=True)
 class Start:
     """What a rank begins with. ``token`` is empty on every rank but 0; ``store`` is the ranks' meeting place,
-    None for torchrun's own; ``folders``: from which files are loaded."""
+    None for torchrun's own, as on several machines; ``folders``: from which files are loaded."""
 
     address: str
     config: ParallelConfig
@@ -54,14 +54,15 @@ def begin() -> Start:
         ready_file(options.store, os.environ["RANK"]).touch()
     if options.parent_pipe:
         _end_with_parent()
-        text, token = _from_parent(store, leads)
+        text, token = _from_parent(store)
     else:
         text = options.config
         token = own_token(options.token_file) if leads else ""
     os.environ.pop(TOKEN_VARIABLE, None)
     # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
-    return Start(options.address, config, _device(config), token, store, Folders.of(options.models))
+    meeting = store if _on_one_machine() else None  # the file is of one machine
+    return Start(options.address, config, _device(config), token, meeting, Folders.of(options.models))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -110,10 +111,14 @@ def own_token(path: str | None) -> str:
     return token
 
 
-def _from_parent(store, leads: bool) -> tuple[str, str]:
-    """The configuration as JSON, and the token on rank 0: all ranks share one pipe, so rank 0 alone reads its
-    line and passes the configuration on."""
-    if not leads:
+def _on_one_machine() -> bool:
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+
+
+def _from_parent(store) -> tuple[str, str]:
+    """The configuration as JSON, and the token on rank 0: the ranks of a machine share one pipe, so the first
+    of them alone reads its line and passes the configuration on. Only rank 0's launcher sends a token."""
+    if os.environ["LOCAL_RANK"] != "0":
         return store.get(_CONFIG_KEY).decode(), ""
     line = b""
     while not line.endswith(b"\n"):
@@ -123,7 +128,7 @@ def _from_parent(store, leads: bool) -> tuple[str, str]:
     sent = json.loads(line)
     text = json.dumps(sent["config"])
     store.set(_CONFIG_KEY, text)
-    return text, sent["token"]
+    return text, sent["token"] if os.environ["RANK"] == "0" else ""
 
 
 def _beat(path: str):

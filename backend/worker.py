@@ -67,7 +67,9 @@ class Leader(Worker):
         #: Loaded model -> its path.
         self.paths: dict[str, str] = {}
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
-        self.server = Server(begun.address, begun.token, welcome, self._models, self._weight_bytes)
+        self.server = Server(
+            begun.address, begun.token, welcome, self._models, self._weight_bytes, self.machines
+        )
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()

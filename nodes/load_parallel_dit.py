@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..backend.client import pool
 from ..backend.client.dependencies import require_dependencies
+from ..backend.client.interpreter import ranks_python
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig
 from ..backend.protocol import RefusedError
@@ -94,7 +95,7 @@ class LoadParallelDiT(io.ComfyNode):
         if not isinstance(config, ParallelConfig) or path is None or not os.path.exists(path):
             return True
         if not config.address:
-            require_dependencies()
+            require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
         kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
         await asyncio.to_thread(handle.check_model, config, (os.path.abspath(path), *kinds))
@@ -116,7 +117,7 @@ class LoadParallelDiT(io.ComfyNode):
                 f"diffusers folder in models/diffusers; put it there and refresh the page."
             )
         if isinstance(config, AutoConfig) or not config.address:
-            require_dependencies()
+            require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
         dit = _load(config, (os.path.abspath(path), weight_dtype, matmul), prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2

@@ -179,7 +179,8 @@ def check(chosen) -> list[dict]:
 def start_ranks() -> int:
     """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
     do; the exit status."""
-    from backend.client.launcher import closed_doors, rendezvous_flags
+    from backend.client.launcher import rendezvous_flags
+    from backend.client.rank_environment import closed_doors
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
         environment = os.environ | closed_doors(dict(os.environ))

@@ -7,11 +7,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from fault_files import (
+    a_pipe,
+    another_lora,
+    bad_lora,
+    lora_gone_bad_after_its_load,
+    missing,
+    of_nan,
+    overwrite,
+    truncated,
+    while_it_is_read,
+)
 from faults import (
     MINUTES,
     PATIENCE,
@@ -32,7 +42,6 @@ from faults import (
     send,
     stop_all,
 )
-from safetensors.torch import load_file, save_file
 
 from backend import protocol
 from backend.client import pool
@@ -147,70 +156,6 @@ def lost_socket(scene: Scene) -> Outcome:
     return measured(lambda: backend.sample(request, hit), hit.began)
 
 
-# ---------------------------------------------------------------------- files
-def load(scene: Scene, path: Path) -> Outcome:
-    """Load a file."""
-    backend = scene.backend
-    began = time.monotonic()
-    return measured(lambda: backend.load(str(path)) and "none", lambda: began)
-
-
-def truncated(scene: Scene) -> Outcome:
-    """A download that broke off."""
-    path = scene.folder / "truncated.safetensors"
-    data = Path(scene.checkpoint).read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-    return load(scene, path)
-
-
-def of_nan(scene: Scene) -> Outcome:
-    """Weights of NaN, seen in the result."""
-    path = scene.folder / "nan.safetensors"
-    state = load_file(scene.checkpoint)
-    save_file({**state, "img_in.weight": torch.full_like(state["img_in.weight"], torch.nan)}, path)
-    request = protocol.Sample(**{**vars(scene.request()), "model": scene.backend.load(str(path)).model})
-    began = time.monotonic()
-    return measured(lambda: scene.backend.sample(request), lambda: began)
-
-
-def missing(scene: Scene) -> Outcome:
-    """A file that is gone."""
-    return load(scene, scene.folder / "gone.safetensors")
-
-
-def a_pipe(scene: Scene) -> Outcome:
-    """A named pipe in a file's place, which nobody writes to."""
-    path = scene.folder / "pipe.safetensors"
-    if not path.exists():
-        os.mkfifo(path)
-    return load(scene, path)
-
-
-def while_it_is_read(change: Callable[[Path], object]) -> Callable[[Scene], Outcome]:
-    """Change the weights of a folder once its load has begun."""
-
-    def make(scene: Scene) -> Outcome:
-        backend = scene.backend
-        weights = next(Path(scene.large_file()).glob("*.safetensors"))
-        before = weights.read_bytes()
-        hit = Once(lambda: change(weights))
-        try:
-            return measured(
-                lambda: backend.load(scene.large_file(), "bf16", on_progress=hit) and "none", hit.began
-            )
-        finally:
-            weights.write_bytes(before)
-
-    return make
-
-
-def overwrite(weights: Path):
-    """Begin to copy another file over it."""
-    with open(weights, "r+b") as file:
-        file.seek(-4096, os.SEEK_END)
-        file.write(bytes(4096))
-
-
 # ---------------------------------------------------------------------- the process that launched the ranks
 def killed_parent(stopped: bool):
     """Kill what launched a backend, such as ComfyUI, in a sample; ``stopped``: rank 1 cannot see it."""
@@ -301,6 +246,7 @@ FAULTS = (
     Fault(
         "torchrun killed, sampling", send(Scene.agent, signal.SIGKILL, "sampling"), "exited with code", True
     ),
+    Fault("torchrun killed, loading", send(Scene.agent, signal.SIGKILL, "loading"), "exited with code", True),
     Fault(
         "torchrun told to end (SIGTERM), sampling",
         send(Scene.agent, signal.SIGTERM, "sampling"),
@@ -341,4 +287,11 @@ FAULTS = (
         "was killed by SIGBUS",
         True,
     ),
+    Fault("another LoRA written over one that is in use", another_lora, "none", False),
+    Fault(
+        "LoRA in use overwritten by what is no file", bad_lora(lambda p: p.write_bytes(b"?" * 512)), "", False
+    ),
+    Fault("LoRA in use cut short", bad_lora(lambda p: os.truncate(p, p.stat().st_size // 2)), "", False),
+    Fault("LoRA in use removed", bad_lora(Path.unlink), "", False),
+    Fault("LoRA cut short between load and sample", lora_gone_bad_after_its_load, "", False),
 )

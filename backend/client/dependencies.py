@@ -2,13 +2,22 @@
 
 import importlib.metadata
 import importlib.util
+import json
+import os
 import re
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from ..errors import SHORT
+from ..protocol import BackendError
+from .interpreter import VARIABLE, inherited
 
-REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
+PACK = Path(__file__).resolve().parents[2]
+REQUIREMENTS = PACK / "requirements.txt"
+#: An interpreter answers within this long, also from a cold network disk.
+ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
 
@@ -19,14 +28,43 @@ class MissingDependencyError(ImportError):
     __module__ = SHORT
 
 
-def require_dependencies(requirements: Path = REQUIREMENTS):
-    """Raise MissingDependencyError where this interpreter, which also runs the ranks, lacks a package."""
-    unmet = unmet_requirements(requirements)
+def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.executable):
+    """Raise MissingDependencyError where the interpreter ``python`` lacks a package: this one, or the ranks'
+    (interpreter.ranks_python). Raises BackendError where that does not run."""
+    unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
     if unmet:
+        whose = "ComfyUI's Python" if python == sys.executable else f"{python} ({VARIABLE})"
         raise MissingDependencyError(
-            f"The parallel backend needs {', '.join(unmet)}, which ComfyUI's Python does not have; run: "
-            f"{pip(unmet)}"
+            f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; run: "
+            f"{pip(unmet, python)}"
         )
+
+
+@cache
+def _met(python: str, requirements: Path):
+    """Remember that another interpreter has everything: it is asked once."""
+    command = [python, "-m", "backend.client.dependencies", str(requirements)]
+    environment = {**inherited(os.environ), "PYTHONPATH": str(PACK)}
+    try:
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS)
+        unmet = json.loads(asked.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        what = f"{VARIABLE} names {python}, which could not be asked for its packages"
+        raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
+    if unmet:
+        raise _Unmet(unmet)
+
+
+class _Unmet(Exception):
+    """Carries what is missing past the cache, so that the next run asks again."""
+
+
+def _unmet_of(python: str, requirements: Path) -> list[str]:
+    try:
+        _met(python, requirements)
+    except _Unmet as missing:
+        return missing.args[0]
+    return []
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
@@ -49,6 +87,10 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in digits[0].strip(".").split(".")]
 
 
-def pip(unmet: list[str]) -> str:
-    """The command that installs packages for this interpreter."""
-    return f'"{sys.executable}" -m pip install ' + " ".join(f'"{line}"' for line in unmet)
+def pip(unmet: list[str], python: str = sys.executable) -> str:
+    """The command that installs packages for an interpreter."""
+    return f'"{python}" -m pip install ' + " ".join(f'"{line}"' for line in unmet)
+
+
+if __name__ == "__main__":
+    print(json.dumps(unmet_requirements(Path(sys.argv[1]))))

@@ -39,12 +39,16 @@ _FULL = 1 << 20
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank ended: exit code (negative: a signal), recorded error and its time (seconds)."""
+    """How one rank ended: exit code (negative: a signal), recorded error and its time (seconds; clocks of
+    several machines may differ). ``is_first``: torchrun saw it end before the others of its machine;
+    ``machine``: where it ran, of a backend on several."""
 
     rank: int
     code: int = 1
     error: str = ""
     seconds: float = float("inf")
+    is_first: bool = False
+    machine: str = ""
 
     @property
     def is_cause(self) -> bool:
@@ -53,27 +57,39 @@ class RankFailure:
         return not _CONSEQUENCE.search(self.error)
 
     def __str__(self):
+        who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            return f"rank {self.rank} failed with {self.error}{_shared_memory_hint(self.error)}"
+            return f"{who} failed with {self.error}{_shared_memory_hint(self.error)}"
         if self.code < 0:
             name = signal.Signals(-self.code).name
-            return f"rank {self.rank} was killed by {name}{_SENDERS.get(name, '')}"
-        return f"rank {self.rank} exited with code {self.code}"
+            return f"{who} was killed by {name}{_SENDERS.get(name, '')}"
+        return f"{who} exited with code {self.code}"
 
 
 def first_failure(folder: Path) -> RankFailure | None:
-    """Return the failure that ended the backend of this folder (backend.log, ranks/), if one is recorded."""
-    found = {failure.rank: failure for failure in _recorded_errors(folder)}
+    """Return the failure that ended the backend of this folder, if one is recorded."""
+    return cause_among(failures(folder))
+
+
+def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankFailure]:
+    """Return what is recorded in a backend's folder (backend.log, ranks/) of the ranks of this ``machine``,
+    which are numbered from ``first_rank``."""
+    found = {failure.rank: failure for failure in _recorded_errors(folder, first_rank)}
     for rank, code in _exit_codes(folder).items():
-        known = found.get(rank, RankFailure(rank, error=_last_words(folder, rank) if code > 0 else ""))
-        found[rank] = replace(known, code=code)
-    causes = [failure for failure in found.values() if failure.is_cause] or list(found.values())
+        words = _last_words(folder, rank - first_rank) if code > 0 else ""
+        found[rank] = replace(found.get(rank, RankFailure(rank, error=words)), code=code)
     first = _seen_first(folder)
+    return [replace(each, is_first=each.rank == first, machine=machine) for each in found.values()]
+
+
+def cause_among(found: list[RankFailure]) -> RankFailure | None:
+    """Return the failure from which the others followed."""
+    causes = [failure for failure in found if failure.is_cause] or found
 
     def order(failure: RankFailure):
         # a signal comes from outside and leaves no time: what the others recorded followed from it
         by_signal = failure.code < 0
-        return not by_signal, by_signal and failure.rank != first, failure.seconds, failure.rank
+        return not by_signal, by_signal and not failure.is_first, failure.seconds, failure.rank
 
     return min(causes, key=order, default=None)
 
@@ -105,19 +121,19 @@ def _log(folder: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _recorded_errors(folder: Path):
+def _recorded_errors(folder: Path, first_rank: int):
     for path in folder.glob("ranks/*/attempt_*/*/error.json"):
         try:
             record = json.loads(path.read_text())["message"]
         except ValueError:  # the rank was killed while it wrote
             continue
         seconds = float(record["extraInfo"]["timestamp"])
-        yield RankFailure(int(path.parent.name), 1, _one_line(record["message"]), seconds)
+        yield RankFailure(first_rank + int(path.parent.name), 1, _one_line(record["message"]), seconds)
 
 
-def _last_words(folder: Path, rank: int) -> str:
+def _last_words(folder: Path, local_rank: int) -> str:
     """Return the last line of a rank's stderr, for one that failed before it could record why."""
-    for path in folder.glob(f"ranks/*/attempt_*/{rank}/stderr.log"):
+    for path in folder.glob(f"ranks/*/attempt_*/{local_rank}/stderr.log"):
         lines = path.read_text(errors="replace").split("\n")
         return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
     return ""

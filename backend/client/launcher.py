@@ -19,96 +19,25 @@ from pathlib import Path
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
-from .cache_folder import cache_folder
 from .client import BackendClient
-from .exit_report import first_failure, full_disk
+from .exit_report import cause_among, failures, full_disk
+from .interpreter import ranks_python
+from .machine_link import Link
+from .machines import Machines
 from .private_folder import PrivateFolder
+from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 
-PACK = Path(__file__).resolve().parents[2]
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
 #: Where the ranks meet, in their private folder; each leaves STORE.ready-RANK there (backend/start.py).
 STORE = "ranks-store"
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
-#: Settings of torch's allocator, under the names of several versions of it.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-#: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
-_GROWING = "expandable_segments:True"
-#: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
-_DROPPED = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *_ALLOCATOR,
-    *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
-    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
-    "TORCH_NCCL_AVOID_RECORD_STREAMS",
-    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    # another function than the one that the attention hook replaces (sampling/model_runner.py)
-    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
-    # of this process as a client of other backends, not for those that it starts
-    *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
-}
-_DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
-
-
-def closed_doors(parent: dict) -> dict:
-    """Return settings under which agent and ranks of one machine listen on no network.
-
-    The agent opens no TCPStore for its ranks: they meet in a file (rendezvous_flags). gloo listens on
-    loopback. NCCL finds its peers through a socket too, on the first network interface unless told; data
-    still goes over NVLink, PCIe or shared memory. Its status service (RAS) would answer anybody on this
-    machine: off. NCCL's two settings keep the values that ``parent`` has.
-    """
-    doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    if sys.platform == "linux":
-        doors["GLOO_SOCKET_IFNAME"] = "lo"
-        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", "lo")
-    doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
-    return doors
-
-
-def allocator_settings(parent: dict) -> dict:
-    """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
-    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out."""
-    found = {}
-    for name in _ALLOCATOR:
-        parts = [part.strip() for part in parent.get(name, "").split(",")]
-        users = [part for part in parts if part and not part.startswith("backend:")]
-        if users:
-            found[name] = ",".join(users)
-    if found or sys.platform != "linux":
-        return found
-    return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
-
-
-def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> dict:
-    """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's."""
-    env = {
-        name: value
-        for name, value in parent.items()
-        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
-    }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
-    # compiled blocks: one folder for all ranks, private since code is loaded from it
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
-    env["PYTHONUNBUFFERED"] = "1"
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    if device == "cuda":
-        indices = config.gpu_indices
-        visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
-        names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
-        env |= allocator_settings(parent)
-    env |= closed_doors(parent)
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
-    env["HF_HUB_OFFLINE"] = "1"
-    return env
+#: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
+GRACE_SECONDS = 2.0
+TELL_SECONDS = 0.3
+ONE_MACHINE = Machines()
 
 
 def rendezvous_flags(folder: Path) -> list[str]:
@@ -118,31 +47,44 @@ def rendezvous_flags(folder: Path) -> list[str]:
     lies in it: whoever reaches the port could run code. The heartbeat is rare, since the file only grows.
     """
     settings = "store_type=file,keep_alive_interval=3600"
-    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(folder / "rdzv"), "--rdzv-conf", settings]
+    where = ["--rdzv-endpoint", str(folder / "rdzv"), "--rdzv-conf", settings]
+    return ["--rdzv-backend", "c10d", *where, "--local-addr", "127.0.0.1"]
+
+
+def static_rendezvous(machines: Machines) -> list[str]:
+    """Return torchrun's flags for the agents of several machines: static, which unpickles nothing."""
+    which = ["--nnodes", str(machines.count), "--node-rank", str(machines.index)]
+    where = ["--rdzv-endpoint", machines.endpoint, "--local-addr", machines.address]
+    return ["--rdzv-backend", "static", *which, *where]
 
 
 def launch_command(
-    config: ParallelConfig, address: str, folder: Path, models: Iterable[str] = (), heartbeats: str = ""
+    config: ParallelConfig,
+    address: str,
+    folder: Path,
+    models: Iterable[str] = (),
+    heartbeats: str = "",
+    machines: Machines = ONE_MACHINE,
 ) -> list[str]:
     """Return the command line of the agent; the ranks' output goes to files under ``folder`` and through the
     agent's own. Everybody on this machine can read it: token and configuration go through the pipe. Files are
     loaded from below ``models`` alone; the ranks beat in the memory at ``heartbeats``."""
-    agent = agent_command(config.world_size, folder)
+    agent = agent_command(machines.ranks_here(config), folder, machines)
     rank = ["-m", "backend.worker", "--address", address, "--store", str(folder / STORE)]
     return [*agent, *rank, "--parent-pipe", "--heartbeats", heartbeats, "--models", *models]
 
 
-def agent_command(ranks: int, folder: Path) -> list[str]:
+def agent_command(ranks: int, folder: Path, machines: Machines = ONE_MACHINE) -> list[str]:
     """Return the command line of an agent of so many ranks, without what they run."""
     flags = {
-        "--local-addr": "127.0.0.1",
         "--nproc-per-node": str(ranks),
         "--max-restarts": "0",
         "--monitor-interval": "0.1",
         "--log-dir": str(folder / "ranks"),
         "--tee": "3",
     }
-    return [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(folder), *chain(*flags.items())]
+    rendezvous = static_rendezvous(machines) if machines.count > 1 else rendezvous_flags(folder)
+    return [ranks_python(), "-m", "torch.distributed.run", *rendezvous, *chain(*flags.items())]
 
 
 class ClosedError(BackendError):
@@ -165,42 +107,57 @@ class BackendProcess:
         models: Iterable[str] = (),
         address: str = "",
         token: str = "",
+        link: Link | None = None,
     ):
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
-        ``address`` and ``token`` are those of other clients; without them there are none."""
+        ``address`` and ``token`` are those of other clients; without them there are none. ``link``: to the
+        launchers of the other machines, which start the other ranks."""
         self.models = frozenset(models)
-        self._ranks = config.world_size
+        self._link = link
+        self.machines = link.machines if link is not None else ONE_MACHINE
+        self._ranks = self.machines.ranks_here(config)
+        self._is_served = bool(address)
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
-        self._heartbeats = Heartbeats.make(config.world_size, self.folder)
+        self._ended_elsewhere = False
+        #: Ranks that we have killed ourselves.
+        self._killed: set[int] = set()
+        self._heartbeats = Heartbeats.make(self._ranks, self.folder)
         self.address = address or _free_address(self.folder)
         self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = False
-        # the ranks see their own devices only, numbered from 0
+        self._agent = self._start_agent(config, device)
+        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py); the
+        # ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
-        allowed = sorted(self.models)
+        said = {"token": self._token if self.machines.index == 0 else "", "config": asdict(seen)}
+        assert self._agent.stdin is not None  # it was opened as a pipe
+        self._pipe = self._agent.stdin
+        self._pipe.write(json.dumps(said).encode() + b"\n")
+        self._pipe.flush()
+        self._watch = SilenceWatch(self._heartbeats, self._end_silent)
+        if link is not None:
+            link.watch(self._end_with_others, self._watch.ready)
+        atexit.register(self.close)
+
+    def _start_agent(self, config: ParallelConfig, device: str) -> subprocess.Popen:
+        here = replace(_of_one_machine(config, self._ranks), device=device)
+        env = sanitized_environment(dict(os.environ), here, device, self.machines.interface or "lo")
+        where = (self.address, self.folder, sorted(self.models), self._heartbeats.path)
         with open(self.log, "wb") as log:
-            self._agent = subprocess.Popen(
-                launch_command(config, self.address, self.folder, allowed, self._heartbeats.path),
+            return subprocess.Popen(
+                launch_command(config, *where, self.machines),
                 cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=sanitized_environment(dict(os.environ), config, device),
+                env=env,
                 start_new_session=True,
             )
-        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py)
-        line = json.dumps({"token": self._token, "config": asdict(seen)})
-        assert self._agent.stdin is not None  # it was opened as a pipe
-        self._pipe = self._agent.stdin
-        self._pipe.write(line.encode() + b"\n")
-        self._pipe.flush()
-        self._watch = SilenceWatch(self._heartbeats, self._end_silent)
-        atexit.register(self.close)
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
@@ -224,6 +181,8 @@ class BackendProcess:
             ) from None
         self._client = client
         self._watch.ready()
+        if self._link is not None:
+            self._link.tell(ready=True)
         return client
 
     def _try_to_connect(self, check) -> BackendClient | None:
@@ -244,7 +203,7 @@ class BackendProcess:
 
     @property
     def running(self) -> bool:
-        return not self.silence and self._agent.poll() is None
+        return not (self.silence or self._ended_elsewhere) and self._agent.poll() is None
 
     @property
     def ended_as_asked(self) -> bool:
@@ -262,9 +221,13 @@ class BackendProcess:
         """Return one or two sentences on why the backend ended, once torchrun has written it, or what the
         ranks have left while their processes still run."""
         self._private.keep()
-        if not self.silence:
-            self._wait(EXIT_REPORT_SECONDS)
-        cause = self.silence or first_failure(self.folder)
+        self._wait_for_report()
+        silence = self.silence
+        found = failures(self.folder, self.machines.index * self._ranks, self.machines.name)
+        found = [each for each in found if each.rank not in self._killed or each.code != -signal.SIGKILL]
+        if self._link is not None:
+            silence, found = self._link.conclude(silence, found)
+        cause = silence or cause_among(found)
         status = self._agent.poll()
         disk = full_disk(self.folder)
         if cause is None and status is None:
@@ -272,6 +235,15 @@ class BackendProcess:
             return f"{what}; its log is {self.log}.{disk}"
         cause = cause or f"its launcher exited with code {status}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
+
+    def _wait_for_report(self):
+        """Wait until torchrun has written why its ranks ended, or end those that wait for another machine's:
+        ranks of NCCL may do so for hours."""
+        if self.silence:
+            return
+        if not self._wait(GRACE_SECONDS if self._ended_elsewhere else EXIT_REPORT_SECONDS):
+            if self._ended_elsewhere:
+                self._kill_ranks()
 
     def beats(self) -> list[Beat]:
         """Return the heartbeats of every rank."""
@@ -298,6 +270,8 @@ class BackendProcess:
             if not self._wait(1 if self.silence else 8):
                 self._agent.kill()
         self._agent.wait()
+        if self._link is not None:
+            self._link.close("" if self._agent.returncode == 0 else "it was told to end")
         self._heartbeats.close()
         self._private.close()
 
@@ -308,9 +282,22 @@ class BackendProcess:
 
     def _end_silent(self, silence: str):
         """End all ranks, one of which hangs: the others may wait for it for hours."""
-        if not self._closing:
-            self.silence = silence
-            self._kill_ranks()
+        if self._closing:
+            return
+        self.silence = silence
+        if self._is_served and self._client is not None and not self._client.closed:
+            try:  # rank 0 tells the clients of this address, unless it is the one that hangs
+                self._client.send(Shutdown(f"The backend ends because {silence}."))
+                time.sleep(TELL_SECONDS)
+            except BackendError:
+                pass
+        self._kill_ranks()
+
+    def _end_with_others(self, silence: str):
+        """End the ranks of this machine, since another one is ``silent``, or has ended and will say why."""
+        if silence:
+            self._end_silent(silence)
+        self._ended_elsewhere = True
 
     def _kill_ranks(self):
         """Kill the ranks that live: processes whose command line has our folder, whose name is random."""
@@ -318,6 +305,7 @@ class BackendProcess:
             if is_of(beat.pid, self.folder):
                 try:
                     os.kill(beat.pid, signal.SIGKILL)
+                    self._killed.add(beat.rank)
                 except ProcessLookupError:
                     pass
 
@@ -327,6 +315,13 @@ class BackendProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def _of_one_machine(config: ParallelConfig, ranks: int) -> ParallelConfig:
+    """Return what one machine of several sees of ``config``: so many ranks, on GPUs that it numbers."""
+    if ranks == config.world_size:
+        return config
+    return ParallelConfig(data_parallel_degree=ranks)
 
 
 def _private_folder() -> PrivateFolder:

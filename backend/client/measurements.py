@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,9 +19,11 @@ from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError, RefusedError
 from .cache_folder import cache_folder
-from .launcher import agent_command, sanitized_environment
+from .interpreter import ranks_python
+from .launcher import agent_command
 from .pool import Wanted
 from .private_folder import PrivateFolder
+from .rank_environment import sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 5
@@ -69,7 +70,7 @@ def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str],
             out = Path(folder) / "shape.json"
             kinds = ["--weight-dtype", weight_dtype, "--matmul", matmul]
             where = ["--device", device, "--out", str(out)]
-            command = [sys.executable, "-m", "backend.shape_reader", path, *kinds, *where]
+            command = [ranks_python(), "-m", "backend.shape_reader", path, *kinds, *where]
             _run(command, ParallelConfig(), device, check)
             found = json.loads(out.read_text())
         if "refused" in found:

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ import torch
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
-from .launcher import PACK, sanitized_environment
+from .interpreter import ranks_python
+from .rank_environment import PACK, sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
@@ -79,7 +79,7 @@ class _Reader:
     def __init__(self, config: ParallelConfig):
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "backend.preflight"],
+            [ranks_python(), "-m", "backend.preflight"],
             cwd=PACK,  # whatever is called backend where we run is not ours
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

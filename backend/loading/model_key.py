@@ -10,6 +10,8 @@ from ..protocol.messages import Load
 
 #: Files of a folder of which a transformer is loaded.
 SUFFIXES = (".safetensors", ".json")
+#: So much of a file is compared between machines.
+HEADER_BYTES = 1 << 20
 
 
 def model_key(message: Load) -> str:
@@ -28,13 +30,40 @@ def check_unchanged(message: Load, before: str):
         raise UnsupportedError(f"{name} was changed while it was read; load it again when it is complete")
 
 
+def content_key(path: str) -> str:
+    """Return what the files of one model have in common on all machines: a digest of their names, sizes and
+    first megabyte, which has the headers. Empty where there are none."""
+    digest = hashlib.sha256()
+    try:
+        for file in _files(Path(path).resolve()):
+            with open(file, "rb") as opened:
+                digest.update(f"{file.name} {os.fstat(opened.fileno()).st_size} ".encode())
+                digest.update(opened.read(HEADER_BYTES))
+    except OSError:
+        return ""
+    return digest.hexdigest()[:16]
+
+
+def check_same(path: str, own: str, first: str):
+    """Refuse a model whose ``content_key`` is another on this rank's machine than on rank 0's. Raises
+    UnsupportedError."""
+    if own and own != first:
+        name = quoted(Path(path).name)
+        what = f"{name} is another file on this rank's machine than on rank 0's"
+        raise UnsupportedError(f"{what}, by its size or header; copy it there")
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or a folder's weights and configurations."""
+    if not path.is_dir():
+        return [path]
+    every = (Path(where, name) for where, _, names in os.walk(path) for name in names)
+    return sorted(file for file in every if file.suffix in SUFFIXES)
+
+
 def _stamps(path: Path) -> list[list]:
     """Name, inode, size and time of change (ns) of a file, or of a folder's weights and configurations."""
-    files = [path]
-    if path.is_dir():
-        every = (Path(where, name) for where, _, names in os.walk(path) for name in names)
-        files = sorted(file for file in every if file.suffix in SUFFIXES)
-    return [[file.name, *_stamp(file)] for file in files]
+    return [[file.name, *_stamp(file)] for file in _files(path)]
 
 
 def _stamp(file: Path) -> list[int]:

@@ -107,9 +107,9 @@ def layout(config: ParallelConfig) -> torch.Tensor:
 
 
 def file_store(path: str) -> FileStore:
-    """Return a store in the file ``path``, where the ranks meet without a port. The file is new for each
-    start, in a folder that only this user can enter."""
-    store = FileStore(path, int(os.environ["WORLD_SIZE"]))
+    """Return a store in the file ``path``, where the ranks of a machine meet without a port. The file is new
+    for each start, in a folder that only this user can enter."""
+    store = FileStore(path, int(os.environ["LOCAL_WORLD_SIZE"]))
     store.set_timeout(TIMEOUT)
     return store
 

@@ -267,10 +267,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Report:
-    """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank, pid,
-    weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind of the request
-    under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so
-    far; ``last_error``: the last refusal."""
+    """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank,
+    machine, pid, weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind
+    of the request under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``:
+    kind -> number so far; ``last_error``: the last refusal."""
 
     seconds: float
     models: dict
@@ -284,7 +284,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """End every rank."""
+    """End every rank; with a ``reason`` every client is told it at once, while the ranks may hang."""
+
+    reason: str = ""
 
 
 #: Every dataclass above under its name, which travels in the header.

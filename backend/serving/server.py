@@ -7,6 +7,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .. import protocol
@@ -62,6 +63,7 @@ class Client:
         try:
             self._greet()
             self.writer.start()
+            self.server.members[self] = None
             while True:
                 self._handle(receive(self.connection))
         except ProtocolError as error:
@@ -72,6 +74,7 @@ class Client:
             self._leave()
 
     def _leave(self):
+        self.server.members.pop(self, None)
         for job in self.jobs:
             job.cancelled.set()
         self.outbox.put(None)
@@ -127,6 +130,8 @@ class Client:
             self.outbox.put(self.server.status())
         elif isinstance(message, protocol.Cancel):
             self._cancel()
+        elif isinstance(message, protocol.Shutdown) and message.reason:
+            self.server.tell_all(protocol.Failure(message.reason, fatal=True))
         elif len(self.jobs) == MAX_WAITING:
             raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
         else:
@@ -166,8 +171,18 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, weights=lambda rank: 0):
-        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank."""
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        welcome: protocol.Welcome,
+        models,
+        weights=lambda rank: 0,
+        machines: Sequence[int] = (),
+    ):
+        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank;
+        ``machines``: the number of every rank's machine, 0 being this one."""
+        self.machines = machines or [0] * welcome.world_size
         self.activity = Activity()
         self.weights = weights
         self.token = token
@@ -179,6 +194,8 @@ class Server:
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Clients that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Client, None] = {}
+        #: Clients that were let in.
+        self.members: dict[Client, None] = {}
         self._next_log = 0.0
         self.listener = _listen(address)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -228,6 +245,11 @@ class Server:
                 self.activity.begin(job.message)
                 return job
 
+    def tell_all(self, message):
+        """Send a message to every client, from any thread."""
+        for client in list(self.members):
+            client.outbox.put(message)
+
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""
         if job.running:
@@ -236,11 +258,14 @@ class Server:
 
     def status(self) -> protocol.Report:
         """Return how the backend is, from any thread."""
-        ranks = [
-            {"rank": rank, "pid": pid, "weight_bytes": self.weights(rank), "resident_bytes": resident(pid)}
-            for rank, pid in enumerate(self.welcome.pids)
-        ]
+        ranks = [self._rank(rank, pid) for rank, pid in enumerate(self.welcome.pids)]
         return self.activity.report(self.models(), ranks, self.jobs.qsize())
+
+    def _rank(self, rank: int, pid: int) -> dict:
+        machine = self.machines[rank]
+        found = {"rank": rank, "machine": machine, "pid": pid, "weight_bytes": self.weights(rank)}
+        # another machine's process number may be another process's here
+        return found | {"resident_bytes": resident(pid) if machine == 0 else 0}
 
 
 def _listen(address: str) -> socket.socket:

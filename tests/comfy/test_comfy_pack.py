@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict
 from urllib.error import HTTPError
 
+import locale_texts
 import pytest
 from comfy_server import PACK
 from versions import skip_without_nodes
@@ -189,3 +190,12 @@ def as_prompt(graph: dict, known: dict) -> dict:
         }
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs | linked}
     return prompt
+
+
+def test_every_text_of_a_node_is_in_both_languages(comfy):
+    """ComfyUI serves them as /i18n; English is what the schemas say (scripts/locale_texts.py --write)."""
+    served = comfy.get("/i18n")
+    texts = locale_texts.node_definitions(comfy.get("/object_info"))
+    for node, text in texts.items():
+        assert served["en"]["nodeDefs"][node] == text
+        assert locale_texts.paths_of(served["zh"]["nodeDefs"][node]) == locale_texts.paths_of(text)

@@ -152,6 +152,8 @@ def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
     process = launcher.BackendProcess.__new__(launcher.BackendProcess)
     process.folder, process.log, process.silence = tmp_path, tmp_path / "backend.log", ""
     process._private = SimpleNamespace(keep=lambda: None)
+    process._link, process._ended_elsewhere, process._killed = None, False, set()
+    process.machines, process._ranks = launcher.ONE_MACHINE, 2
     process._agent = subprocess.Popen(["sleep", "600"])
     try:
         assert "was lost while its processes still run" in process.failure_cause()

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from backend.client import client, launcher, pool, private_folder
-from backend.client.launcher import BackendProcess, launch_command, sanitized_environment
+from backend.client import client, pool, private_folder, rank_environment
+from backend.client.launcher import BackendProcess, launch_command
+from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, RefusedError, Status
 
@@ -74,7 +75,7 @@ def test_environment_drops_other_launchers_settings():
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
-    assert env["PYTHONPATH"] == f"{launcher.PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["PYTHONPATH"] == f"{PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
@@ -191,7 +192,7 @@ def test_giving_up_during_a_load_ends_the_backend(checkpoint, monkeypatch):
 def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend/worker.py").write_text("import no_such_package")
-    monkeypatch.setattr(launcher, "PACK", tmp_path)
+    monkeypatch.setattr(rank_environment, "PACK", tmp_path)
     process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
     try:
         with pytest.raises(
@@ -207,7 +208,7 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
 def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend/worker.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(launcher, "PACK", tmp_path)
+    monkeypatch.setattr(rank_environment, "PACK", tmp_path)
     process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
     try:
         with pytest.raises(BackendError, match="not ready after 3 s"):
@@ -232,7 +233,7 @@ time.sleep(600)
 @contextmanager
 def waiting_launcher(place: Path, named: bool = False) -> Iterator[tuple[subprocess.Popen, Path]]:
     """A process with a private folder in ``place``, killed in the end."""
-    code = LAUNCHER.format(root=str(launcher.PACK), named=named)
+    code = LAUNCHER.format(root=str(PACK), named=named)
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "TMPDIR": str(place)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

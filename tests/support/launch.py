@@ -102,7 +102,8 @@ def _rank(rank: int, program: str, world: int, folder: Path, arguments: tuple):
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     store = mesh.file_store(str(folder / "store"))  # where the ranks meet
     dist.init_process_group("gloo", timeout=mesh.TIMEOUT, store=store, rank=rank, world_size=world)
     assert program in sys.modules, f"the fork server could not import {program}"

@@ -10,8 +10,10 @@ import pytest
 LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
     "socket/test_faults.py": "a backend, and processes that are killed",
+    "socket/test_machines.py": "backends on two hosts",
     "socket/test_serve.py::test_status_and_stop": "starts a backend",
     "socket/test_serve.py::test_a_backend_that_ends_by_itself_ends_with_an_error": "starts a backend",
+    "socket/test_cli_sample.py::test_the_page_example_makes_the_picture": "starts a backend",
     "socket/test_launcher.py::test_backend_is_reused_until_its_topology_changes": "starts three backends",
     "socket/test_launcher.py::test_weights_that_nobody_keeps_make_room": "starts a backend",
     "socket/test_launcher.py::test_giving_up_during_a_load_ends_the_backend": "starts a backend",
@@ -39,6 +41,7 @@ LEFT_OUT = {
     "comfy/test_auto.py::test_without_a_config_the_cpu_has_one_rank": "starts another backend",
     "comfy/test_auto.py::test_degrees_that_are_set_are_taken": "starts another backend",
     "comfy/test_comfy_workflows.py": "a real ComfyUI makes a picture of every template",
+    "comfy/test_headless.py": "programs that make pictures in a real ComfyUI",
     "comfy/test_diffusers_folders.py": "a diffusers pipeline for every test",
     "comfy/test_fallback_graphs.py": "a real ComfyUI with every family's checkpoint",
     "comfy/test_family_graphs.py": "a real ComfyUI with every family's checkpoint",

@@ -40,6 +40,7 @@ LAYERS = [
     "backend.shape_reader",
     "backend.rank",
     "backend.worker",
+    "backend.cli",
     "nodes.comfy_models",
     "nodes.diffusers_folder",
     "nodes.host",

@@ -9,8 +9,9 @@ from tiny import write_checkpoint
 from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
 from backend.loading.load_report import by_rank
-from backend.loading.model_key import model_key
+from backend.loading.model_key import check_same, content_key, model_key
 from backend.parallel import mesh
 from backend.protocol import Load
 from backend.rank import Worker
@@ -29,6 +30,7 @@ class TwoRanks:
 def worker() -> Worker:
     made = Worker.__new__(Worker)
     made.mesh, made.dispatcher, made.reports = mesh.single(), TwoRanks(), {}
+    made.machines = [0]
     made.engine = Engine(ParallelConfig(), made.mesh)
     made.admission = Admission(ParallelConfig(), cast(Any, made.dispatcher), made.engine.memory)
     return made
@@ -82,3 +84,19 @@ def test_a_folder_whose_weights_change_is_another_model(tmp_path):
 
 def test_reasons_name_their_ranks():
     assert by_rank(["", "full", "", "full", "gone"]) == ["ranks 1, 3: full", "rank 4: gone"]
+
+
+def test_files_of_two_machines_are_compared_by_size_and_header(tmp_path):
+    """Not by inode or time, which differ; a file that is not there is for the loader to refuse."""
+    first = tmp_path / "a" / "m.safetensors"
+    for file, data in ((first, b"header 1"), (tmp_path / "b/m.safetensors", b"header 1")):
+        file.parent.mkdir()
+        file.write_bytes(data)
+    key = content_key(str(first))
+    assert key == content_key(str(tmp_path / "b/m.safetensors"))
+    check_same(str(first), key, key)
+    check_same("/nowhere", content_key("/nowhere"), key)
+    for other in (b"header 2", b"header 1 longer"):
+        (tmp_path / "b/m.safetensors").write_bytes(other)
+        with pytest.raises(UnsupportedError, match="m.safetensors' is another file on this rank's machine"):
+            check_same(str(first), content_key(str(tmp_path / "b/m.safetensors")), key)

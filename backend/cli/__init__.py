@@ -1,0 +1,1 @@
+"""Commands for a terminal, without ComfyUI: python -m backend.cli COMMAND."""

@@ -1,0 +1,152 @@
+"""The command ``start``: a backend that graphs and scripts connect to by its address.
+
+    python -m backend.cli start --address unix:/run/pdit/backend.sock --token-file /run/pdit/token \\
+        --config '{"ulysses_degree": 2}' --models ~/models
+
+It stays in the foreground, for systemd, Slurm, Kubernetes or a container: it ends its ranks with itself,
+watches their heartbeats, and ends with 1 and one sentence where the backend ends by itself. The socket's
+folder and the token's file must be this user's alone (docs/security.md).
+
+On several machines, start it on each with the same token (docs/multi_node.md); machine 0 alone is given the
+address and the configuration:
+
+    ... start --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --interface eth1 --token-file ... \\
+        --models ... --address ... --config ...
+    ... start --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1:29500 --interface eth1 --token-file ... \\
+        --models ...
+"""
+
+import argparse
+import hashlib
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ..client import machine_link
+from ..client.client import open_socket
+from ..client.launcher import READY_SECONDS, BackendProcess
+from ..client.machine_link import Link
+from ..client.machines import Machines, placement
+from ..client.rank_environment import PACK
+from ..config import ConfigError, ParallelConfig
+from ..start import own_token
+from .sample import read_config
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until a signal or a client ends it; 1 where it ends by itself. Raises ConfigError and
+    BackendError."""
+    options = _options(arguments)
+    token = own_token(options.token_file)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    machines = Machines(
+        options.nnodes, options.node_rank, options.rdzv_endpoint, options.interface
+    ).validate()
+    leads = machines.index == 0
+    if not leads and (options.address or options.config != "{}"):
+        raise ConfigError(
+            "--address and --config belong to machine 0, which passes the configuration on; leave them out."
+        )
+    if leads and not options.address:
+        raise ConfigError("start needs --address, unix:PATH or tcp:HOST:PORT, at which clients connect.")
+    config, device, link = joined(machines, options.config, token)
+    remove_stale(options.address)
+    process = BackendProcess(config, device, options.models, options.address, token, link)
+    try:
+        return served(process, config, device)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        process.close()
+        remove_stale(options.address)
+
+
+def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
+    """Return configuration and device of the ranks, and the link to the other machines once all are there."""
+    if machines.index:
+        link, begin = machine_link.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
+        config = ParallelConfig(**begin["config"])
+        try:
+            check_device(config, begin["device"], machines)
+        except ConfigError as error:
+            link.close(str(error))
+            raise
+        return config, begin["device"], link
+    config = read_config(text)
+    if machines.count == 1:
+        return config, config.resolve_device(torch.cuda.device_count()), None
+    device = check_device(config, config.device, machines)
+    print(placement(config.degrees, machines.count, config.shard_weights), flush=True)
+    begin = {"config": asdict(config), "device": device}
+    link = machine_link.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
+    return config, device, link
+
+
+def check_device(config: ParallelConfig, device: str, machines: Machines) -> str:
+    """Return "cuda" or "cpu" for the ranks of this machine; ConfigError where they do not fit on it."""
+    here = ParallelConfig(device=device, data_parallel_degree=machines.ranks_here(config))
+    return here.resolve_device(torch.cuda.device_count())
+
+
+def same_everywhere() -> dict:
+    """Return what has to be equal on all machines: a step that one does differently hangs all."""
+    return {"pack": pack_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def pack_version() -> str:
+    """Return a digest of the backend's sources."""
+    digest = hashlib.sha256()
+    for path in sorted((PACK / "backend").rglob("*.py")):
+        digest.update(path.relative_to(PACK).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
+    """Wait until the ranks have ended, and say why unless a client has told them to."""
+    if process.machines.index == 0:
+        process.wait_ready()
+        where = f"{config.product} on {device} at {process.address}"
+    else:
+        where = f"{process.machines.name} of {process.machines.count} started, on {device}"
+    print(f"{where}, log {process.log}", flush=True)
+    while process.running:
+        time.sleep(0.5)
+    if process.ended_as_asked:
+        return 0
+    print(process.failure_cause(), file=sys.stderr)
+    return 1
+
+
+def remove_stale(address: str):
+    """Remove the socket that a killed backend has left, on which nobody listens."""
+    kind, _, path = address.partition(":")
+    if kind == "unix" and Path(path).is_socket():
+        try:
+            open_socket(address).close()
+        except ConnectionRefusedError:
+            Path(path).unlink()
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m backend.cli start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--address", default="", help="unix:PATH or tcp:HOST:PORT, where clients connect")
+    parser.add_argument(
+        "--token-file", help="a file of this user alone; without it PARALLEL_DIT_TOKEN counts"
+    )
+    parser.add_argument("--config", default="{}", help="fields of ParallelConfig as JSON")
+    parser.add_argument("--models", nargs="*", default=[], help="folders from which files may be loaded")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of machines")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument(
+        "--rdzv-endpoint", default="", help="HOST:PORT of machine 0; PORT and PORT + 1 are taken there"
+    )
+    parser.add_argument("--interface", default="", help="network interface to the other machines")
+    return parser.parse_args(arguments)

@@ -1,0 +1,96 @@
+"""The commands ``status`` and ``stop`` for a backend that runs.
+
+    python -m backend.cli status --address unix:/run/pdit/backend.sock --token-file /run/pdit/token \\
+        [--prometheus]
+    python -m backend.cli stop --address ... --token-file ...
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from ..client.client import BackendClient
+from ..client.machines import placement
+from ..protocol import Report, Shutdown, Status
+from ..start import own_token
+
+#: Metric -> its help; values are made by ``metrics``.
+METRICS = {
+    "up_seconds": "Seconds since the ranks have started.",
+    "models": "Transformers that are loaded.",
+    "rank_weight_bytes": "Weights that a rank holds.",
+    "rank_resident_bytes": "Memory of a rank's process; 0 on another machine than rank 0's.",
+    "running_seconds": "Seconds of the request under way, 0 for none.",
+    "waiting": "Requests that wait.",
+    "answered_total": "Requests that were answered.",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Print how a backend is. Raises BackendError and ConfigError."""
+    parser = options("status", __doc__)
+    parser.add_argument("--prometheus", action="store_true", help="as Prometheus's text, instead of JSON")
+    chosen = parser.parse_args(arguments)
+    client = connect(chosen)
+    print(status(client, chosen.prometheus))
+    client.close()
+    return 0
+
+
+def stop(arguments: list[str]) -> int:
+    """Have a backend end. Raises BackendError and ConfigError."""
+    client = connect(options("stop", __doc__).parse_args(arguments))
+    client.send(Shutdown())
+    client.close()
+    return 0
+
+
+def options(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command that speaks to a backend."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m backend.cli {command}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT")
+    parser.add_argument(
+        "--token-file", help="a file of this user alone; without it PARALLEL_DIT_TOKEN counts"
+    )
+    return parser
+
+
+def connect(chosen: argparse.Namespace) -> BackendClient:
+    """Return a client of the backend that the command line names."""
+    return BackendClient(chosen.address, own_token(chosen.token_file))
+
+
+def status(client: BackendClient, prometheus: bool) -> str:
+    """Return how a backend is, as JSON or as Prometheus's text."""
+    report = client.request(Status())
+    if prometheus:
+        return metrics(report)
+    degrees = client.welcome.degrees
+    found = {"degrees": degrees, "device": client.welcome.device, **asdict(report)}
+    machines = 1 + max(rank["machine"] for rank in report.ranks)
+    if machines > 1:
+        found["placement"] = placement(degrees, machines)
+    return json.dumps(found, indent=1)
+
+
+def metrics(report: Report) -> str:
+    """Return a report in Prometheus's text format (exposition format 0.0.4)."""
+    values = {
+        "up_seconds": {"": report.seconds},
+        "models": {"": len(report.models)},
+        "running_seconds": {"": report.running_seconds},
+        "waiting": {"": report.waiting},
+        "answered_total": {f'{{kind="{kind}"}}': count for kind, count in report.answered.items()},
+    }
+    for name in ("weight_bytes", "resident_bytes"):
+        values[f"rank_{name}"] = {f'{{rank="{rank["rank"]}"}}': rank[name] for rank in report.ranks}
+    lines = []
+    for name, text in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP parallel_dit_{name} {text}", f"# TYPE parallel_dit_{name} {kind}"]
+        lines += [f"parallel_dit_{name}{labels} {value}" for labels, value in values[name].items()]
+    return "\n".join(lines)

@@ -1,0 +1,35 @@
+"""The Python that runs the ranks: ours, or one that the user chooses."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..config import ConfigError
+
+#: Environment variable with the path of another interpreter, whose packages the ranks then use.
+VARIABLE = "PARALLEL_DIT_PYTHON"
+#: What belongs to our interpreter: another one would import from its packages.
+OWN = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")
+
+
+def ranks_python() -> str:
+    """Return the interpreter of ranks, probes and readers of headers. ConfigError where the variable names
+    none."""
+    chosen = os.environ.get(VARIABLE, "").strip()
+    if not chosen:
+        return sys.executable
+    path = Path(chosen).expanduser()
+    if not (path.is_absolute() and path.is_file() and os.access(path, os.X_OK)):
+        raise ConfigError(
+            f"{VARIABLE} is {chosen!r:.200}, which is no program's absolute path; name the python of an "
+            f"environment, like /opt/ranks/bin/python, or clear it to use ComfyUI's."
+        )
+    return str(path)
+
+
+def inherited(parent: Mapping[str, str]) -> dict[str, str]:
+    """Return what of the environment ``parent`` is for the ranks' interpreter."""
+    if ranks_python() == sys.executable:
+        return dict(parent)
+    return {name: value for name, value in parent.items() if name not in OWN}

@@ -1,0 +1,309 @@
+"""The connection between the launchers of a backend's machines: it carries the configuration, heartbeats, and
+why one has ended.
+
+Machine 0 listens on its interface to the others, which connect to it. Both ends prove that they know the
+token (protocol/handshake.py), which never travels. What follows are lines of JSON: nothing is unpickled, and
+nothing is encrypted. Every machine writes twice a second; one that is not heard of is silent, as a rank is
+(silence.py). Imports neither ComfyUI nor torch.
+"""
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from ..config import ConfigError
+from ..protocol import BackendError, handshake
+from .exit_report import RankFailure
+from .machines import Machines
+from .silence import LOOK_SECONDS, SILENT_SECONDS, VARIABLE
+
+#: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
+ROLE = "machine"
+#: Longest line, in bytes; the failures of a machine's ranks fit.
+MAX_LINE = 1 << 20
+#: A peer that connects must prove itself within this long (seconds), in lines of at most MAX_HELLO bytes.
+HELLO_SECONDS = 5.0
+MAX_HELLO = 4096
+#: After one machine has ended: so long the others take to end their ranks and to say why.
+REPORT_SECONDS = 20.0
+#: A machine that is not heard of at so many looks is not waited for.
+SLOW = 4
+Check = Callable[[], None]
+
+
+class Peer:
+    """Another machine's launcher; ``said`` holds what it has sent under each key."""
+
+    def __init__(self, connection: socket.socket, index: int, name: str):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.index = index
+        self.name = name
+        self.looks = 0
+        self.gone = False
+        self.said: dict[str, Any] = {}
+        self._buffer = b""
+
+    def send(self, message: dict):
+        """Send a line; one that cannot be sent is lost, and the peer is then found silent."""
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass
+
+    def read(self, limit: int = MAX_LINE) -> list[dict]:
+        """Return the lines that are there, after at most the socket's timeout. Raises ConnectionError where
+        there will be no more."""
+        data = self.socket.recv(1 << 16)
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        if not data or len(self._buffer) > limit or any(len(line) > limit for line in lines):
+            raise ConnectionError("it has hung up" if not data else "it sent too long a line")
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            raise ConnectionError("it sent what is no JSON") from None
+        if not all(isinstance(each, dict) for each in found):
+            raise ConnectionError("it sent what is no message")
+        return found
+
+    def ask(self, key: str, seconds: float, limit: int = MAX_HELLO) -> Any:
+        """Return what the first line with ``key`` says, or None for a refusal. Raises ConnectionError or
+        TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while not self.said.keys() & {key, "refused"}:
+            self.socket.settimeout(max(0.01, deadline - time.monotonic()))
+            for line in self.read(limit):
+                self.said |= line
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it did not say its {key}")
+        return self.said.get(key)
+
+
+class Link:
+    """This machine's connections: machine 0 has one to each other, which have one to machine 0."""
+
+    def __init__(self, machines: Machines, peers: list[Peer], listener: socket.socket | None = None):
+        self.machines = machines
+        self.peers = peers
+        self._listener = listener
+        self._on_end: Callable[[str], None] = lambda sentence: None
+        self._on_ready: Check = lambda: None
+        self._limit = float(os.environ.get(VARIABLE, SILENT_SECONDS))
+        self._stopped = threading.Event()
+        self._changed = threading.Condition()
+        self._told = False
+        self._thread = threading.Thread(target=self._watch, name="machine link", daemon=True)
+
+    def watch(self, on_end: Callable[[str], None], on_ready: Check):
+        """Begin to beat and to listen. ``on_end`` is called where the ranks of this machine have to end: with
+        why, or with nothing where another machine has still to say why. ``on_ready``: all have joined."""
+        self._on_end, self._on_ready = on_end, on_ready
+        for peer in self.peers:
+            peer.socket.settimeout(1.0)
+        self._thread.start()
+
+    def tell(self, **message: Any):
+        """Send a message to every peer."""
+        for peer in self.peers:
+            peer.send(message)
+
+    def conclude(self, silence: str, failures: list[RankFailure]) -> tuple[str, list[RankFailure]]:
+        """Tell the others what is known here of the end of the ranks, and return all that is known anywhere.
+        Machine 0 waits for the others' reports, and the others for its summary."""
+        if not self._told:
+            self._told = True
+            self.tell(report={"silence": silence, "failures": [asdict(each) for each in failures]})
+        leads = self.machines.index == 0
+        wanted = "report" if leads else "summary"
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(p.gone or p.looks > SLOW or wanted in p.said for p in self.peers),
+                REPORT_SECONDS if leads else 2 * REPORT_SECONDS,
+            )
+        found = [peer.said[wanted] for peer in self.peers if wanted in peer.said]
+        sentences = [silence, *(str(each["silence"]) for each in found)]
+        silence = next(filter(None, sentences), "")
+        known = {each.rank: each for each in failures}
+        known |= {fields["rank"]: RankFailure(**fields) for each in found for fields in each["failures"]}
+        summary = {"silence": silence, "failures": [asdict(each) for each in known.values()]}
+        if leads:
+            self.tell(summary=summary)
+        return silence, list(known.values())
+
+    def close(self, why: str = ""):
+        """Say goodbye, or ``why`` this machine ends its ranks, and hang up. More than once is fine."""
+        if not self._stopped.is_set():
+            self.tell(**({"left": why} if why else {"bye": True}))
+        self._stopped.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        for peer in self.peers:
+            peer.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _watch(self):
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            self.tell(beat=True)
+            heard: set[int] = set()
+            while (left := began + LOOK_SECONDS - time.monotonic()) > 0:
+                heard |= self._hear(left)
+            for peer in self.peers:
+                peer.looks = 0 if peer.index in heard else peer.looks + 1
+                if peer.looks * LOOK_SECONDS >= self._limit and not peer.gone:
+                    what = f"{peer.name} has been silent for {peer.looks * LOOK_SECONDS:.0f} s"
+                    self._lost(peer, f"{what} (its link is cut, or it has stopped)")
+
+    def _hear(self, seconds: float) -> set[int]:
+        """Take what comes within ``seconds``; return the machines of which something came."""
+        live = {peer.socket: peer for peer in self.peers if not peer.gone}
+        ready, _, _ = select.select(list(live), [], [], min(seconds, LOOK_SECONDS / 4))
+        if not live:
+            time.sleep(min(seconds, LOOK_SECONDS / 4))
+        for peer in (live[each] for each in ready):
+            try:
+                for line in peer.read():
+                    self._take(peer, line)
+            except OSError as error:
+                self._lost(peer, f"{peer.name} is lost ({error}): its launcher has ended")
+        return {live[each].index for each in ready}
+
+    def _take(self, peer: Peer, line: dict):
+        with self._changed:
+            peer.said |= line
+            self._changed.notify_all()
+        if "ready" in line:
+            self._on_ready()
+        if "left" in line:
+            self._lost(peer, f"{peer.name} has left: {line['left']}")
+        if "bye" in line:
+            peer.gone = True
+        if "report" in line:
+            self._on_end("")
+
+    def _lost(self, peer: Peer, why: str):
+        with self._changed:
+            was_gone = peer.gone
+            peer.gone = True
+            self._changed.notify_all()
+        if not was_gone and "report" not in peer.said and "summary" not in peer.said:
+            self._on_end(why)
+
+
+# ---------------------------------------------------------------------- how machines find each other
+def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: float, check: Check) -> Link:
+    """On machine 0: wait until every other machine has joined, send each ``begin``, and return the link.
+    ``hello``: what must be the same on all, such as versions. Raises BackendError or ConfigError."""
+    try:
+        listener = socket.create_server((machines.address, machines.link_port))
+    except OSError as error:
+        place = f"{machines.address}:{machines.link_port}"
+        raise ConfigError(f"the launchers' port {place} cannot be opened ({error.strerror}).") from None
+    listener.settimeout(0.1)
+    peers: dict[int, Peer] = {}
+    deadline = time.monotonic() + seconds
+    while missing := [i for i in range(1, machines.count) if i not in peers]:
+        check()
+        if time.monotonic() > deadline:
+            listener.close()
+            names = ", ".join(map(str, missing))
+            raise BackendError(
+                f"machine {names} of {machines.count} has not joined in {seconds:.0f} s; start it with "
+                f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token."
+            )
+        try:
+            connection, (host, _) = listener.accept()
+        except OSError:
+            continue
+        peer = _let_in(connection, host, machines, token, hello, peers)
+        if peer is not None:
+            peers[peer.index] = peer
+    for peer in peers.values():
+        peer.send({"begin": begin})
+    return Link(machines, list(peers.values()), listener)
+
+
+def _let_in(
+    connection: socket.socket, host: str, machines: Machines, token: str, hello: dict, peers: dict[int, Peer]
+) -> Peer | None:
+    """Return a machine that has proved itself, or None where it has not, or is told why it cannot join."""
+    peer = Peer(connection, -1, host)
+    try:
+        index = peer.ask(ROLE, HELLO_SECONDS)
+        theirs = peer.ask("nonce", HELLO_SECONDS)
+        if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
+            raise ConnectionError("it is no launcher")
+        nonce = handshake.new_nonce()
+        peer.send({"nonce": nonce, "proof": handshake.proof(token, f"{ROLE} 0", theirs, nonce)})
+        proof = str(peer.ask("proof", HELLO_SECONDS))
+        if not handshake.is_proof(proof, token, f"{ROLE} {index}", theirs, nonce):
+            raise ConnectionError("it does not know the token")
+    except OSError:
+        connection.close()
+        return None
+    refusal = ""
+    if not 1 <= index < machines.count or index in peers:
+        refusal = f"--node-rank {index} is taken, or none of 1 to {machines.count - 1}"
+    elif peer.said.get("hello") != hello:
+        refusal = f"this machine has {peer.said.get('hello')}, machine 0 {hello}; install the same on both"
+    if refusal:
+        peer.send({"refused": refusal})
+        connection.close()
+        return None
+    peer.index = index
+    peer.name = f"machine {index} ({host})"
+    return peer
+
+
+def join(machines: Machines, token: str, hello: dict, seconds: float, check: Check) -> tuple[Link, dict]:
+    """On another machine: connect to machine 0 and wait until all have joined; return the link and what
+    machine 0 says to ``begin``. Raises BackendError or ConfigError."""
+    deadline = time.monotonic() + seconds
+    target = (machines.host, machines.link_port)
+    while True:
+        check()
+        try:
+            connection = socket.create_connection(target, 2.0, (machines.address, 0))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = f"machine 0 was not reached at {target[0]}:{target[1]} in {seconds:.0f} s ({error})"
+                raise BackendError(f"{why}; start it, and let this machine reach that port.") from None
+            time.sleep(0.2)
+    peer = Peer(connection, 0, machines.leader)
+    nonce = handshake.new_nonce()
+    peer.send({ROLE: machines.index, "nonce": nonce, "hello": hello})
+    try:
+        theirs = str(peer.ask("nonce", HELLO_SECONDS))
+        proof = str(peer.ask("proof", HELLO_SECONDS))
+        if not handshake.is_proof(proof, token, f"{ROLE} 0", nonce, theirs):
+            raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
+        peer.send({"proof": handshake.proof(token, f"{ROLE} {machines.index}", nonce, theirs)})
+        begin = _told_to_begin(peer, deadline, check)
+    except OSError as error:
+        connection.close()
+        raise BackendError(
+            f"{peer.name} did not let this machine in ({error}); compare the tokens."
+        ) from None
+    return Link(machines, [peer]), begin
+
+
+def _told_to_begin(peer: Peer, deadline: float, check: Check) -> dict:
+    while not peer.said.keys() & {"begin", "refused"}:
+        check()
+        try:
+            peer.ask("begin", 0.5, MAX_LINE)
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise BackendError(f"{peer.name} still waits for other machines.") from None
+    if "refused" in peer.said:
+        raise BackendError(f"{peer.name} refused: {peer.said['refused']}.")
+    return peer.said["begin"]

@@ -1,0 +1,137 @@
+"""The machines of one backend: which of them this is, where they meet, and which methods cross their network.
+Standard library only."""
+
+import math
+import socket
+import struct
+from dataclasses import dataclass
+
+from ..config import AXES, ConfigError, ParallelConfig
+
+try:
+    import fcntl
+except ImportError:  # Windows, where no backend spans machines
+    fcntl = None
+
+#: ioctl for the IPv4 address of a network interface (linux/sockios.h), and its struct ifreq.
+_SIOCGIFADDR = 0x8915
+_IFREQ = struct.Struct("16s24x")
+#: Axes whose ranks wait for each other in every block: slow over a network.
+EVERY_BLOCK = ("ulysses", "tp")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machine ``index`` of ``count``. They meet at ``endpoint``, HOST:PORT of machine 0, where torchrun's
+    store listens; their launchers meet at the port after it. ``interface``: this machine's network interface
+    to the others, the only one on which ranks and launchers listen."""
+
+    count: int = 1
+    index: int = 0
+    endpoint: str = ""
+    interface: str = ""
+
+    @property
+    def host(self) -> str:
+        return self.endpoint.rpartition(":")[0]
+
+    @property
+    def link_port(self) -> int:
+        """Where the launcher of machine 0 listens for those of the others."""
+        return int(self.endpoint.rpartition(":")[2]) + 1
+
+    @property
+    def address(self) -> str:
+        """This machine's IPv4 address on the interface. Raises ConfigError."""
+        if fcntl is None:
+            raise ConfigError("a backend of several machines needs Linux; this system is another.")
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, _IFREQ.pack(self.interface.encode()[:15]))
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"--interface is {self.interface!r}, which has no IPv4 address here ({error.strerror}); this "
+                f"machine has {names}."
+            ) from None
+        return socket.inet_ntoa(found[20:24])
+
+    def validate(self) -> "Machines":
+        """Return self, or raise ConfigError for what is missing."""
+        if self.count < 1 or not 0 <= self.index < self.count:
+            raise ConfigError(
+                f"--nnodes is {self.count} and --node-rank {self.index}; number the machines from 0 to "
+                f"{max(0, self.count - 1)}, each once."
+            )
+        if self.count == 1:
+            return self
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+            raise ConfigError(
+                f"--nnodes {self.count} needs --rdzv-endpoint HOST:PORT, machine 0's address for the others "
+                f"and the first of two free ports there; it is {self.endpoint!r}."
+            )
+        if not self.interface:
+            raise ConfigError(
+                f"--nnodes {self.count} needs --interface, the network between the machines (eth1, ib0): "
+                f"ranks authenticate nobody, and would listen on whichever network they find."
+            )
+        _ = self.address  # refuses an interface that is not there
+        return self
+
+    def ranks_here(self, config: ParallelConfig) -> int:
+        """Return how many ranks of ``config`` each machine runs. Raises ConfigError."""
+        if config.world_size % self.count:
+            raise ConfigError(
+                f"{config.product}, which {self.count} machines cannot share evenly; change a degree or "
+                f"--nnodes."
+            )
+        if self.count > 1 and config.gpus:
+            raise ConfigError(
+                f"gpus is {config.gpus!r}, but each machine numbers its own; clear it and set "
+                f"CUDA_VISIBLE_DEVICES on each."
+            )
+        return config.world_size // self.count
+
+    @property
+    def name(self) -> str:
+        """This machine's name for messages; empty where there is one."""
+        return f"machine {self.index} ({self.address})" if self.count > 1 else ""
+
+    @property
+    def leader(self) -> str:
+        """Machine 0's name for messages."""
+        return f"machine 0 ({self.host})"
+
+
+def crossing(degrees: dict[str, int], machines: int) -> dict[str, bool]:
+    """Return for each mesh axis of several ranks whether some group of it has ranks of several machines.
+
+    Ranks are numbered machine by machine and the fastest axes are tp, ulysses, ring, pp, cfg, dp. So those
+    that speak most often are the last to cross. ``degrees``: sizes, slowest first.
+    """
+    here = math.prod(degrees.values()) // machines
+    found = {}
+    span = 1
+    for axis, size in reversed(degrees.items()):
+        span *= size
+        if size > 1:
+            found[axis] = machines > 1 and here % span != 0
+    return found
+
+
+def placement(degrees: dict[str, int], machines: int, shard_weights: bool = False) -> str:
+    """Return some sentences on which methods stay inside a machine and which cross the network."""
+    found = crossing(degrees, machines)
+    inside = [f"{AXES[axis]} {degrees[axis]}" for axis in found if not found[axis]]
+    across = [f"{AXES[axis]} {degrees[axis]}" for axis in found if found[axis]]
+    parts = [f"inside a machine {', '.join(inside)}"] if inside else []
+    parts += [f"across machines {', '.join(across)}"] if across else []
+    here = math.prod(degrees.values()) // machines
+    text = f"{machines} machines of {here} rank{'s' * (here > 1)} each: {'; '.join(parts)}."
+    slow = [AXES[axis] for axis in EVERY_BLOCK if found.get(axis)]
+    if slow:
+        text += f" Every block waits for the network, by {' and '.join(slow)}; raise another degree instead."
+    if shard_weights and any(found.get(axis) for axis in ("dp", "ring", "ulysses")):
+        text += " Every block's weights come over the network, by shard_weights."
+    return text

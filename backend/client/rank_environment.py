@@ -1,0 +1,102 @@
+"""The environment of an agent and its ranks: ours, without what another launcher or ComfyUI has set."""
+
+import os
+import sys
+from pathlib import Path
+
+from ..config import ParallelConfig
+from .cache_folder import cache_folder
+from .interpreter import inherited
+
+#: The folder of this pack.
+PACK = Path(__file__).resolve().parents[2]
+
+#: Settings of torch's allocator, under the names of several versions of it.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
+_GROWING = "expandable_segments:True"
+#: glibc raises the size from which a block is memory of its own to 32 MB, as blocks are freed. Smaller ones
+#: then leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). A size that is set
+#: stays. Bytes; the user's settings count.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "MALLOC_ARENA_MAX": "2",
+}
+#: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
+_DROPPED = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *_ALLOCATOR,
+    *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    # another function than the one that the attention hook replaces (sampling/model_runner.py)
+    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
+    # of this process as a client of other backends, not for those that it starts
+    *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
+}
+_DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def closed_doors(parent: dict, interface: str = "lo") -> dict:
+    """Return settings under which agent and ranks of one machine listen on no network, and those of several
+    machines on ``interface`` alone (torchrun's store listens on all: docs/security.md).
+
+    The agent opens no TCPStore for its ranks: they meet in a file (rendezvous_flags). gloo listens on
+    loopback. NCCL finds its peers through a socket too, on the first network interface unless told; data
+    still goes over NVLink, PCIe or shared memory. Its status service (RAS) would answer anybody on this
+    machine: off. NCCL's two settings keep the values that ``parent`` has.
+    """
+    doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if sys.platform == "linux":
+        doors["GLOO_SOCKET_IFNAME"] = interface
+        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", interface)
+    doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
+    return doors
+
+
+def allocator_settings(parent: dict) -> dict:
+    """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
+    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out."""
+    found = {}
+    for name in _ALLOCATOR:
+        parts = [part.strip() for part in parent.get(name, "").split(",")]
+        users = [part for part in parts if part and not part.startswith("backend:")]
+        if users:
+            found[name] = ",".join(users)
+    if found or sys.platform != "linux":
+        return found
+    return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
+
+
+def sanitized_environment(parent: dict, config: ParallelConfig, device: str, interface: str = "lo") -> dict:
+    """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's.
+    ``config``: of the ranks of this machine; ``interface``: to the other machines."""
+    parent = inherited(parent)
+    env = {
+        name: value
+        for name, value in parent.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    # compiled blocks: one folder for all ranks, private since code is loaded from it
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
+    env = _MALLOC | env
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
+    env["PYTHONUNBUFFERED"] = "1"
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "cuda":
+        indices = config.gpu_indices
+        visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
+        names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
+        env |= allocator_settings(parent)
+    env |= closed_doors(parent, interface)
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
+    env["HF_HUB_OFFLINE"] = "1"
+    return env

@@ -1,0 +1,164 @@
+"""Which method bears which network: two "hosts" on this machine, joined by a cable of limited bandwidth.
+
+    python benchmarks/machines.py [--rounds 3] [--steps 4] [--write]
+
+The hosts are network namespaces (tests/support/hosts.py), each with half of the ranks, on the CPU, with a
+Flux of random weights (177M parameters; --quick: a small one). tc limits the cable's bandwidth (tbf) and adds
+no latency. Printed for each method: megabytes that cross the cable in a step, counted by the network, and
+seconds of a step on each link, the best of the rounds. --write puts the table into docs/multi_node.md. Linux,
+root.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import common
+
+sys.path[:0] = [str(common.ROOT / "tests/support"), str(common.ROOT / "scripts")]
+import hosts
+from families_table import markdown
+
+from backend import protocol
+from backend.client.client import BackendClient
+from backend.config import ParallelConfig
+
+PAGE = common.ROOT / "docs/multi_node.md"
+BEGIN = "<!-- links: made by benchmarks/machines.py -->\n"
+END = "<!-- end of links -->\n"
+TOKEN = "9" * 64
+#: Bits per second of the links, and how tc calls them.
+LINKS: dict[str, float] = {"10gbit": 1e10, "1gbit": 1e9}
+#: Ranks -> what they run, and what of it crosses the cable. The first one is how they start.
+METHODS: dict[int, dict[str, dict]] = {
+    2: {
+        "cfg 2 across": {"cfg_degree": 2},
+        "PipeFusion 2 across": {"pipefusion_degree": 2, "num_pipeline_patch": 4},
+        "ring 2 across": {"ring_degree": 2},
+        "Ulysses 2 across": {"ulysses_degree": 2},
+        "tensor parallel 2 across": {"tensor_parallel_degree": 2},
+    },
+    4: {
+        "Ulysses 2 inside, cfg 2 across": {"ulysses_degree": 2, "cfg_degree": 2},
+        "Ulysses 2 inside, PipeFusion 2 across": {
+            "ulysses_degree": 2,
+            "pipefusion_degree": 2,
+            "num_pipeline_patch": 4,
+        },
+    },
+}
+SMALL: dict = dict(num_layers=1, num_single_layers=2, num_attention_heads=4)
+
+
+@dataclass
+class Method:
+    """A row: megabytes across the cable in a step, and best seconds of a step on each link."""
+
+    name: str
+    megabytes: float
+    seconds: dict[str, float]
+
+
+class Ranks:
+    """A backend on both hosts."""
+
+    def __init__(self, stack: ExitStack, count: int, model: Path, steps: int):
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallel-dit-machines-")))
+        (self.folder / "token").write_text(TOKEN)
+        (self.folder / "token").chmod(0o600)
+        self.hosts = hosts.Hosts()
+        stack.callback(self.hosts.close)
+        self.model = str(model)
+        first = next(iter(METHODS[count].values()))
+        given = ({"device": "cpu", **first}, "--models", self.model)
+        head, other = [self.hosts.serve(i, self.folder, *given) for i in (0, 1)]
+        assert head.stdout is not None
+        if not (head.stdout.readline() and head.stdout.readline()):
+            sys.exit(f"{head.communicate()[1]}{other.communicate()[1]}")
+        self.client = BackendClient(f"unix:{self.folder}/s", TOKEN)
+        self.steps = steps
+
+    def become(self, degrees: dict) -> Callable[[], float]:
+        """Change the degrees; return what samples once and says the seconds of a step."""
+        config = ParallelConfig(device="cpu", **degrees)
+        self.client.request(protocol.Arrange(asdict(config)))
+        loaded = self.client.request(protocol.Load(self.model, "default", [], "auto"))
+        made = common.request(self.model, self.steps, guided=True, side=SIDE[0], text=TEXT[0])
+        request = replace(made, model=loaded.model, num_pipeline_patch=config.num_pipeline_patch)
+
+        def sample() -> float:
+            return self.client.sample(request).stats["seconds"] / self.steps
+
+        sample()  # caches, connections
+        return sample
+
+
+SIDE, TEXT = [64], [128]
+
+
+def measured(ranks: Ranks, name: str, degrees: dict, rounds: int) -> Method:
+    """Return the best seconds of a step on each link, in turn, and what crosses the cable."""
+    sample = ranks.become(degrees)
+    before = ranks.hosts.sent()
+    seconds = {"no limit": sample()}
+    megabytes = (ranks.hosts.sent() - before) / ranks.steps / 1e6
+    for _ in range(rounds):
+        for link in ("no limit", *LINKS):
+            ranks.hosts.shape("" if link == "no limit" else link)
+            seconds[link] = min(seconds.get(link, float("inf")), sample())
+    ranks.hosts.shape("")
+    print(f"{name}: {megabytes:.2f} MB a step, {json.dumps(seconds)}", file=sys.stderr, flush=True)
+    return Method(name, megabytes, seconds)
+
+
+def table(found: list[Method]) -> str:
+    """Return the page's table. The least that a link adds is megabytes over its rate, both ways at once."""
+    head = ["method", "MB a step", "s a step, no limit"]
+    head += [f"on {link}" for link in LINKS]
+    rows = []
+    for each in found:
+        cells = [each.name, f"{each.megabytes:.2f}", f"{each.seconds['no limit']:.2f}"]
+        for link in LINKS:
+            added = each.seconds[link] / each.seconds["no limit"] - 1
+            cells.append(f"{each.seconds[link]:.2f} ({added:+.0%})")
+        rows.append(tuple(cells))
+    return markdown(tuple(head), rows)
+
+
+def main():
+    """Measure every method on every link."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
+    parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    options = parser.parse_args()
+    if why := hosts.why_not():
+        sys.exit(f"There can be no hosts: {why}.")
+    if options.quick:
+        SIDE[0], TEXT[0] = 16, 32
+    found = []
+    with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as model:
+        common.save_model(model, **(SMALL if options.quick else {}))
+        for count in options.ranks:
+            with ExitStack() as stack:
+                ranks = Ranks(stack, count, Path(model), options.steps)
+                for name, degrees in METHODS[count].items():
+                    found.append(measured(ranks, name, degrees, options.rounds))
+    text = table(found)
+    print(text)
+    if options.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

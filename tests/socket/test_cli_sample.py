@@ -1,0 +1,158 @@
+"""python -m backend.cli sample: latents of prompts' embeddings, without ComfyUI."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import interpreters
+import pytest
+import torch
+from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from page_examples import examples
+from safetensors.torch import load_file, save_file
+
+from backend.cli import __main__ as cli
+from backend.cli.sample import read_config
+from backend.cli.sample_request import read_requests
+from backend.cli.sample_tensors import noise_levels, write_result
+from backend.config import ConfigError
+from demo import shapes
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 600
+#: What a configuration without these entries sends.
+DEFAULTS = {"num_pipeline_patch": 0, "warmup_steps": 1}
+
+
+def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess:
+    """Run a page's example with this Python as ``python``."""
+    (folder / "bin").mkdir(exist_ok=True)
+    python = folder / "bin/python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
+    run = ["bash", "-euc", text]
+    return subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_the_page_example_makes_the_picture(tmp_path):
+    """Two ranks are started, by another Python than the client's, and a prompt becomes its picture."""
+    python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log")
+    found = shell(examples("headless.md")["sample"], tmp_path, PARALLEL_DIT_PYTHON=str(python))
+    assert found.returncode == 0, found.stderr
+    ran = (tmp_path / "log").read_text()
+    assert "-m backend.preflight" in ran and "-m torch.distributed.run" in ran
+    assert "backend.cli" not in ran  # that is the client's
+    assert found.stdout.startswith(f"{tmp_path}/circle.safetensors: ")
+    samples = load_file(tmp_path / "circle.safetensors")["samples"]
+    image = shapes.decode(shapes.to_vae_units(samples))[0]
+    assert shapes.check_image("a red circle left of a blue square on black", image)
+    assert (tmp_path / "circle.png").stat().st_size > 500
+
+
+def write_request(folder: Path, backend, checkpoint) -> torch.Tensor:  # noqa: F811
+    """A golden case as a request of files, and its noise, which the command draws itself."""
+    sample, _ = request_for(backend, checkpoint)
+    request = {"model": checkpoint, "cfg": sample.cfg, "seed": 7}
+    for side in {name.split(".")[0] for name in sample.tensors} & {"positive", "negative"}:
+        own = {n.removeprefix(f"{side}."): t for n, t in sample.tensors.items() if n.startswith(f"{side}.")}
+        save_file({"cross_attn": own.pop("c_crossattn"), **own}, folder / f"{side}.safetensors")
+        request[side] = f"{side}.safetensors"
+    size = list(sample.tensors["noise"].shape[1:])
+    levels = sample.tensors["sigmas"].tolist()
+    request |= {"latent": size, "sigmas": levels, "out": "o.latent"}
+    (folder / "request.json").write_text(json.dumps(request))
+    return torch.randn(1, *size, generator=torch.Generator().manual_seed(7))
+
+
+def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, checkpoint):  # noqa: F811
+    noise = write_request(tmp_path, backend, checkpoint)
+    (tmp_path / "token").write_text(backend.process._token)
+    (tmp_path / "token").chmod(0o600)
+    found = shell(
+        examples("headless.md")["address"].replace("unix:$F/backend.sock", backend.process.address),
+        tmp_path,
+        F=str(tmp_path),
+    )
+    assert found.returncode == 0, found.stderr
+    sample, _ = request_for(backend, checkpoint)
+    tensors = {**sample.tensors, "noise": noise}
+    message = replace(sample, **DEFAULTS, seed=7, tensors=tensors)
+    expected = backend.sample(message).tensors["samples"]
+    written = load_file(tmp_path / "o.latent")
+    assert "latent_format_version_0" in written  # else LoadLatent scales it, as an old file
+    torch.testing.assert_close(written["latent_tensor"], expected, rtol=1e-5, atol=1e-5)
+
+
+REQUEST = {"model": "/m", "positive": "p", "latent": [16, 8, 8], "out": "o.latent"}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model": None}, "request 1's model is None; it is a text"),
+        ({"steps": 2.5}, "steps is 2.5; it is a whole number"),
+        ({"steps": True}, "steps is True; it is a whole number"),
+        ({"latent": [16, 0, 8]}, "write the latent's size"),
+        ({"cfg": 3}, "cfg 3 and no negative"),
+        ({"out": "o.png"}, "it ends with .latent or .safetensors"),
+        ({"out": "none/o.latent"}, "in a folder that does not exist"),
+        ({"prompt": "a cat"}, "has 'prompt'; it has model, positive, latent, out, and may have negative"),
+        ({"loras": ["a"]}, "write [file, strength]"),
+        ({"seed": -1}, "seed is -1; it is from 0"),
+        ({"latent": [16, 10**6, 10**6]}, "GiB, more than a message may"),
+        ({"steps": 0}, "steps and batch are at least 1"),
+    ],
+)
+def test_bad_requests_are_refused_in_a_sentence(tmp_path, change, said):
+    with pytest.raises(ConfigError) as refusal:
+        read_requests(json.dumps({**REQUEST, **change}), tmp_path)
+    assert said in str(refusal.value)
+
+
+def test_other_mistakes(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="lacks model, positive, latent, out"):
+        read_requests("{}", tmp_path)
+    with pytest.raises(ConfigError, match="is empty"):
+        read_requests("[]", tmp_path)
+    with pytest.raises(ConfigError, match="'ulyses'; its entries are"):
+        read_config('{"ulyses": 2}')
+    assert cli.main(["sampel"]) == 2 and "sample" in capsys.readouterr().err
+    assert cli.main(["sample", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+def request(folder: Path, **changes):
+    return read_requests(json.dumps({**REQUEST, **changes}), folder)[0]
+
+
+def test_noise_levels_are_those_of_diffusers_and_comfyui(tmp_path):
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 7, 7).tolist())
+    flow = noise_levels(request(tmp_path, steps=7, shift=3.0), "flow")
+    torch.testing.assert_close(flow, scheduler.sigmas.float())
+    with pytest.raises(ConfigError, match="name the scheduler_config.json"):
+        noise_levels(request(tmp_path, steps=7), "eps")
+    stated = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(stated))
+    levels = noise_levels(request(tmp_path, steps=4, scheduler="."), "eps")
+    assert levels[-1] == 0 and len(levels) == 5 and (levels.diff() < 0).all()
+    betas = torch.linspace(0.0001, 0.02, 1000, dtype=torch.float64)
+    last = torch.cumprod(1 - betas, 0)[-1]
+    torch.testing.assert_close(levels[0].double(), ((1 - last) / last).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_a_vae_configuration_scales_by_channel(tmp_path):
+    config = {"latents_mean": [0.5, -1.0], "latents_std": [2.0, 4.0], "scaling_factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = request(tmp_path, latent=[2, 1, 1], vae=".", out="o.safetensors")
+    write_result(wanted, torch.ones(1, 2, 1, 1), {})
+    assert load_file(tmp_path / "o.safetensors")["samples"].flatten().tolist() == [1.5, 1.0]
+    with pytest.raises(ConfigError, match="scales 2 channels, but the latent has 3"):
+        write_result(wanted, torch.ones(1, 3, 1, 1), {})

@@ -1,0 +1,150 @@
+"""The launchers' connection between machines (client/machine_link.py), on loopback, without ranks."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from backend.client import machine_link
+from backend.client.exit_report import RankFailure, cause_among
+from backend.client.machines import Machines
+from backend.protocol import BackendError
+
+TOKEN = "4" * 64
+HELLO = {"pack": "1"}
+BEGIN = {"config": {"cfg_degree": 2}, "device": "cpu"}
+PATIENCE = 60
+
+
+class GaveUp(Exception):
+    pass
+
+
+@pytest.fixture
+def machines():
+    """Both machines, at a port whose next one is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    head = Machines(2, 0, f"127.0.0.1:{port - 1}", "lo").validate()
+    return head, replace(head, index=1)
+
+
+@pytest.fixture
+def joined(machines):
+    """Links of both, once they have found each other."""
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None)
+        other, begin = machine_link.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        links = head.result(), other
+    assert begin == BEGIN
+    yield links
+    for link in links:
+        link.close()
+
+
+class Ends:
+    """Keeps what a link says to end for."""
+
+    def __init__(self):
+        self.said: list[str] = []
+        self.ready = threading.Event()
+        self._came = threading.Event()
+
+    def __call__(self, sentence: str):
+        self.said.append(sentence)
+        self._came.set()
+
+    def wait(self) -> str:
+        assert self._came.wait(PATIENCE)
+        return self.said[0]
+
+
+def watched(links) -> list[Ends]:
+    ends = [Ends(), Ends()]
+    for link, end in zip(links, ends):
+        link.watch(end, end.ready.set)
+    return ends
+
+
+def test_all_machines_say_the_same_cause(joined):
+    """A rank of machine 1 was killed; machine 0's fails by it, and that is no cause."""
+    ends = watched(joined)
+    joined[0].tell(ready=True)
+    assert ends[1].ready.wait(PATIENCE)
+    killed = RankFailure(1, -9, machine="machine 1 (b)")
+    follows = RankFailure(0, 1, "RuntimeError: Connection closed by peer", 5.0, machine="machine 0 (a)")
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(joined[1].conclude, "", [killed])
+        assert ends[0].wait() == ""  # it has still to say why
+        found = [joined[0].conclude("", [follows]), other.result()]
+    for silence, failures in found:
+        assert silence == "" and "rank 1 on machine 1 (b) was killed by SIGKILL" in str(cause_among(failures))
+
+
+def test_a_machine_that_is_not_heard_of_is_silent(joined, monkeypatch):
+    joined[0]._limit = 1.0
+    ends = Ends()
+    joined[0].watch(ends, lambda: None)  # machine 1 says nothing
+    assert "machine 1 (127.0.0.1) has been silent for 1 s (its link is cut" in ends.wait()
+    time.sleep(1.5)
+    assert len(ends.said) == 1
+
+
+@pytest.mark.parametrize("why", ["", "no GPU"], ids=["killed", "with a reason"])
+def test_a_machine_that_leaves(joined, why):
+    ends = watched(joined)
+    if why:
+        joined[1].close(why)
+    else:
+        joined[1].peers[0].socket.shutdown(socket.SHUT_RDWR)
+    assert f"has left: {why}" in ends[0].wait() if why else "its launcher has ended" in ends[0].wait()
+
+
+def test_a_goodbye_is_no_fault(joined):
+    ends = watched(joined)
+    joined[1].close()
+    time.sleep(1.5)
+    assert ends[0].said == []
+
+
+def test_garbage_ends_the_connection(joined):
+    ends = watched(joined)
+    joined[1].peers[0].socket.sendall(b"GET / HTTP/1.1\n")
+    assert "it sent what is no JSON" in ends[0].wait()
+
+
+@pytest.mark.parametrize(
+    "token, hello, index, says",
+    [
+        ("5" * 64, HELLO, 1, "does not know this token"),
+        (TOKEN, {"pack": "2"}, 1, "install the same on both"),
+        (TOKEN, HELLO, 7, "--node-rank 7 is taken, or none of 1 to 1"),
+    ],
+    ids=["token", "version", "number"],
+)
+def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
+    stop = threading.Event()
+
+    def check():
+        if stop.is_set():
+            raise GaveUp
+
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, check)
+        with pytest.raises(BackendError, match=says):
+            machine_link.join(replace(machines[1], index=index), token, hello, PATIENCE, lambda: None)
+        stop.set()
+        with pytest.raises(GaveUp):
+            head.result()
+
+
+def test_who_does_not_come_is_named(machines):
+    with pytest.raises(
+        BackendError, match="machine 1 of 2 has not joined in 1 s; start it with --node-rank 1"
+    ):
+        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+    with pytest.raises(BackendError, match="machine 0 was not reached"):
+        machine_link.join(machines[1], TOKEN, HELLO, 1, lambda: None)

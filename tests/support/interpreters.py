@@ -1,0 +1,20 @@
+"""Stand-ins for another environment's Python."""
+
+import sys
+from pathlib import Path
+
+
+def recording(path: Path, log: Path) -> Path:
+    """Write a program that is this Python, and writes to ``log`` what it is asked to run."""
+    return _program(path, f'echo "$@" >> "{log}"\nexec "{sys.executable}" "$@"')
+
+
+def broken(path: Path) -> Path:
+    """Write a program that is no Python."""
+    return _program(path, "echo what; exit 3")
+
+
+def _program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path

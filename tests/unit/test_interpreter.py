@@ -1,0 +1,57 @@
+"""PARALLEL_DIT_PYTHON: ranks on the packages of another environment."""
+
+import os
+import sys
+
+import interpreters
+import pytest
+
+from backend.client import interpreter
+from backend.client.dependencies import MissingDependencyError, require_dependencies
+from backend.client.launcher import agent_command
+from backend.client.rank_environment import sanitized_environment
+from backend.config import ConfigError, ParallelConfig
+from backend.protocol import BackendError
+
+
+@pytest.fixture
+def chosen(tmp_path, monkeypatch):
+    python = interpreters.recording(tmp_path / "python", tmp_path / "log")
+    monkeypatch.setenv(interpreter.VARIABLE, str(python))
+    return str(python)
+
+
+def test_without_the_variable_it_is_this_one(monkeypatch):
+    monkeypatch.delenv(interpreter.VARIABLE, raising=False)
+    assert interpreter.ranks_python() == sys.executable
+    assert interpreter.inherited({"PYTHONPATH": "/p"}) == {"PYTHONPATH": "/p"}
+
+
+def test_the_agent_is_started_with_it_and_without_our_packages(chosen, tmp_path):
+    assert agent_command(2, tmp_path)[:3] == [chosen, "-m", "torch.distributed.run"]
+    ours = {**os.environ, "PYTHONPATH": "/ours", "PYTHONHOME": "/home", "HOME": "/h"}
+    env = sanitized_environment(ours, ParallelConfig(), "cpu")
+    assert "/ours" not in env["PYTHONPATH"] and "PYTHONHOME" not in env and env["HOME"] == "/h"
+
+
+@pytest.mark.parametrize("value", ["python3", "/no/such/python", "/tmp"])
+def test_what_is_no_interpreter_is_refused(monkeypatch, value):
+    monkeypatch.setenv(interpreter.VARIABLE, value)
+    with pytest.raises(ConfigError, match="absolute path; name the python of an environment"):
+        interpreter.ranks_python()
+
+
+def test_it_is_asked_for_its_packages(chosen, tmp_path):
+    require_dependencies(python=chosen)
+    assert "-m backend.client.dependencies" in (tmp_path / "log").read_text()
+    (tmp_path / "requirements.txt").write_text("no-such-package>=1\n")
+    with pytest.raises(MissingDependencyError) as missing:
+        require_dependencies(tmp_path / "requirements.txt", chosen)
+    assert f'"{chosen}" -m pip install "no-such-package>=1"' in str(missing.value)
+    assert "PARALLEL_DIT_PYTHON" in str(missing.value)
+
+
+def test_one_that_is_no_python_is_named(tmp_path):
+    python = str(interpreters.broken(tmp_path / "python"))
+    with pytest.raises(BackendError, match="could not be asked for its packages"):
+        require_dependencies(python=python)

@@ -1,0 +1,160 @@
+"""Several machines: which methods cross their network, what is refused, and docs/multi_node.md's examples."""
+
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from page_examples import examples
+
+from backend.cli import start
+from backend.client.launcher import agent_command
+from backend.client.machines import Machines, crossing, placement
+from backend.config import AXES, ConfigError, ParallelConfig
+
+EXAMPLES = examples("multi_node.md")
+TWO = Machines(2, 1, "10.0.0.1:29500", "lo")
+
+
+@pytest.mark.parametrize("machines", [1, 2, 4, 8])
+def test_axes_that_cross_are_those_whose_groups_do(machines):
+    """Against the groups themselves, of every layout of 16 ranks."""
+    for sizes in product([1, 2, 4], repeat=6):
+        config = ParallelConfig(**dict(zip(AXES.values(), sizes)))
+        if config.world_size % machines or config.world_size > 16:
+            continue
+        here = config.world_size // machines
+        for axis, crosses in crossing(config.degrees, machines).items():
+            spans = [{rank // here for rank in group} for group in groups(config, axis)]
+            assert crosses == any(len(span) > 1 for span in spans), (sizes, axis)
+
+
+def groups(config: ParallelConfig, axis: str) -> list[list[int]]:
+    """The groups of an axis, counted out: ranks whose places on all other axes are the same."""
+    names = list(config.degrees)
+    found: dict[tuple, list[int]] = {}
+    for rank, place in enumerate(product(*map(range, config.degrees.values()))):
+        others = tuple(each for name, each in zip(names, place) if name != axis)
+        found.setdefault(others, []).append(rank)
+    return list(found.values())
+
+
+def test_what_speaks_in_every_block_stays_inside():
+    degrees = ParallelConfig(ulysses_degree=4, tensor_parallel_degree=2, cfg_degree=2).degrees
+    assert crossing(degrees, 2) == {"tp": False, "ulysses": False, "cfg": True}
+    assert "inside a machine tensor_parallel_degree 2, ulysses_degree 4; across machines cfg_degree 2" in (
+        placement(degrees, 2)
+    )
+
+
+def test_the_report_warns_where_every_block_waits():
+    text = placement(ParallelConfig(ulysses_degree=4).degrees, 2)
+    assert "Every block waits for the network, by ulysses_degree" in text
+    assert "shard_weights" in placement(ParallelConfig(ring_degree=2).degrees, 2, shard_weights=True)
+
+
+@pytest.mark.parametrize(
+    "machines, says",
+    [
+        (Machines(2, 2), "number the machines from 0 to 1"),
+        (Machines(0, 0), "number the machines"),
+        (Machines(2, 0), "needs --rdzv-endpoint HOST:PORT"),
+        (Machines(2, 0, "10.0.0.1"), "needs --rdzv-endpoint HOST:PORT"),
+        (Machines(2, 0, "10.0.0.1:65535"), "two free ports"),
+        (Machines(2, 0, "10.0.0.1:29500"), "needs --interface"),
+        (Machines(2, 0, "10.0.0.1:29500", "no-such-net"), "has no IPv4 address here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_missing_is_said(machines, says):
+    with pytest.raises(ConfigError, match=says):
+        machines.validate()
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (ParallelConfig(ulysses_degree=3), "cannot share evenly"),
+        (ParallelConfig(ulysses_degree=2, gpus="0,1"), "CUDA_VISIBLE_DEVICES on each"),
+    ],
+    ids=["uneven", "gpus"],
+)
+def test_configurations_that_machines_cannot_share(config, says):
+    with pytest.raises(ConfigError, match=says):
+        TWO.ranks_here(config)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--node-rank", "1", "--config", "{}  "], "belong to machine 0"),
+        (["--node-rank", "1", "--address", "unix:/s"], "belong to machine 0"),
+        (["--node-rank", "0"], "needs --address"),
+    ],
+    ids=["configuration", "address", "no address"],
+)
+def test_what_only_machine_0_is_given(arguments, says, monkeypatch):
+    monkeypatch.setenv("PARALLEL_DIT_TOKEN", "3" * 64)
+    where = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29500", "--interface", "lo"]
+    with pytest.raises(ConfigError, match=says):
+        start.main([*where, *arguments])
+
+
+def test_several_machines_meet_where_nothing_is_unpickled():
+    """torchrun's c10d rendezvous unpickles what lies in its store; it is for the private file alone."""
+    command = agent_command(2, Path("/x"), TWO)
+    assert command[command.index("--rdzv-backend") + 1] == "static"
+    assert command[command.index("--rdzv-endpoint") + 1] == "10.0.0.1:29500"
+    one = agent_command(2, Path("/x"))
+    assert one[one.index("--rdzv-endpoint") + 1] == "/x/rdzv" and "store_type=file,keep" in " ".join(one)
+
+
+# ---------------------------------------------------------------------- the page's examples
+def started(text: str) -> list[str]:
+    """The options of an example's start command, and those that it adds on machine 0."""
+    added, _, command = text.replace("\\\n", " ").partition("serve.py start")
+    words = [*command.partition("\n")[0].split(), *added.partition("head=(-")[2].split()]
+    return [word for word in words if word.startswith("--")]
+
+
+def test_the_options_of_the_examples_exist():
+    known = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--interface", "--token-file", "--models"}
+    known |= {"--address", "--config"}
+    for name, text in EXAMPLES.items():
+        used = {word.strip("()'\"") for word in started(text)}
+        assert known - {"--address", "--config"} <= used <= known, name
+
+
+def test_slurm_example_is_bash():
+    for text in (EXAMPLES["slurm"], EXAMPLES["slurm"].split("bash -c '")[1].rpartition("'")[0]):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_kubernetes_example_is_yaml_and_its_script_is_bash():
+    service, policy, job = yaml.safe_load_all(EXAMPLES["kubernetes"])
+    assert [each["kind"] for each in (service, policy, job)] == ["Service", "NetworkPolicy", "Job"]
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
+    assert pod["subdomain"] == service["metadata"]["name"]
+    container = pod["containers"][0]
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    subprocess.run(["bash", "-n"], input=container["args"][0], text=True, check=True)
+
+
+def test_systemd_example_is_a_unit(tmp_path):
+    unit = EXAMPLES["systemd"]
+    assert [line for line in unit.splitlines() if line.startswith("[")] == [
+        "[Unit]",
+        "[Service]",
+        "[Install]",
+    ]
+    if shutil.which("systemd-analyze") is None:
+        return
+    path = tmp_path / "pdit.service"
+    # the folders of the example are not here: those of this machine take their place
+    path.write_text(unit.replace("/opt/parallel-dit/.venv/bin/python", "/bin/sh").replace("User=pdit\n", ""))
+    found = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True)
+    assert not [line for line in found.stderr.splitlines() if "pdit.service" in line], found.stderr
