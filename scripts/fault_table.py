@@ -289,7 +289,10 @@ FAULTS = (
     ),
     Fault("another LoRA written over one that is in use", another_lora, "none", False),
     Fault(
-        "LoRA in use overwritten by what is no file", bad_lora(lambda p: p.write_bytes(b"?" * 512)), "", False
+        "LoRA in use overwritten by noise",
+        bad_lora(lambda p: p.write_bytes(b"?" * 512)),
+        "lora.safetensors",
+        False,
     ),
     Fault(
         "LoRA in use cut short",
