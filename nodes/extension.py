@@ -13,6 +13,7 @@ from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
 from .load_parallel_dit import LoadParallelDiT
 from .parallel_config import ParallelConfigNode
 from .parallel_demo_loader import ParallelDemoLoader
+from .parallel_doctor import ParallelDoctor
 from .parallel_lora import ParallelLoRA
 from .parallel_model import ParallelModel
 from .parallel_sampler import ParallelSampler
@@ -42,4 +43,5 @@ class ParallelDiTExtension(ComfyExtension):
             ParallelModel,
             LoadDiffusersCLIPVAE,
             ParallelDemoLoader,
+            ParallelDoctor,
         ]

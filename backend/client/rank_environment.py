@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from ..config import ParallelConfig
+from .cache_folder import cache_folder
 from .interpreter import inherited
 
 #: The folder of this pack.
@@ -82,6 +83,9 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str, int
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    # compiled blocks: one folder for all ranks, private since code is loaded from it
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
     env = _MALLOC | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"

@@ -44,14 +44,22 @@ def plan_for(
 
         shapes = [measurements.model_shape(each, device, check, status.show) for each in (model, *others)]
         machine = measurements.machine_rates(device, devices, check, status.show)
-    machine = replace(machine, memory=_free_memory(device, devices))
+    machine = replace(machine, memory=_free_memory(device, devices)).told(auto.rank_shares)
+    if not auto.shares:  # whose order is that of gpus
+        order = machine.fastest_first()
+        machine = machine.ordered(order)
+        devices = [devices[index] for index in order] if order else devices
     running = pool.launched()
-    now = replace(running.config, gpus="", device=auto.base.device) if running else None
-    question = Question(shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
+    asked = {"device": auto.base.device, "compile": auto.base.compile}
+    now = replace(running.config, gpus="", **asked) if running else None
+    others_held = tuple(shapes[1:])
+    question = Question(
+        *(shapes[0], request(shapes[0]), machine, len(devices), auto.base, others_held, auto.rank_shares)
+    )
     choice = choose(question, auto.method, now)
     for line in choice.lines:
         logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
 
 
 def planned(
