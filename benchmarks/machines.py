@@ -92,7 +92,9 @@ class Ranks:
         request = replace(made, model=loaded.model, num_pipeline_patch=config.num_pipeline_patch)
 
         def sample() -> float:
-            return self.client.sample(request).stats["seconds"] / self.steps
+            result = self.client.sample(request)
+            assert result is not None  # nothing cancels it
+            return result.stats["seconds"] / self.steps
 
         sample()  # caches, connections
         return sample

@@ -289,9 +289,17 @@ FAULTS = (
     ),
     Fault("another LoRA written over one that is in use", another_lora, "none", False),
     Fault(
-        "LoRA in use overwritten by what is no file", bad_lora(lambda p: p.write_bytes(b"?" * 512)), "", False
+        "LoRA in use overwritten by noise",
+        bad_lora(lambda p: p.write_bytes(b"?" * 512)),
+        "lora.safetensors",
+        False,
     ),
-    Fault("LoRA in use cut short", bad_lora(lambda p: os.truncate(p, p.stat().st_size // 2)), "", False),
-    Fault("LoRA in use removed", bad_lora(Path.unlink), "", False),
-    Fault("LoRA cut short between load and sample", lora_gone_bad_after_its_load, "", False),
+    Fault(
+        "LoRA in use cut short",
+        bad_lora(lambda p: os.truncate(p, p.stat().st_size // 2)),
+        "lora.safetensors",
+        False,
+    ),
+    Fault("LoRA in use removed", bad_lora(Path.unlink), "there is no LoRA at", False),
+    Fault("LoRA cut short between load and sample", lora_gone_bad_after_its_load, "late.safetensors", False),
 )

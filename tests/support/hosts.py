@@ -108,7 +108,7 @@ class Hosts:
             if words[3] != LISTENS:
                 continue
             address, port = words[1].split(":")
-            parts = [str(int(address[i : i + 2], 16)) for i in (6, 4, 2, 0)]
+            parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
             found.add((".".join(parts) if address.strip("0") else "any", int(port, 16)))
         return found
 
