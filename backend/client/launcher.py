@@ -21,7 +21,7 @@ from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from .client import BackendClient
 from .exit_report import first_failure, full_disk
-from .private_folder import PrivateFolder
+from .private_folder import LOGS, PrivateFolder
 from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 
 PACK = Path(__file__).resolve().parents[2]
@@ -169,6 +169,7 @@ class BackendProcess:
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
+        LOGS.append(self.log)
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
         self._heartbeats = Heartbeats.make(config.world_size, self.folder)
@@ -268,6 +269,10 @@ class BackendProcess:
             return f"{what}; its log is {self.log}.{disk}"
         cause = cause or f"its launcher exited with code {status}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
+
+    def connect_again(self, check=lambda: None) -> BackendClient:
+        """Return one more client of rank 0. Errors as of BackendClient."""
+        return BackendClient(self.address, self._token, check, self._is_hung)
 
     def beats(self) -> list[Beat]:
         """Return the heartbeats of every rank."""

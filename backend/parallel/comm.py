@@ -1,5 +1,6 @@
 """The collectives between ranks of one axis, under torch's names; the bytes sent are counted by mechanism."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,25 @@ from .mesh import Axis
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
 #: outputs, modulation, linear-attention state, halo).
 SENT: Counter[str] = Counter()
+
+
+class Waiting:
+    """Sums the seconds that this rank's host waits for tensors of others, as a context. gloo waits there;
+    NCCL hands the wait on to the GPU, and the host goes on."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self):
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error):
+        self.seconds += time.perf_counter() - self._since
+
+
+#: Of this rank since it started.
+WAITING = Waiting()
 
 
 def count(mechanism: str, sent: Tensor | int):
@@ -35,7 +55,8 @@ def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechan
     """Send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order; return what came, ``sizes[i]``
     numbers from rank i, in one tensor."""
     received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, sent, group=axis.group)
+    with WAITING:
+        dist.all_to_all_single(received, flat, sizes, sent, group=axis.group)
     count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
     return received
 
@@ -44,7 +65,8 @@ def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """Return ``x`` of the first rank on all ranks of ``axes``; ``x`` may be overwritten."""
     for axis in axes:
         if axis.size > 1:
-            dist.broadcast(x, axis.ranks[0], group=axis.group)
+            with WAITING:
+                dist.broadcast(x, axis.ranks[0], group=axis.group)
     return x
 
 
@@ -67,8 +89,7 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
             count(mechanism, x)
         if gathered[source].numel():
             operations.append(dist.P2POp(dist.irecv, gathered[source], axis.ranks[source], axis.group))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    _finish(operations)
     return gathered
 
 
@@ -79,8 +100,7 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     if not axis.first:
         count(mechanism, x)
         send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
-        for work in dist.batch_isend_irecv([send]):
-            work.wait()
+        _finish([send])
         return x
     whole = x.new_empty(axis.size * len(x), *x.shape[1:])
     own, *others = whole.split(len(x))
@@ -88,8 +108,9 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
     own.copy_(x)
-    for work in waiting:
-        work.wait()
+    with WAITING:
+        for work in waiting:
+            work.wait()
     return whole
 
 
@@ -97,7 +118,8 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Return the sum of every rank's ``x`` over ``axis``, the same on each; ``x`` may be overwritten."""
     if x.device.type == "cpu":
         return _all_reduce_chunks(x, axis, mechanism)
-    dist.all_reduce(x, group=axis.group)
+    with WAITING:
+        dist.all_reduce(x, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
     return x
 
@@ -105,7 +127,8 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Return the largest of every rank's ``x`` over ``axis``, the same on each."""
     wide = x.float()  # of which every backend knows the maximum
-    dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
+    with WAITING:
+        dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * wide.numel() * wide.element_size() // axis.size)
     return wide.to(x.dtype)
 
@@ -116,6 +139,13 @@ def _all_reduce_chunks(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     shapes = [tuple(chunk.shape) for chunk in chunks]
     total = torch.stack(all_to_all(chunks, [shapes[axis.rank]] * axis.size, axis, mechanism)).sum(dim=0)
     return torch.cat(all_gather(total, shapes, axis, mechanism)).view(x.shape)
+
+
+def _finish(operations: list[dist.P2POp]):
+    """Run sends and receives to their end."""
+    with WAITING:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
 
 class Pipe:
@@ -144,7 +174,8 @@ class Pipe:
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
         work, buffer = self.posted.pop(0)
-        work.wait()
+        with WAITING:
+            work.wait()
         return buffer
 
     def drain(self):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import attend_lse, import_error
-from .comm import count, exchange
+from .comm import WAITING, count, exchange
 from .mesh import Axis
 from .sequence import Span
 
@@ -124,7 +124,8 @@ def ring_attend(
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
             out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
-            ring.wait()
+            with WAITING:
+                ring.wait()
             assert incoming is not None, "made in this hop"
             kv = incoming
     return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -166,10 +166,10 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, weights=lambda rank: 0):
-        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank."""
+    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, of_rank=lambda rank: {}):
+        """``models()``: name -> path of what is loaded; ``of_rank(rank)``: what Report.ranks says further."""
         self.activity = Activity()
-        self.weights = weights
+        self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
         self.models = models
@@ -237,7 +237,7 @@ class Server:
     def status(self) -> protocol.Report:
         """Return how the backend is, from any thread."""
         ranks = [
-            {"rank": rank, "pid": pid, "weight_bytes": self.weights(rank), "resident_bytes": resident(pid)}
+            {"rank": rank, "pid": pid, "resident_bytes": resident(pid), **self.of_rank(rank)}
             for rank, pid in enumerate(self.welcome.pids)
         ]
         return self.activity.report(self.models(), ranks, self.jobs.qsize())

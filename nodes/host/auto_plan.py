@@ -36,6 +36,22 @@ def plan_for(
     device = auto.base.resolve_device(gpus_here)
     if len(devices) == 1:
         return auto.placed(auto.base, devices, device), ()
+    running = pool.launched()
+    now = replace(running.config, gpus="", device=auto.base.device) if running else None
+    choice = choose(question_of(auto, model, request, others), auto.method, now)
+    for line in choice.lines:
+        logging.info("parallel-dit: %s", line)
+    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+
+
+def question_of(
+    auto: AutoConfig, model: Wanted, request: Callable[[ModelShape], Request], others: tuple[Wanted, ...] = ()
+) -> Question:
+    """Return what the planner is asked for a model, with what was measured of this machine. Errors as in
+    ``plan_for``."""
+    gpus_here = torch.cuda.device_count()
+    devices = auto.devices(gpus_here)
+    device = auto.base.resolve_device(gpus_here)
     with NodeStatus() as status:
 
         def check():
@@ -45,13 +61,7 @@ def plan_for(
         shapes = [measurements.model_shape(each, device, check, status.show) for each in (model, *others)]
         machine = measurements.machine_rates(device, devices, check, status.show)
     machine = replace(machine, memory=_free_memory(device, devices))
-    running = pool.launched()
-    now = replace(running.config, gpus="", device=auto.base.device) if running else None
-    question = Question(shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
-    choice = choose(question, auto.method, now)
-    for line in choice.lines:
-        logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+    return Question(shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
 
 
 def planned(
