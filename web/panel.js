@@ -119,20 +119,19 @@ function legend(backend, seconds) {
 }
 
 class Panel {
-  constructor(root) {
-    this.root = root;
+  constructor() {
     this.stopped = true;
     this.busy = false;
     this.facts = element("div");
+    this.error = element("div");
+    this.shownError = 0;
     this.message = element("div", "muted pdit-message");
     this.results = element("table");
     this.log = element("pre");
     this.log.hidden = true;
     this.buttons = element("div", "buttons", "", ...this.makeButtons());
-    const style = document.createElement("style");
-    style.textContent = STYLE;
-    const body = element("div", "pdit", "", this.buttons, this.message, this.results, this.log, this.facts);
-    root.replaceChildren(style, body);
+    const shown = [this.buttons, this.message, this.results, this.log, this.facts, this.error];
+    this.body = element("div", "pdit", "", ...shown);
   }
 
   makeButtons() {
@@ -217,7 +216,10 @@ class Panel {
     return `best: ${measured[0].trial.name}, ${time(measured[0].seconds)}; written into Parallel Config`;
   }
 
-  start() {
+  // The tab is opened: a benchmark may go on since it was closed.
+  start(root) {
+    this.end();
+    root.replaceChildren(element("style", "", STYLE), this.body);
     this.timer = setInterval(() => this.poll(), POLL_MS);
     this.poll();
   }
@@ -246,16 +248,22 @@ class Panel {
       const text = `${last_run.what}: ${last_run.steps} steps in ${time(last_run.seconds)}`;
       views.push(element("h3", "", "Last run"), element("div", "", text));
     }
-    if (last_error.text) {
-      const when = new Date(1000 * last_error.time).toLocaleTimeString();
-      views.push(element("h3", "", `Last error, ${when}`), element("div", "error", last_error.text));
-      if (last_error.log) views.push(element("pre", "", last_error.log));
-    }
     this.facts.replaceChildren(...views);
+    this.showError(last_error);
+  }
+
+  // Once: who reads the log does not lose the place.
+  showError({ text, time: seconds, log }) {
+    if (!text || seconds === this.shownError) return;
+    this.shownError = seconds;
+    const when = new Date(1000 * seconds).toLocaleTimeString();
+    const views = [element("h3", "", `Last error, ${when}`), element("div", "error", text)];
+    if (log) views.push(element("pre", "", log));
+    this.error.replaceChildren(...views);
   }
 }
 
-let panel;
+const panel = new Panel();
 
 app.registerExtension({
   name: "ParallelDiT.Panel",
@@ -266,12 +274,8 @@ app.registerExtension({
       title: "Parallel DiT",
       tooltip: "Parallel DiT: ranks, timeline, benchmark",
       type: "custom",
-      render: (root) => {
-        panel?.end();
-        panel = new Panel(root);
-        panel.start();
-      },
-      destroy: () => panel?.end(),
+      render: (root) => panel.start(root),
+      destroy: () => panel.end(),
     });
   },
 });
