@@ -247,7 +247,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "links": links,
         "groups": groups_of(nodes),
         "config": {},
-        "extra": {"ds": {"scale": 0.6, "offset": [60, 100 - nodes[0]["pos"][1]]}},
+        "extra": {"ds": {"scale": 0.55, "offset": [150, 190 - nodes[0]["pos"][1]]}},
         "version": 0.4,
     }
 

@@ -134,10 +134,18 @@ class Page:
                 raise PageError(f"after {seconds:.0f} s still not: {script} {why}")
             time.sleep(0.1)
 
-    def click(self, selector: str, text: str = "", **options):
-        """Click the middle of the first visible element of a selector that holds ``text``."""
-        x, y = self.wait(f"({_MIDDLE})({json.dumps(selector)}, {json.dumps(text)})", 30)
-        self.click_at(x, y, **options)
+    def becomes(self, script: str, seconds: float) -> bool:
+        """Return whether an expression becomes true in so many seconds."""
+        try:
+            return bool(self.wait(script, seconds))
+        except PageError:
+            return False
+
+    def click(self, selector: str, text: str = ""):
+        """Click the middle of the first visible element of a selector, with ``text`` and no other where that
+        is given; scroll to it first."""
+        x, y = self.wait(f"({_MIDDLE})({json.dumps(selector)}, {json.dumps(text)})", 60)
+        self.click_at(x, y)
 
     def click_at(self, x: float, y: float, count: int = 1):
         """Click, or double-click, at a place of the page."""
@@ -176,7 +184,9 @@ class Page:
 
 _MIDDLE = """(selector, text) => {
   for (const found of document.querySelectorAll(selector)) {
+    if (text && found.textContent.trim() !== text) continue;
+    found.scrollIntoView?.({ block: "nearest" });
     const { x, y, width, height } = found.getBoundingClientRect();
-    if (width && height && found.textContent.includes(text)) return [x + width / 2, y + height / 2];
+    if (width && height) return [x + width / 2, y + height / 2];
   }
 }"""
