@@ -8,40 +8,43 @@ QUANTIZED = (
     "auto divides them."
 )
 
+#: What two recipes of a model have in common.
+Z_IMAGE = {
+    "vae": "ae.safetensors",
+    "latent": image_latent(),
+    "solve": solve(8, 1.0, "res_multistep", shift=3.0),
+}
+KREA2 = {
+    "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
+    "vae": "qwen_image_vae.safetensors",
+    "latent": image_latent(kind="EmptyLatentImage"),
+    "solve": solve(8, 1.0),
+}
+
 FEW_STEP_RECIPES = {
     "z_image_txt2img": {
         "title": "Z-Image Turbo",
         "model": "z_image_turbo_bf16.safetensors",
         "clip": clip("qwen_3_4b.safetensors", type="lumina2"),
-        "vae": "ae.safetensors",
-        "latent": image_latent(),
-        "solve": solve(8, 1.0, "res_multistep", shift=3.0),
+        **Z_IMAGE,
     },
     "krea2_txt2img": {
         "title": "Krea 2 Turbo",
         "model": "krea2_turbo_fp8_scaled.safetensors",
-        "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
-        "vae": "qwen_image_vae.safetensors",
-        "latent": image_latent(kind="EmptyLatentImage"),
-        "solve": solve(8, 1.0),
+        **KREA2,
     },
     "z_image_int8_txt2img": {
         "title": "Z-Image Turbo, int8",
         "model": "z_image_turbo_int8_convrot.safetensors",
         "clip": clip("qwen_3_4b_fp8_mixed.safetensors", type="lumina2"),
-        "vae": "ae.safetensors",
-        "latent": image_latent(),
-        "solve": solve(8, 1.0, "res_multistep", shift=3.0),
+        **Z_IMAGE,
         "note": QUANTIZED,
     },
     "krea2_int8_lora_txt2img": {
         "title": "Krea 2 Turbo, int8 with a LoRA",
         "model": "krea2_turbo_int8_convrot.safetensors",
         "lora": ("krea2_darkbrush.safetensors", 0.8),
-        "clip": clip("qwen3vl_4b_fp8_scaled.safetensors", type="krea2"),
-        "vae": "qwen_image_vae.safetensors",
-        "latent": image_latent(kind="EmptyLatentImage"),
-        "solve": solve(8, 1.0),
+        **KREA2,
         "note": QUANTIZED,
     },
     "qwen_image_lightning_txt2img": {

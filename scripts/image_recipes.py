@@ -2,6 +2,22 @@
 
 from recipe_parts import BAD, clip, image_latent, solve
 
+#: Files that several recipes load.
+QWEN_IMAGE = {
+    "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
+    "vae": "qwen_image_vae.safetensors",
+}
+QWEN_IMAGE_21 = {
+    "model": "qwen_image_2.1_int8_convrot.safetensors",
+    "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
+    "vae": "qwen_image_2.1_vae_bf16.safetensors",
+}
+FLUX2 = {
+    "model": "flux2_dev_fp8mixed.safetensors",
+    "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
+    "vae": "flux2-vae.safetensors",
+}
+
 IMAGE_RECIPES = {
     "sd35_txt2img": {
         "title": "Stable Diffusion 3.5",
@@ -41,8 +57,7 @@ IMAGE_RECIPES = {
     "qwen_image_txt2img": {
         "title": "Qwen-Image",
         "model": "qwen_image_fp8_e4m3fn.safetensors",
-        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
-        "vae": "qwen_image_vae.safetensors",
+        **QWEN_IMAGE,
         "latent": image_latent(1328, 1328),
         "negative": "",
         "solve": solve(20, 4.0, shift=3.1),
@@ -50,8 +65,7 @@ IMAGE_RECIPES = {
     "qwen_image_edit": {
         "title": "Qwen-Image-Edit",
         "model": "qwen_image_edit_fp8_e4m3fn.safetensors",
-        "clip": clip("qwen_2.5_vl_7b_fp8_scaled.safetensors", type="qwen_image"),
-        "vae": "qwen_image_vae.safetensors",
+        **QWEN_IMAGE,
         "image": (
             "ImageScaleToTotalPixels",
             {"upscale_method": "lanczos", "megapixels": 1.5, "resolution_steps": 1},
@@ -63,9 +77,7 @@ IMAGE_RECIPES = {
     },
     "qwen_image21_txt2img": {
         "title": "Qwen-Image 2.1",
-        "model": "qwen_image_2.1_int8_convrot.safetensors",
-        "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
-        "vae": "qwen_image_2.1_vae_bf16.safetensors",
+        **QWEN_IMAGE_21,
         "latent": image_latent(kind="EmptyLatentImage"),
         "encode": "TextEncodeQwenImage21",
         "solve": solve(25, 1.0),
@@ -73,9 +85,7 @@ IMAGE_RECIPES = {
     },
     "qwen_image21_edit": {
         "title": "Qwen-Image 2.1, from an image",
-        "model": "qwen_image_2.1_int8_convrot.safetensors",
-        "clip": clip("qwen3vl_8b_int8_convrot.safetensors", type="qwen_image"),
-        "vae": "qwen_image_2.1_vae_bf16.safetensors",
+        **QWEN_IMAGE_21,
         "image": None,
         "encode": "TextEncodeQwenImage21",
         "solve": solve(25, 1.0),
@@ -93,9 +103,7 @@ IMAGE_RECIPES = {
     },
     "flux2_txt2img": {
         "title": "Flux.2 dev",
-        "model": "flux2_dev_fp8mixed.safetensors",
-        "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
-        "vae": "flux2-vae.safetensors",
+        **FLUX2,
         "latent": image_latent(kind="EmptyFlux2LatentImage"),
         "guidance": 4.0,
         "sigmas": ("Flux2Scheduler", {"steps": 20}),
@@ -103,9 +111,7 @@ IMAGE_RECIPES = {
     },
     "flux2_edit": {
         "title": "Flux.2 dev, from an image",
-        "model": "flux2_dev_fp8mixed.safetensors",
-        "clip": clip("mistral_3_small_flux2_bf16.safetensors", type="flux2"),
-        "vae": "flux2-vae.safetensors",
+        **FLUX2,
         "image": (
             "ImageScaleToTotalPixels",
             {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1},

@@ -11,10 +11,15 @@ RUNS = count(1)
 
 
 def graph(
-    case="euler_simple", config=TWO_RANKS, change="nothing", model="tiny-flux.safetensors", **sampler
+    case="euler_simple",
+    config=TWO_RANKS,
+    change="nothing",
+    model="tiny-flux.safetensors",
+    family="flux-dev",
+    **sampler,
 ) -> dict:
-    """An API graph that samples a golden case and compares; no two are equal."""
-    file = str(tiny.GOLDEN / f"flux-dev__{case}.safetensors")
+    """An API graph that samples a golden case of a family and compares; no two are equal."""
+    file = str(tiny.GOLDEN / f"{family}__{case}.safetensors")
     inputs = {
         "seed": 42,
         "steps": 6,

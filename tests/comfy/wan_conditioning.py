@@ -1,9 +1,10 @@
 """Conditioning nodes of Wan in a graph; builders as in image_conditioning.py."""
 
+WAN_SIZE = {"width": 144, "height": 112, "length": 9, "batch_size": 1}
+
 
 def first_frame(node, features=True, vae=None, batch=1, **size):
     def build(g, positive, negative):
-        size_of = {"width": 144, "height": 112, "length": 9} | size
         seen = {"clip_vision_output": g.features(width=features)} if features else {}
         return g.three(
             node,
@@ -11,8 +12,7 @@ def first_frame(node, features=True, vae=None, batch=1, **size):
             negative=negative,
             vae=g.vae(**(vae or {})),
             start_image=g.image(frames=1),
-            batch_size=batch,
-            **size_of,
+            **{**WAN_SIZE, "batch_size": batch, **size},
             **seen,
         )
 
@@ -25,18 +25,12 @@ def first_and_last_frame(g, positive, negative):
         positive=positive,
         negative=negative,
         vae=g.vae(),
-        width=144,
-        height=112,
-        length=9,
-        batch_size=1,
+        **WAN_SIZE,
         clip_vision_start_image=g.features(seed=3),
         clip_vision_end_image=g.features(seed=4),
         start_image=g.image(seed=1),
         end_image=g.image(seed=2),
     )
-
-
-WAN_SIZE = {"width": 144, "height": 112, "length": 9, "batch_size": 1}
 
 
 WAN_FUN, WAN_FUN_22 = "WanFunControlToVideo", "Wan22FunControlToVideo"

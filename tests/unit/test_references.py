@@ -83,22 +83,23 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     assert_ulps(found, want, sum(len(plain.get_submodule(name)) for name in model.family.blocks.lists))
 
 
+def qwen_image21_of(folder, case):
+    """The request of a variant; family, configuration and transformer of its file; diffusers' own model of
+    the same weights."""
+    checkpoint = open_checkpoint(str(write(folder / f"{case}.safetensors", case)))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    plain = diffusers.QwenImage21Transformer2DModel(**checkpoint.config).eval()
+    plain.load_state_dict(checkpoint.empty.state_dict())
+    return request(case), (checkpoint.family, checkpoint.config, checkpoint.empty), plain
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("branch", ["positive", "negative"])
 def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_path):
     """In the slots of its pipeline's text encoder, which stand for 2 x 2 tokens each, with diffusers' own
     attention and positions.
     """
-    checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image21-edit")))
-    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
-    sample, family, config, ours = (
-        request("qwen-image21-edit"),
-        checkpoint.family,
-        checkpoint.config,
-        checkpoint.empty,
-    )
-    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
-    plain.load_state_dict(ours.state_dict())
+    sample, (family, config, ours), plain = qwen_image21_of(tmp_path, "qwen-image21-edit")
     cond = {
         key.removeprefix(f"{branch}."): value
         for key, value in sample.tensors.items()
@@ -133,16 +134,7 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
 @torch.inference_mode()
 def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
     """Sizes that diffusers' forward has no slots for: its own blocks, one by one, on the sequence."""
-    checkpoint = open_checkpoint(str(write(tmp_path / "odd.safetensors", "qwen-image21-odd")))
-    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
-    sample, family, config, ours = (
-        request("qwen-image21-odd"),
-        checkpoint.family,
-        checkpoint.config,
-        checkpoint.empty,
-    )
-    plain = diffusers.QwenImage21Transformer2DModel(**config).eval()
-    plain.load_state_dict(ours.state_dict())
+    sample, (family, config, ours), plain = qwen_image21_of(tmp_path, "qwen-image21-odd")
     latent, text, picture = (
         sample.tensors["noise"],
         sample.tensors["positive.c_crossattn"],

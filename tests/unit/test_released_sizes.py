@@ -7,39 +7,22 @@ import torch
 from backend.loading import parameter_sources
 from backend.models import FAMILIES
 
+WAN_14B = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096)
+WAN_I2V_14B = WAN_14B | dict(in_channels=36, image_dim=1280, added_kv_proj_dim=5120)
+SD3_MEDIUM = dict(
+    num_layers=24,
+    num_attention_heads=24,
+    caption_projection_dim=1536,
+    joint_attention_dim=4096,
+    pooled_projection_dim=2048,
+)
 #: Family, what tells a released size from the class's defaults.
 RELEASED = [
     ("wan", dict(num_attention_heads=12, ffn_dim=8960, num_layers=30, text_dim=4096)),  # 2.1 T2V 1.3B
-    ("wan", dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096)),  # 2.1 and 2.2 T2V 14B
-    (
-        "wan",
-        dict(
-            num_attention_heads=40,
-            ffn_dim=13824,
-            num_layers=40,
-            text_dim=4096,
-            in_channels=36,
-            image_dim=1280,
-            added_kv_proj_dim=5120,
-        ),
-    ),  # 2.1 I2V
-    (
-        "wan",
-        dict(
-            num_attention_heads=40,
-            ffn_dim=13824,
-            num_layers=40,
-            text_dim=4096,
-            in_channels=36,
-            image_dim=1280,
-            added_kv_proj_dim=5120,
-            pos_embed_seq_len=514,
-        ),
-    ),  # FLF2V
-    (
-        "wan",
-        dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096, in_channels=36),
-    ),  # 2.2 I2V A14B
+    ("wan", WAN_14B),  # 2.1 and 2.2 T2V 14B
+    ("wan", WAN_I2V_14B),  # 2.1 I2V
+    ("wan", WAN_I2V_14B | dict(pos_embed_seq_len=514)),  # FLF2V
+    ("wan", WAN_14B | dict(in_channels=36)),  # 2.2 I2V A14B
     (
         "wan",
         dict(
@@ -51,29 +34,10 @@ RELEASED = [
             out_channels=48,
         ),
     ),  # 2.2 TI2V 5B
+    ("sd3", SD3_MEDIUM | dict(pos_embed_max_size=192)),  # SD3 medium
     (
         "sd3",
-        dict(
-            num_layers=24,
-            num_attention_heads=24,
-            caption_projection_dim=1536,
-            pos_embed_max_size=192,
-            joint_attention_dim=4096,
-            pooled_projection_dim=2048,
-        ),
-    ),  # SD3 medium
-    (
-        "sd3",
-        dict(
-            num_layers=24,
-            num_attention_heads=24,
-            caption_projection_dim=1536,
-            pos_embed_max_size=384,
-            joint_attention_dim=4096,
-            pooled_projection_dim=2048,
-            dual_attention_layers=tuple(range(13)),
-            qk_norm="rms_norm",
-        ),
+        SD3_MEDIUM | dict(pos_embed_max_size=384, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm"),
     ),  # 3.5 medium
     (
         "sd3",
