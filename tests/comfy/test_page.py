@@ -59,9 +59,9 @@ def _status(page) -> dict:
 
 
 def _search(page, words: str):
-    for _ in range(10):  # a click is lost while the page still lays something out
+    for _ in range(3):  # a click is lost while the page still lays something out
         page.click_at(900, 600, count=2)
-        if page.becomes("document.activeElement.getAttribute('aria-controls') === 'results-list'", 5):
+        if page.becomes("document.activeElement.getAttribute('aria-controls') === 'results-list'", 30):
             break
     page.type(words)
 
