@@ -166,7 +166,14 @@ class Client:
 class Server:
     """Listens at ``address`` ("unix:PATH" or "tcp:HOST:PORT") and queues the jobs of its clients."""
 
-    def __init__(self, address: str, token: str, welcome: protocol.Welcome, models, of_rank=lambda rank: {}):
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        welcome: protocol.Welcome,
+        models,
+        of_rank=lambda rank: {"weight_bytes": 0},
+    ):
         """``models()``: name -> path of what is loaded; ``of_rank(rank)``: what Report.ranks says further."""
         self.activity = Activity()
         self.of_rank = of_rank
