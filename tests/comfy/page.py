@@ -48,10 +48,13 @@ class ComfyPage(Page):
 
     def clear(self):
         """Begin with an empty graph, and nothing over it."""
+        closed = "!document.querySelector('[aria-controls=results-list], [role=dialog]')"
         for _ in range(10):
-            self.press("Escape", 27)
-            if self.becomes("!document.querySelector('[aria-controls=results-list], [role=dialog]')", 1):
+            if self.becomes(closed, 1):
                 break
+            self.press("Escape", 27)
+        if not self.becomes(closed, 1):
+            self.load()
         self.evaluate("app.graph.clear()")
 
     def use(self, nodes2: bool):

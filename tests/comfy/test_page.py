@@ -60,7 +60,7 @@ def _status(page) -> dict:
 
 def _search(page, words: str):
     for _ in range(3):  # a click is lost while the page still lays something out
-        page.click_at(900, 600, count=2)
+        page.click_at(200, 860, count=2)  # where no search result appears under the mouse
         if page.becomes("document.activeElement.getAttribute('aria-controls') === 'results-list'", 30):
             break
     page.type(words)
