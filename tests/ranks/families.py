@@ -42,11 +42,11 @@ OF_THE_SIZE = ("keyframe_idxs", "vace_context", "camera_conditions", "reference_
 CALLED, ALONE = 3, 2
 
 
-def rows_called(config: ParallelConfig) -> int:
-    """None where a pipeline differs from another in its patches alone: for a call it is drained."""
-    if config.cfg_degree > 1:
-        return CALLED
-    return 0 if config.num_pipeline_patch > 1 else ALONE
+def rows_called(run_: Run) -> int:
+    """How many rows of a batch the model is called with."""
+    if not run_.is_called:
+        return 0
+    return CALLED if run_.config.cfg_degree > 1 else ALONE
 
 
 def request(case: str, config: ParallelConfig):
@@ -100,15 +100,14 @@ def load(engine: Engine, family: str, folder: str):
     engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
 
 
-def run(engine: Engine, family: str, rows: int):
+def run(engine: Engine, family: str, rows: int, samples: bool = True):
     sample = request(family, engine.config)
-    if engine.config.split_scheme != "megatron":
+    if not samples:
         return None, called(engine, family, sample, rows)
     engine.check_sample(sample)
-    samples, _ = engine.sample(sample, Callbacks())
-    return samples.contiguous(), called(
-        engine, family, sample, rows
-    )  # latents cropped of their padding are views, which gloo does not broadcast
+    latents, _ = engine.sample(sample, Callbacks())
+    # latents cropped of their padding are views, which gloo does not broadcast
+    return latents.contiguous(), called(engine, family, sample, rows)
 
 
 def called(engine: Engine, name: str, sample: Sample, rows: int):
@@ -144,11 +143,11 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
 
 def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
     """What a run is judged by, against what the single process computed."""
-    count, megatron = rows_called(run_.config), run_.config.split_scheme == "megatron"
+    count = rows_called(run_)
     return dict(
         id=run_.id,
         bytes_read=engine.models[run_.case].bytes_read,
-        relative=relative(samples, wanted[0]) if megatron else 0.0,
+        relative=relative(samples, wanted[0]) if run_.samples else 0.0,
         called=relative(output, wanted[1][:count]) if count else 0.0,
     )
 
@@ -171,10 +170,9 @@ def main(folder: str, selected: list[str], out: str):
         engine.rearrange(config, meshes[config])
         if case not in engine.models:
             load(engine, case, folder)
-        count = rows_called(config)
-        samples, output = run(engine, case, count)
-        if config.split_scheme == "megatron":
-            assert samples is not None  # megatron's runs sample
+        count = rows_called(run_)
+        samples, output = run(engine, case, count, run_.samples)
+        if samples is not None:
             dist.broadcast(samples, 0)  # ranks share the work of the references
         if count:
             assert output is not None  # it was called

@@ -60,6 +60,18 @@ CONFIGURATIONS = {
         dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
     ],
 }
+#: Those of a variant whose blocks and attention are like another case's: what conditions it is cut, or is
+#: not. Under CFG and rings it is called, and does not sample.
+OF_VARIANTS = {
+    2: [
+        dict(ulysses_degree=2),
+        dict(cfg_degree=2),
+        dict(ring_degree=2),
+        dict(pipefusion_degree=2, num_pipeline_patch=3),
+    ],
+    4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)],
+}
+CALLED_ALONE = ("cfg_degree", "ring_degree")
 #: Other ways to cut matrices: one call of the model each.
 SCHEMES = {2: ("row", "column"), 4: ("2d",)}
 #: World size -> configurations of a signature's representative in the fast tier: what blocks and their
@@ -109,6 +121,20 @@ class Run:
         return self.config.pipefusion_degree > 1 and self.config.num_pipeline_patch > 1
 
     @property
+    def samples(self) -> bool:
+        """Does it sample? Megatron's and plain weights do."""
+        alone = is_variant(self.ranks, self.case) and any(
+            getattr(self.config, name) > 1 for name in CALLED_ALONE
+        )
+        return self.config.split_scheme == "megatron" and not alone
+
+    @property
+    def is_called(self) -> bool:
+        """Is the model called? Not where a pipeline differs from another run's in its patches alone: for a
+        call it is drained."""
+        return not self.stale or is_variant(self.ranks, self.case) or self.config.cfg_degree > 1
+
+    @property
     def is_fast(self) -> bool:
         """Is it of the fast tier? Every method of a signature's representative, and one hybrid of every
         other case."""
@@ -130,6 +156,11 @@ def _representatives(ranks: int) -> set[str]:
     return set(signatures.representatives(CASES[ranks]).values())
 
 
+def is_variant(ranks: int, case: str) -> bool:
+    """Is it a variant with the signature of another case?"""
+    return case not in LATENT_FORMATS and case not in _representatives(ranks)
+
+
 def can_run(case: str, config: ParallelConfig) -> bool:
     """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
     any number of heads."""
@@ -148,6 +179,7 @@ def runs() -> list[Run]:
     for ranks, cases in CASES.items():
         schemes = [dict(tensor_parallel_degree=ranks, split_scheme=scheme) for scheme in SCHEMES[ranks]]
         for case in cases:
-            every = [Run(ranks, case, tuple(d.items())) for d in [*CONFIGURATIONS[ranks], *schemes]]
+            configs = OF_VARIANTS[ranks] if is_variant(ranks, case) else CONFIGURATIONS[ranks]
+            every = [Run(ranks, case, tuple(d.items())) for d in [*configs, *schemes]]
             found += [run for run in every if can_run(case, run.config)]
     return found
