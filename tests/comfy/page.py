@@ -91,9 +91,11 @@ class ComfyPage(Page):
         return self.evaluate(f"({REPORTS})()")
 
     def run(self):
-        """Press Run, and wait until the queue is empty again after the sampler has reported."""
+        """Press Run, and wait until that run has ended."""
+        ended = "fetch('/history').then((r) => r.json()).then((h) => Object.keys(h).length)"
+        before = self.evaluate(ended)
         self.click("button", "Run")
-        self.wait("fetch('/queue').then((r) => r.json()).then((q) => q.queue_running.length > 0)")
+        self.wait(f"{ended}.then((count) => count > {before})")
         self.wait_for_queue()
 
     def wait_for_queue(self):
