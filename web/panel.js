@@ -88,8 +88,9 @@ function backendView(backend) {
     view.append(element("div", "error", backend.problem));
     return view;
   }
+  const queued = backend.waiting ? `, ${backend.waiting} more in the queue` : "";
   const running = backend.running
-    ? `${backend.running} for ${time(backend.running_seconds)}, ${backend.waiting} waiting`
+    ? `${backend.running} for ${time(backend.running_seconds)}${queued}`
     : `ready, up for ${time(backend.up_seconds)}`;
   const models = backend.models.join(", ") || "no model loaded";
   view.append(element("div", "muted", `${running} · ${models}`));
