@@ -37,10 +37,17 @@ class Page:
     """The one page of a browser of its own; ``errors`` are what its console called errors."""
 
     def __init__(self, size: tuple[int, int] = (1400, 900)):
+        chromium = program()
+        if chromium is None:
+            raise PageError("there is no Chromium")
         self._folder = tempfile.mkdtemp(prefix="pdit-chromium-")
-        command = [program(), *FLAGS, f"--user-data-dir={self._folder}", "--window-size={},{}".format(*size)]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([*command, "about:blank"], **quiet)
+        own = (f"--user-data-dir={self._folder}", f"--window-size={size[0]},{size[1]}")
+        self._process = subprocess.Popen(
+            [chromium, *FLAGS, *own, "about:blank"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         self.errors: list[str] = []
         self._answers: dict[int, dict] = {}
         self._count = 0
