@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass, fields
 
+from . import shares
 from .errors import SHORT
 
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
@@ -20,10 +21,11 @@ AXES = {
 }
 #: Field -> the values that it can have.
 CHOICES = {
-    "attention": ("auto", "sdpa", "flash-attn", "sage"),
+    "attention": ("auto", "sdpa", "flash-attn", "sage", "flash-attn-3", "flash-attn-4", "sage-3", "cudnn"),
     "device": ("auto", "cuda", "cpu"),
     "stale_kv": ("reuse", "extrapolate"),
     "split_scheme": ("megatron", "row", "column", "2d"),
+    "compile": ("auto", "off", "blocks"),
 }
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
@@ -56,8 +58,10 @@ class ParallelConfig:
     weights in host memory, since modulation is computed for many steps at once
     (parallel/modulation_cache.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch``
     and ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists
-    device indices ("0,2,3"); empty means the first ones. ``address`` names a backend that already runs
-    (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    device indices ("0,2,3"); empty means the first ones. ``shares`` lists each rank's share of the work, for
+    GPUs that differ ("60,40"); empty means equal. ``address`` names a backend that already runs
+    (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: whether blocks run compiled
+    (parallel/compiled_blocks.py); "auto" is the planner's choice, and "off" where degrees are set by hand.
     """
 
     cfg_degree: int = 1
@@ -76,7 +80,9 @@ class ParallelConfig:
     attention: str = "auto"
     device: str = "auto"
     gpus: str = ""
+    shares: str = ""
     address: str = ""
+    compile: str = "auto"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -146,9 +152,24 @@ class ParallelConfig:
             )
         return indices
 
+    @property
+    def rank_shares(self) -> tuple[float, ...]:
+        """Each rank's share of the work; () where all are equal. ConfigError for what is no such list."""
+        found = read_shares(self.shares)
+        if found and len(found) != self.world_size:
+            raise ConfigError(
+                f"shares is {self.shares!r:.200}, {len(found)} numbers, but {self.product}. Write one for "
+                f"each rank, in the order of gpus, or leave it empty."
+            )
+        return found
+
+    def shares_of(self, *axes: str) -> tuple[float, ...]:
+        """The share of each index on mesh ``axes``: the sum over its ranks; () where they are equal."""
+        return shares.along(self.rank_shares, tuple(self.degrees.items()), axes)
+
     def topology(self) -> tuple:
         """What a running backend cannot change: everything but the settings that travel with each request."""
-        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention"}
+        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile"}
         return tuple(value for key, value in asdict(self).items() if key not in per_request)
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
@@ -166,7 +187,9 @@ class ParallelConfig:
     def _weights(self) -> list[tuple]:
         """Return what decides which weights each rank holds: its stage and its shard of every matrix."""
         stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
-        kind = (stages, self.stage_counts, tp, self.split_scheme if tp > 1 else "", self.offload_modulation)
+        uneven = (self.shares_of("pp"), self.shares_of("tp"))
+        scheme = self.split_scheme if tp > 1 else ""
+        kind = (stages, self.stage_counts, tp, scheme, self.offload_modulation, uneven)
         return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]
 
     def check_guidance(self, cfg: float, negative: bool):
@@ -228,6 +251,7 @@ class ParallelConfig:
                 f"gpus is {self.gpus!r:.200} while device is cpu; clear gpus or set device to cuda."
             )
         _ = self.gpu_indices  # refuses what is not a list of numbers
+        _ = self.rank_shares
         return self
 
     def _validate_sizes(self):
@@ -289,6 +313,17 @@ class ParallelConfig:
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
                 f"at least one synchronous step to fill its key/value buffers."
             )
+
+
+def read_shares(text: str) -> tuple[float, ...]:
+    """Read ``ParallelConfig.shares``. ConfigError for anything but positive numbers."""
+    try:
+        return shares.read(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'shares is {text!r:.200}, which {error}. Write one positive number for each GPU, like "60,40", '
+            f"or leave it empty for equal shares."
+        ) from None
 
 
 def in_words(degrees: dict) -> str:

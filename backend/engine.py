@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 import torch
 from torch import Tensor
 
-from .config import ParallelConfig
+from .config import CHOICES, ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -22,7 +22,7 @@ from .loading.lora_keys import LoraUse
 from .loading.recognition import open_checkpoint
 from .loading.weight_loading import matrices
 from .models.family import Family
-from .parallel import fsdp, tensor_parallel
+from .parallel import fsdp, kernel_table, tensor_parallel
 from .parallel.cached_layers import cache_layers
 from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
@@ -34,7 +34,7 @@ from .quantization.kernels import AUTO, Choice
 from .quantization.matmul import capability_of, choose_all, summary
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
-from .sampling.model_call import build_call, check_call, samples_of_replica
+from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
 from .sampling.runs import Prepared, run_call, run_request
@@ -239,7 +239,12 @@ class Engine:
     def facts(self, key: str) -> dict:
         """Return what a client needs to know of a loaded model (Loaded.info)."""
         model = self.models[key]
+        blocks = model.family.blocks
+        head_size = 0 if blocks.whole_only else blocks.head_size(model.config)
+        where = (self.mesh.device.type, model.dtype, head_size, self.capabilities)
+        ring = kernel_table.merges(self.config)
         return {
+            "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
             "config": model.config,
             "conditioning": list(model.family.conditioning.accepted),
             "latent_format": model.weights.checkpoint.latent_format,
@@ -306,7 +311,7 @@ class Engine:
         mesh = self.mesh
         batch = call.tensors["x"].shape[0]
         replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
-        samples = samples_of_replica(batch, replica, mesh.dp.size * mesh.cfg.size)
+        samples = samples_of_replicas(batch, mesh)[replica]
         filled = self.argument_cache.filled(call)
         request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
         return Prepared(model, request)

@@ -28,6 +28,8 @@ from .serving.broadcast import Dispatcher
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
 #: Calls of each measurement, after one that is not counted.
 CALLS = 5
+#: Linear layers of a stream in a block that is timed.
+LAYERS = 4
 #: Small kernels that a block starts for each stream.
 KERNELS = 24
 MICROSECOND = 1e-6
@@ -75,8 +77,26 @@ class Probe:
             all_to_all=dict(zip(exchanges, slowest[6:])),
             alone=self._alone(slowest[0]),
             ranks=self.ranks,
+            names=tuple(self.dispatcher.all_gather_object(self._name())),
+            speeds=self.speeds() if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
         )
+
+    def speeds(self) -> tuple[float, ...]:
+        """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear
+        layers and attention as in a block."""
+        x = self._random(self.tokens, self.width)
+        weight = self._random(self.width, self.width)
+        q = self._random(1, self.heads, self.tokens, self.head_size)
+
+        def step():
+            for _ in range(LAYERS):
+                F.linear(x, weight)
+            F.scaled_dot_product_attention(q, q, q)
+
+        self.dispatcher.all_gather_object(None)  # begin together
+        found = self.dispatcher.all_gather_object(self.seconds(step))
+        return tuple(max(found) / each for each in found)
 
     def _wait(self):
         if self.kind == "cuda":

@@ -1,16 +1,20 @@
 """How near the planner's choice is to the best plan: every plan of so many ranks is run, next to one rank.
 
-    python benchmarks/auto.py [--ranks 2] [--quick]
+    python benchmarks/auto.py [--ranks 2] [--minutes 10] [--quick]
 
 The planner gets what it gets in the product: rates of the same ranks (backend/probe.py) and the model's
-headers. Then every plan runs the whole request in turn, round after round; a plan's weights are loaded before
-its turn and freed after it. "of best" is the least time of the choice over that of the fastest plan: other
-processes only add time.
+headers. Every plan runs the whole request once. Those near the best one, the choice and one rank then take
+turns, round after round, with their weights loaded. "of best" is the median of the rounds' ratios of seconds,
+choice over best plan (the one of the least median). "by CPU" is the same in CPU seconds, which others
+do not lengthen: of the busiest rank, or of all over the cores, whichever is more (without waiting).
+Cases that would begin after --minutes are left out, and named.
 """
 
 import os
+import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import common
 import report
@@ -29,6 +33,8 @@ from backend.sampling.step_loop import Callbacks
 
 #: A choice that takes at most so many times the seconds of the best plan is good.
 GOAL = 1.10
+#: Plans that take turns: the fastest of a first run, within so many times the seconds of the very fastest.
+CONTENDERS, NEAR = 4, 1.3
 #: Small enough that every plan of a case runs in seconds on a core: 9M parameters.
 SMALL = dict(
     num_layers=2,
@@ -88,108 +94,160 @@ def options_of(case: Case, shape, machine: Machine, ranks: int, text: int) -> li
     return [option for option in question.options() if option.plan.world_size in (1, ranks)]
 
 
-class Ranks:
-    """This process as one rank of any plan."""
+class Loaded:
+    """A plan with its groups and the model's weights on this rank; one rank runs alone while others sleep."""
 
-    def __init__(self, device: str, model: str):
+    def __init__(self, plan: ParallelConfig, device: str, model: str, sample: Sample):
+        settings = {"num_pipeline_patch": plan.num_pipeline_patch, "warmup_steps": plan.warmup_steps}
+        self.sample = replace(sample, **settings)
+        self.is_shared = plan.world_size > 1
+        self.groups = mesh.build(plan, device) if self.is_shared else mesh.single(device)
         self.device = device
-        self.model = model
-        self.rank = int(os.environ["RANK"])
+        self.engine = None
+        if self.is_shared or os.environ["RANK"] == "0":
+            self.engine = Engine(plan, self.groups)
+            self.engine.load("model", model, "default")
+        self._run(replace(self.sample, tensors={**sample.tensors, "sigmas": torch.linspace(1, 0, 2)}))
 
-    def seconds(self, plan: ParallelConfig, sample: Sample) -> float:
-        """Run a request under ``plan``; one rank runs alone while the others sleep."""
-        if plan.world_size == 1:
-            found = self._run(plan, mesh.single(self.device), sample) if self.rank == 0 else 0.0
-            common.meet()
-            return found
-        groups = mesh.build(plan, self.device)
-        found = self._run(plan, groups, sample)
-        mesh.close(groups)
+    def _run(self, sample: Sample):
+        if self.engine:
+            self.engine.sample(sample, Callbacks())
+
+    def __call__(self) -> list[float]:
+        """Run the request; return the longest seconds of a rank, and the CPU seconds that the cores need."""
+        common.meet()
+        seconds, cpu = common.timed(lambda: self._run(self.sample), self.device)
+        ranks = common.of_all_ranks(seconds if self.engine else 0.0, cpu)
+        each = [rank[1] for rank in ranks]
+        return [max(rank[0] for rank in ranks), max(*each, sum(each) / (os.cpu_count() or 1))]
+
+    def close(self):
+        """Free the weights, and the groups on all ranks."""
+        if self.engine:
+            self.engine.unload("model")
+        if self.is_shared:
+            mesh.close(self.groups)
+
+
+@dataclass
+class Runs:
+    """The measurements of a case: [seconds, CPU seconds] of every plan once, and of contenders by round."""
+
+    once: dict[str, list[float]]
+    rounds: dict[str, list[list[float]]]
+    busy: list[float]
+
+    def median(self, name: str, kind: int = 0) -> float:
+        """Median seconds, or CPU seconds (1), of a contender."""
+        return statistics.median(values[kind] for values in self.rounds[name])
+
+    def ratio(self, over: str, under: str, kind: int = 0) -> dict[str, float]:
+        """Spread of the rounds' ratios of two contenders."""
+        pairs = ([values[kind] for values in self.rounds[name]] for name in (over, under))
+        return common.ratios(*pairs)
+
+
+def contenders(options: list[Option], once: dict[str, list[float]]) -> list[str]:
+    """Name the plans that take turns: the fastest, the choice, and one rank."""
+    fastest = sorted(once, key=lambda name: once[name][0])[:CONTENDERS]
+    near = [name for name in fastest if once[name][0] <= NEAR * once[fastest[0]][0]]
+    one = next(option.name for option in options if option.plan.world_size == 1)
+    return list(dict.fromkeys([*near, ranked(options)[0].name, one]))
+
+
+def measure(options: list[Option], device: str, model: str, sample: Sample, given) -> Runs:
+    """Run every plan once, and the contenders in turn."""
+    plans = {option.name: option.plan for option in options}
+
+    def once(plan: ParallelConfig) -> list[float]:
+        loaded = Loaded(plan, device, model, sample)
+        found = loaded()
+        loaded.close()
         return found
 
-    def _run(self, plan: ParallelConfig, groups: mesh.Mesh, sample: Sample) -> float:
-        engine = Engine(plan, groups)
-        engine.load("model", self.model, "default")
-        sample = replace(sample, num_pipeline_patch=plan.num_pipeline_patch, warmup_steps=plan.warmup_steps)
-        warm = replace(sample, tensors={**sample.tensors, "sigmas": torch.linspace(1, 0, 2)})
-        engine.sample(warm, Callbacks())
-        if groups.world_size > 1:
-            common.meet()
-        started = time.perf_counter()
-        engine.sample(sample, Callbacks())
-        found = time.perf_counter() - started
-        engine.unload("model")
-        return found
+    first, busy = common.interleave(
+        {name: partial(once, plan) for name, plan in plans.items()}, 1, given.patience
+    )
+    single = {name: values[0] for name, values in first.items()}
+    loaded = {name: Loaded(plans[name], device, model, sample) for name in contenders(options, single)}
+    found, more = common.interleave(loaded, given.rounds, given.patience)
+    for each in loaded.values():
+        each.close()
+    return Runs(single, found, busy + more)
 
 
-def row_of(case: Case, options: list[Option], found: dict[str, list[float]]) -> dict:
+def row_of(case: Case, options: list[Option], runs: Runs) -> dict:
     """The choice, the best plan, and how many times its seconds the choice takes."""
-    least = {name: min(seconds) for name, seconds in found.items()}
-    best = min(least, key=lambda name: least[name])
+    best, best_by_cpu = (min(runs.rounds, key=lambda name: runs.median(name, kind)) for kind in (0, 1))
     chosen = ranked(options)[0].name
     one = next(option.name for option in options if option.plan.world_size == 1)
+    of_best = runs.ratio(chosen, best)
     return {
         "case": case.name,
         "plans": len(options),
         "chosen": chosen,
         "best": best,
-        "of_best": least[chosen] / least[best],
-        "speedup": least[one] / least[chosen],
-        "met": least[chosen] <= GOAL * least[best],
-        "seconds": found,
+        "of_best": of_best,
+        "by_cpu": runs.ratio(chosen, best_by_cpu, 1),
+        "speedup": runs.ratio(one, chosen),
+        "met": of_best["median"] <= GOAL,
+        "once": runs.once,
+        "rounds": runs.rounds,
+        "busy_percent": runs.busy,
         "estimated": {option.name: option.seconds for option in options},
     }
 
 
 def show(rows: list[dict], **facts):
     report.table(
-        ["case", "plans", "chosen", "best", "of best", "x 1 rank", ""],
+        ["case", "plans", "chosen", "best", "of best", "by CPU", "x 1 rank", ""],
         [
             [
                 row["case"],
                 str(row["plans"]),
                 row["chosen"],
                 row["best"],
-                f"{row['of_best']:.2f}",
-                f"{row['speedup']:.2f}",
+                report.shown(row["of_best"]),
+                f"{row['by_cpu']['median']:.2f}",
+                f"{row['speedup']['median']:.2f}",
                 report.outcome(row["met"]),
             ]
             for row in rows
         ],
     )
     print(f"{sum(row['met'] for row in rows)} of {len(rows)} choices within {GOAL - 1:.0%} of the best plan")
-    bars = [report.Bar(row["case"], *[row["of_best"]] * 3, goal=GOAL) for row in rows]
+    bars = [report.Bar(row["case"], **row["of_best"], goal=GOAL) for row in rows]
     report.write("auto", "Seconds of the chosen plan over the best one's", "times", bars, rows=rows, **facts)
 
 
 def main():
-    parser = common.model_options(common.parser(__doc__, rounds=3))
+    parser = common.model_options(common.parser(__doc__, rounds=5))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
+    parser.add_argument("--minutes", type=float, default=10.0, help="begin no case after so many")
     options = common.parse(parser)
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model, **SMALL)
     model = os.environ[common.MODEL_VARIABLE]
+    started = time.monotonic()
     with torch.inference_mode():
         machine = Probe(options.device).measure()
     machine = replace(machine, memory=(MEMORY,) * options.ranks)
     checkpoint = open_checkpoint(model)
     shape = shape_of(checkpoint, torch.float32 if options.device == "cpu" else torch.bfloat16)
-    ranks = Ranks(options.device, model)
-    rows, busy = [], []
-    for case in QUICK if options.quick else CASES[: options.cases]:
+    cases = QUICK if options.quick else CASES[: options.cases]
+    rows = []
+    for case in cases:
+        minutes = common.of_all_ranks((time.monotonic() - started) / 60)[0][0]
+        if minutes >= options.minutes:
+            break
         estimated = options_of(case, shape, machine, options.ranks, options.text)
         sample = case.sample(model, options.text)
-        actions = {
-            option.name: lambda option=option, sample=sample: ranks.seconds(option.plan, sample)
-            for option in estimated
-        }
-        found, percent = common.interleave(actions, options.rounds, options.patience)
-        busy += percent
-        if ranks.rank == 0:
-            rows.append(row_of(case, estimated, found))
-    if ranks.rank == 0:
-        show(rows, ranks=options.ranks, machine=machine.as_dict(), busy_percent=busy, options=vars(options))
+        rows.append(row_of(case, estimated, measure(estimated, options.device, model, sample, options)))
+    if os.environ["RANK"] == "0":
+        show(rows, ranks=options.ranks, machine=machine.as_dict(), options=vars(options))
+        for case in cases[len(rows) :]:
+            print(f"left out for want of time: {case.name}")
     common.leave()
 
 

@@ -279,8 +279,8 @@ def ratios(over: list[float], under: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Contest:
-    """Two ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
-    other processes take; difference: of the latents, relative; busy: see interleave."""
+    """Ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
+    other processes take; difference: largest relative one of a latent from the first; busy: of interleave."""
 
     seconds: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -289,12 +289,13 @@ class Contest:
 
 
 def contest(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
-    """Let two functions take turns, after each has run once (which touches every weight)."""
+    """Let functions take turns, after each has run once (which touches every weight)."""
     results = {name: action() for name, action in contenders.items()}
     clocked = {
         name: lambda action=action: timed(action, options.device) for name, action in contenders.items()
     }
     found, busy = interleave(clocked, options.rounds, options.patience)
     seconds, cpu = ({name: [times[i] for times in rounds] for name, rounds in found.items()} for i in (0, 1))
-    a, b = results.values()
-    return Contest(seconds, cpu, ((a - b).norm() / b.norm()).item(), busy)
+    first, *others = results.values()
+    difference = max(((first - other).norm() / other.norm()).item() for other in others)
+    return Contest(seconds, cpu, difference, busy)

@@ -23,10 +23,21 @@ class PlainLoop:
         if ulysses > 1:
             with _one_accelerator(device):
                 self.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ulysses))
+        self.compiled = {}
+
+    def compile(self, fullgraph: bool):
+        """Compile the blocks as diffusers does; ``compiled`` runs use them, others do not."""
+        self.transformer.compile_repeated_blocks(fullgraph=fullgraph)
+        for module in self.transformer.modules():
+            if module._compiled_call_impl is not None:
+                self.compiled[module] = module._compiled_call_impl
+        assert self.compiled, "Flux names its repeated blocks"
 
     @torch.inference_mode()
-    def __call__(self, sample: Sample) -> torch.Tensor:
+    def __call__(self, sample: Sample, compiled: bool = False) -> torch.Tensor:
         """The latent (B, C, H, W) of the request's positive prompt in float32, on the CPU."""
+        for module, call in self.compiled.items():
+            module._compiled_call_impl = call if compiled else None
         noise, dtype = sample.tensors["noise"], self.transformer.dtype
         conditioning = {
             name.removeprefix("positive."): value.to(self.device, dtype)

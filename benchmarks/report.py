@@ -60,10 +60,13 @@ def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
     (out / f"{name}.json").write_text(
         json.dumps({"benchmark": name, "versions": versions, **facts}, indent=1)
     )
-    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(
-        out / f"{name}.png", f"{title} ({unit})", bars
-    )
+    chart(out / f"{name}.png", f"{title} ({unit})", bars)
     print(f"wrote {out / name}.json and .png")
+
+
+def chart(path: Path, title: str, bars: list[Bar]):
+    """Draw the bars into a PNG file."""
+    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(path, title, bars)
 
 
 def _has_matplotlib() -> bool:

@@ -15,6 +15,7 @@ from .load_parallel_dit import LoadParallelDiT
 from .panel_routes import add_routes
 from .parallel_config import ParallelConfigNode
 from .parallel_demo_loader import ParallelDemoLoader
+from .parallel_doctor import ParallelDoctor
 from .parallel_lora import ParallelLoRA
 from .parallel_model import ParallelModel
 from .parallel_sampler import ParallelSampler
@@ -53,4 +54,5 @@ class ParallelDiTExtension(ComfyExtension):
             ParallelModel,
             LoadDiffusersCLIPVAE,
             ParallelDemoLoader,
+            ParallelDoctor,
         ]

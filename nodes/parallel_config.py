@@ -33,8 +33,9 @@ TOOLTIPS = {
     "older neighbours. 0 = as many as pipefusion_degree.",
     "warmup_steps": "First steps that PipeFusion computes in full, before it reuses the keys and values of "
     "the step before. More are slower and nearer to the exact result.",
-    "attention": "Attention kernel: PyTorch's own (sdpa), or flash-attn / SageAttention where they are "
-    "installed.",
+    "attention": "Attention kernel: PyTorch's own (auto, sdpa), or FlashAttention 2 to 4, cuDNN's, or "
+    "SageAttention 2 and 3 (approximate), where the GPUs have it and it is installed. Load Parallel DiT says "
+    "which one runs and why.",
     "device": "Where the ranks run: one GPU each, or processes on the CPU. auto = GPUs where there are any.",
     "gpus": "How many GPUs to use, like 2, or their numbers, like 0,2,3. Empty = all of them. On the CPU: "
     "how many processes, empty = one.",
@@ -55,6 +56,11 @@ TOOLTIPS = {
     "and links, never slower than one GPU; every sampler may get its own. fastest exact: without PipeFusion, "
     "which drifts a little. least memory: the least per GPU. manual: the degrees of the advanced inputs. "
     "Setting a degree makes it manual.",
+    "compile": "Compile the model's blocks with torch.compile: faster steps, after a first run that "
+    "compiles for up to minutes and fills a cache. auto: where method is auto and the run is long enough to "
+    "pay for it.",
+    "shares": "Each GPU's share of the work, in the order of gpus, for GPUs that differ: 60,40. It divides "
+    "tokens, heads, blocks and samples. Same result. Empty = measured by auto where GPUs differ, else equal.",
 }
 #: What most people need to see; the rest is folded away where ComfyUI knows advanced inputs.
 BASIC = ("gpus", "method", "device")
@@ -103,19 +109,19 @@ class ParallelConfigNode(io.ComfyNode):
         return io.NodeOutput(config_of(**inputs))
 
 
-def config_of(method: str = AUTO, gpus: str = "", **inputs) -> ParallelConfig | AutoConfig:
+def config_of(method: str = AUTO, gpus: str = "", shares: str = "", **inputs) -> ParallelConfig | AutoConfig:
     """Return the configuration of a node's inputs; ConfigError for one that cannot run on this machine."""
     if method not in METHODS:
         raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**inputs).validate()
     gpus_here = torch.cuda.device_count()
     if method != MANUAL and not config.address and not sets_degrees(config):
-        auto = AutoConfig(method, gpus, config)
+        auto = AutoConfig(method, gpus, config, shares)
         auto.devices(gpus_here)
         return auto
     # one number is how many, which the degrees say too
     listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
-    config = replace(config, gpus=listed).validate()
+    config = replace(config, gpus=listed, shares=shares).validate()
     if not config.address:
         config.resolve_device(gpus_here)
     return config

@@ -192,8 +192,14 @@ class RemoteTransformer(ElsewhereModule):
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in found.items()}
         shapes_of_samples = [list(shape[1:]) for shape in shapes]
-        attention = self.dit.config.attention
-        call = ModelCall(loaded.model, attention, latent_shapes=shapes_of_samples, tensors=tensors)
+        config = self.dit.config
+        call = ModelCall(
+            loaded.model,
+            attention=config.attention,
+            compile=config.compile,
+            latent_shapes=shapes_of_samples,
+            tensors=tensors,
+        )
         output = self._output(backend, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
@@ -216,6 +222,8 @@ class RemoteTransformer(ElsewhereModule):
         if result is None:
             management.throw_exception_if_processing_interrupted()
             raise management.InterruptProcessingException()
+        for note in result.stats.get("notes", []):
+            self._say_once(note)
         return result.tensors["output"]
 
     def _ask(self, backend: Backend, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:

@@ -38,8 +38,9 @@ def trials(graph: dict, selected: str = "") -> dict:
     config = source(graph, loader, "config")
     auto = _auto(config_in(graph, config) or AutoConfig())
     found = []
-    for option in options_to_try(_question(graph, loader, auto)):
-        inputs = inputs_of(auto, option.plan)
+    question, devices = _question(graph, loader, auto)
+    for option in options_to_try(question):
+        inputs = inputs_of(auto, option.plan, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
         found.append({"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds})
     return {"sampler": sampler, "loader": loader, "config": config or "", "trials": found}
@@ -57,11 +58,11 @@ def options_to_try(question: Question) -> list[Option]:
     return [*list(found.values())[:MOST], *alone[:1]]
 
 
-def inputs_of(auto: AutoConfig, plan: ParallelConfig) -> dict:
+def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dict:
     """Return the inputs of Parallel Config that make ``plan`` by hand."""
     gpus_here = torch.cuda.device_count()
     device = auto.base.resolve_device(gpus_here)
-    placed = auto.placed(plan, auto.devices(gpus_here), device)
+    placed = auto.placed(plan, devices, device)
     return {"method": MANUAL, "gpus": placed.gpus, **{name: getattr(plan, name) for name in PLANNED}}
 
 
@@ -89,7 +90,7 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
     return AutoConfig(gpus=gpus, base=base)
 
 
-def _question(graph: dict, loader: str, auto: AutoConfig) -> Question:
+def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:
     inputs = values(graph, loader)
     path = model_paths().get(inputs.get("model_name", ""))
     if path is None or not os.path.exists(path):

@@ -3,10 +3,11 @@
 Run it with ComfyUI's own Python. Without options it looks, in seconds, at Python, packages, torch, CUDA,
 NCCL, GPUs, their peer access, /dev/shm, disks and limits. --full runs the backend, for --minutes at most: its
 links, every parallel method on tiny models against one rank and ComfyUI's latents (float32, bf16), quantized
-files, memory against what is planned, and seconds a step. It runs on the CPU too, with small sizes. Close
-ComfyUI before --full: both would use the same GPUs.
+files, waits for the GPU, memory against what is planned, and seconds a step. It runs on the CPU too, with
+small sizes. Close ComfyUI before --full: both would use the same GPUs.
 
-Each line is ok, warning or problem; --json writes them with their numbers, for an issue. Ends with 1 where
+Each line is ok, warning or problem; --json writes them with their numbers, for an issue, and a chart of the
+speeds next to it (.png). Ends with 1 where
 there is a problem.
 """
 
@@ -56,6 +57,16 @@ def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
     return doctor_runs.full(chosen, facts)
 
 
+def draw(found: list, path: Path):
+    """Write the chart of --full, where anything was timed."""
+    try:
+        import doctor_steps
+    except ImportError:  # said already by --full itself
+        return
+    if doctor_steps.chart(found, path):
+        print(f"wrote {path}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
@@ -85,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
         report["findings"] = [each.as_dict() for each in found]
         chosen.json.write_text(json.dumps(report, indent=1))
         print(f"wrote {chosen.json}")
+        if chosen.full:
+            draw(found, chosen.json.with_suffix(".png"))
     return 1 if count[checks.PROBLEM] else 0
 
 

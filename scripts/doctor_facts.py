@@ -29,7 +29,10 @@ WHEELS = {
     "diffusers": "diffusers.models.transformers",
     "yunchang": "yunchang",
     "flash-attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute.interface",
     "sageattention": "sageattention",
+    "sageattn3": "sageattn3",
     "comfy-kitchen": "comfy_kitchen",
     "gguf": "gguf",
 }

@@ -4,11 +4,13 @@ deadline. Tests give another Lab."""
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -27,6 +29,8 @@ BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: A load or a request that takes longer hangs: they take seconds.
 RUN_SECONDS = 150.0
+#: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
+BLOCKS = 2
 #: Fields of ParallelConfig that travel with each request.
 PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
 
@@ -187,6 +191,36 @@ class Lab:
 
         return self.kept(("flux",), write)
 
+    def released(self, family: str) -> tuple[Path, Callable[[int], Sample], str]:
+        """Return a released model of a golden family with random weights and few of its blocks, what makes a
+        request of so many steps, and both in words; on the CPU the tiny model."""
+        if self.device == "cpu":
+            path, sample, _ = self.tiny(family)
+            return path, partial(in_steps, sample), "a tiny model"
+        import released_sizes
+
+        def write():
+            self.need_disk()
+            return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
+
+        path = self.kept(("released", family), write)
+        sample = released_sizes.random_request(family)
+        return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
+
+    def waits(self) -> list[dict]:
+        """Run benchmarks/waits.py on as many ranks; return what they found. Raises TimeoutExpired, and
+        OSError with its last line where it fails."""
+        self.fresh()
+        prefix = self.folder / "waits"
+        command = [sys.executable, BENCHMARKS / "waits.py", "--ranks", str(self.ranks)]
+        command += ["--device", self.device, "--json", str(prefix)]
+        left = max(1.0, min(2 * RUN_SECONDS, self.end - time.monotonic()))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        if done.returncode:
+            raise OSError(done.stderr.strip().rpartition("\n")[2] or f"waits.py ended with {done.returncode}")
+        files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
+        return [run for file in files for run in json.loads(file.read_text())]
+
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""
         import common
@@ -249,6 +283,14 @@ class Lab:
                 raise TimeoutError(f"the ranks did not start or load within {seconds:.0f} s")
 
         return check
+
+
+def in_steps(sample: Sample, steps: int) -> Sample:
+    """Return the request in so many steps of Euler."""
+    first = sample.tensors["sigmas"][0].item()
+    return replace(
+        sample, sampler="euler", tensors=sample.tensors | {"sigmas": torch.linspace(first, 0, steps + 1)}
+    )
 
 
 def in_batch(sample: Sample, batch: int) -> Sample:

@@ -12,9 +12,10 @@ import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_facts import Facts
 from doctor_lab import Lab, in_batch, relative
+from doctor_steps import shapes, waits
 
 from backend import protocol
-from backend.config import AXES, ParallelConfig
+from backend.config import AXES, CHOICES, ParallelConfig
 from backend.protocol import RefusedError
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
@@ -29,7 +30,8 @@ COMFYUI = 2e-3
 BF16_RATIO = 3.0
 #: Bytes/s between two GPUs below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
-KERNELS = ("sdpa", "flash-attn", "sage")
+#: Attention kernels that are timed: all but auto, which is one of them.
+KERNELS = CHOICES["attention"][1:]
 QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
 POLL_SECONDS = 0.02
 
@@ -308,7 +310,9 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "quantized": quantized,
     "speed of one rank": speed_of_one,
     "methods": all_methods,
+    "waits": waits,
     "speed": speed,
+    "shapes": shapes,
     "memory": memory,
 }
 

@@ -120,7 +120,7 @@ def checkpoint_of(file: File) -> Checkpoint:
     """Open the file of a line by its header. Raises UnsupportedError."""
     if file.header in released() and not file.form:
         return opened(file.header)
-    tensors = _tensors(file.header)
+    tensors = tensors_of(file.header)
     if file.form in FORMS or not file.form:
         settings: dict[str, str] = {}
         made = FORMS[file.form](tensors, settings) if file.form else tensors
@@ -133,7 +133,8 @@ def checkpoint_of(file: File) -> Checkpoint:
     return checkpoint
 
 
-def _tensors(header: str) -> Tensors:
+def tensors_of(header: str) -> Tensors:
+    """Return the tensors of a released file, or of a class of diffusers with its defaults."""
     if header in released():
         return unfold(released()[header]["tensors"])
     with init_empty_weights():

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
-from ..protocol.heartbeats import Beat, Heartbeats
+from ..protocol.heartbeats import Heartbeats
+from .cache_folder import cache_folder
 from .client import BackendClient
 from .exit_report import first_failure, full_disk
 from .private_folder import LOGS, PrivateFolder
@@ -92,6 +93,9 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str) -> 
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    # compiled blocks: one folder for all ranks, private since code is loaded from it
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     env["CUDA_VISIBLE_DEVICES"] = ""
@@ -225,7 +229,7 @@ class BackendProcess:
 
     def _try_to_connect(self, check) -> BackendClient | None:
         try:
-            return BackendClient(self.address, self._token, check, self._is_hung)
+            return self.connect_again(check)
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
@@ -273,10 +277,6 @@ class BackendProcess:
     def connect_again(self, check=lambda: None) -> BackendClient:
         """Return one more client of rank 0. Errors as of BackendClient."""
         return BackendClient(self.address, self._token, check, self._is_hung)
-
-    def beats(self) -> list[Beat]:
-        """Return the heartbeats of every rank."""
-        return self._heartbeats.read()
 
     def close(self):
         """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""

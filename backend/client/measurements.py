@@ -19,12 +19,13 @@ from ..config import ParallelConfig
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError, RefusedError
+from .cache_folder import cache_folder
 from .launcher import agent_command, sanitized_environment
 from .pool import Wanted
 from .private_folder import PrivateFolder
 
 #: Changes where what is kept has another meaning.
-VERSION = 4
+VERSION = 5
 #: A machine, or a file's headers, that take longer than this to measure are not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
@@ -32,12 +33,6 @@ USABLE = 0.9
 
 Check = Callable[[], None]
 Measured = TypeVar("Measured")
-
-
-def cache_folder() -> Path:
-    """Return the folder in which measurements are kept: parallel-dit in the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "parallel-dit"
 
 
 def machine_rates(device: str, indices: list[int], check: Check, show: Callable[[str], None]) -> Machine:

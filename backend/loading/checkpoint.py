@@ -145,14 +145,16 @@ class Checkpoint:
             for block in self.block_names
         ]
         weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
-        return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts)
+        uneven = config.shares_of("pp")
+        return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts, uneven)
 
     def cut_plan(self, config: ParallelConfig) -> CutPlan:
         """Plan which piece of each matrix a tensor-parallel rank keeps. Raises UnsupportedError."""
         ranks = config.tensor_parallel_degree
         if ranks == 1:
             return CutPlan({})
-        return cut_plan(self.empty, self.family, config.split_scheme, ranks, column_units(self))
+        uneven = bool(config.shares_of("tp"))
+        return cut_plan(self.empty, self.family, config.split_scheme, ranks, column_units(self), uneven)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,9 @@ last, of which every block reads a layer of Llama anew."""
 from functools import partial
 
 import torch
+from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 
+from ..opaque_ops import opaque
 from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
@@ -22,9 +24,18 @@ def patchify(patch, latent):
     return tokens, None, [(rows, columns)] * batch, ids.expand(batch, -1, -1)
 
 
+class Experts(MOEFeedForwardSwiGLU):
+    """The experts, whose numbers of tokens a compiled block cannot know."""
+
+    forward = opaque(MOEFeedForwardSwiGLU.forward)
+
+
 def patch_module(transformer, config):
-    """Images of any shape."""
+    """Images of any shape, and experts that are called whole."""
     transformer.patchify = partial(patchify, config["patch_size"])
+    for module in transformer.modules():
+        if isinstance(module, MOEFeedForwardSwiGLU):
+            module.__class__ = Experts
 
 
 def forward_args(config, grid, latent, sigma, cond):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
+from ..opaque_ops import opaque
 from .blocks import APART, Blocks
 from .common import token_mixing
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -29,11 +30,7 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
         k = F.relu(k if attn.norm_k is None else attn.norm_k(k))
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (q, k, v))
         v = F.pad(v, (0, 1), value=1.0)
-
-        def share(tokens):
-            return k[:, :, tokens].transpose(2, 3) @ v[:, :, tokens]
-
-        out = q @ token_mixing.sum_over_tokens(share)
+        out = q @ token_mixing.linear_state(k, v)
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
@@ -44,13 +41,14 @@ class MixedMLP(GLUMBConv):
 
     width: int
 
+    @opaque
     def forward(self, hidden_states):
         n = hidden_states.shape[2]
         tokens, first, before = token_mixing.with_halo(hidden_states[..., 0].transpose(1, 2), self.width + 1)
         front = first % self.width
         filled = F.pad(tokens, (0, 0, front, -(front + tokens.shape[1]) % self.width))
         lines = filled.unflatten(1, (-1, self.width))
-        out = super().forward(lines.permute(0, 3, 1, 2)).flatten(2)
+        out = GLUMBConv.forward(self, lines.permute(0, 3, 1, 2)).flatten(2)
         return out[:, :, front + before : front + before + n, None]
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import opaque_ops
 from . import attention_kernels, comm, ulysses_ring
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
@@ -68,12 +69,14 @@ class Attention:
 
     def install(self):
         """Take the place of torch's function."""
-        F.scaled_dot_product_attention = self
+        opaque_ops.RUNNING.attention = self
+        F.scaled_dot_product_attention = opaque_ops.attention
         self.mixing.install()
 
     def uninstall(self):
         """Give torch's function its place back."""
         F.scaled_dot_product_attention = attention_kernels.SDPA
+        opaque_ops.RUNNING.attention = None
         self.mixing.uninstall()
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):

@@ -86,16 +86,21 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
 
 def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
-    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size)
+    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
 
 
 @lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
 def _token_shards(
-    image: Span | None, sequence: Sequence, with_text: bool, rank: int, size: int
+    image: Span | None,
+    sequence: Sequence,
+    with_text: bool,
+    rank: int,
+    size: int,
+    shares: tuple[float, ...],
 ) -> TokenShards:
     text = Span(0, sequence.text if with_text else 0)
     reference = Span(0, sequence.reference if with_text else 0)
-    return TokenShards(sequence, text, image or Span(0, sequence.image), rank, size, reference)
+    return TokenShards(sequence, text, image or Span(0, sequence.image), rank, size, reference, shares)
 
 
 @dataclass

@@ -93,8 +93,9 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
     return gathered
 
 
-def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Concatenate every rank's ``x``, all of one shape, on the first rank; the others keep their own."""
+def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
+    """Concatenate every rank's ``x``, ``lengths[i]`` long on rank i, on the first rank; the others keep their
+    own."""
     if axis.size == 1:
         return x
     if not axis.first:
@@ -102,8 +103,8 @@ def gather(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
         send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
         _finish([send])
         return x
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
-    own, *others = whole.split(len(x))
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
+    own, *others = whole.split(lengths)
     waiting = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
@@ -152,10 +153,17 @@ class Pipe:
     """A one-way stream of tensors between two ranks of a group: receives may be posted ahead.
 
     A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
+    keeps_buffers: what was taken may be overwritten from the next ``post`` or ``take`` on, so that two
+    buffers of a shape serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of
+    what is to come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, mechanism: str):
+    def __init__(self, group: dist.ProcessGroup, mechanism: str, keeps_buffers: bool = False):
         self.group, self.mechanism = group, mechanism
+        self.keeps_buffers = keeps_buffers
+        self.free: list[Tensor] = []
+        self.shapes: set[tuple[int, ...]] = set()
+        self.taken: Tensor | None = None
         self.sending: list[tuple[dist.Work, Tensor]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
 
@@ -168,7 +176,10 @@ class Pipe:
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""
-        buffer = torch.empty(shape, dtype=dtype, device=device)
+        self._release()
+        fitting = [i for i, each in enumerate(self.free) if each.shape == shape and each.dtype == dtype]
+        self.shapes.add(shape)
+        buffer = self.free.pop(fitting[0]) if fitting else torch.empty(shape, dtype=dtype, device=device)
         self.posted.append((_started(dist.irecv(buffer, source, group=self.group)), buffer))
 
     def take(self) -> Tensor:
@@ -176,7 +187,20 @@ class Pipe:
         work, buffer = self.posted.pop(0)
         with WAITING:
             work.wait()
+        if self.keeps_buffers:
+            self._release()
+            self.taken = buffer
         return buffer
+
+    def _release(self):
+        if self.taken is not None and tuple(self.taken.shape) in self.shapes:
+            self.free.append(self.taken)
+        self.taken = None
+
+    def forget_buffers(self):
+        """Free the buffers of the shapes until now, which come no more."""
+        self.free.clear()
+        self.shapes.clear()
 
     def drain(self):
         """Wait for everything under way."""

@@ -9,7 +9,7 @@ the rest of a block.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -21,8 +21,9 @@ from ..errors import UnsupportedError
 from .mesh import Axis, Mesh
 from .sequence import Span
 
-#: What attention modules call the layer of queries, the numbers of heads, and the width of all heads.
+#: What attention modules call the layers of queries and keys, and the numbers of heads, of queries first.
 QUERIES = ("to_q", "to_query")
+KEYS = ("to_k", "to_key")
 HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
 #: Scheme -> the mesh axes that cut inputs and outputs of every layer.
 AXES = {"row": ("tp", ""), "column": ("", "tp"), "2d": ("tp_inputs", "tp_outputs")}
@@ -81,9 +82,10 @@ class Runs:
 def _piece(start: int, width: int, unit: int, axis: Axis | None) -> Span:
     if axis is None:
         return Span(start, start + width)
-    if start % unit or width % unit or width // unit < axis.size:  # fewer blocks than ranks
+    is_misaligned = start % unit and not axis.shares  # the parts of unequal shares are units of their width
+    if is_misaligned or width % unit or width // unit < axis.size:  # fewer blocks than ranks
         unit = 1
-    part = Span(0, width // unit).shard(axis.rank, axis.size)
+    part = Span(0, width // unit).shard(axis.rank, axis.size, axis.shares)
     return Span(start + part.lo * unit, start + part.hi * unit)
 
 
@@ -130,11 +132,17 @@ class CutPlan:
 
 
 def cut_plan(
-    transformer: nn.Module, family, scheme: str, ranks: int, units: Mapping[str, int] | None = None
+    transformer: nn.Module,
+    family,
+    scheme: str,
+    ranks: int,
+    units: Mapping[str, int] | None = None,
+    uneven: bool = False,
 ) -> CutPlan:
     """Plan how ``scheme`` cuts every layer of the blocks over ``ranks``; megatron by the family's plan, else
     diffusers' _tp_plan. ``units``: module -> neighbouring columns of a quantized matrix that stay together.
-    Raises UnsupportedError if the scheme does not fit the transformer."""
+    ``uneven``: the ranks have different shares, of whole heads. Raises UnsupportedError if the scheme does
+    not fit the transformer."""
     units = units or {}
     layers = {
         name: module
@@ -150,7 +158,7 @@ def cut_plan(
             f"{type(transformer).__name__} has no plan for split_scheme megatron; set split_scheme to row, "
             f"column or 2d."
         )
-    _check_heads(layers, ranks)
+    groups = _check_heads(layers, ranks, uneven)
     found = {}
     for name, layer in layers.items():
         cut = _megatron(layers, name, _style(styles, name))
@@ -158,7 +166,7 @@ def cut_plan(
             cut = _whole(layer, "column", 1)
         if cut is not None:
             found[name] = cut
-    return CutPlan(_between_blocks(layers, found, family, units))
+    return CutPlan(_between_blocks(layers, found, family, units, groups if uneven else 0))
 
 
 def _style(styles: Mapping, name: str):
@@ -177,9 +185,36 @@ def _block(name: str, family) -> str:
     return f"{lists}.{name.removeprefix(f'{lists}.').partition('.')[0]}"
 
 
-def _check_heads(layers: Mapping[str, nn.Module], ranks: int):
+def head_groups(modules: Iterable[nn.Module]) -> int:
+    """Count the groups of heads that ranks can have whole: the greatest common divisor of the heads of
+    queries, keys and values in all attention ``modules``; 0 where there are none."""
+    return math.gcd(*(count for module in modules for count in _head_counts(module)))
+
+
+def _head_counts(attention: nn.Module) -> list[int]:
+    """Count the heads of an attention module: of queries, as it says, and of keys, by their width too."""
+    queries, keys = (
+        next((getattr(attention, name).out_features for name in names if hasattr(attention, name)), 0)
+        for names in (QUERIES, KEYS)
+    )
+    if not queries:
+        return []
+    counts = [getattr(attention, key, None) for key in HEAD_COUNTS]
+    found = [count for count in counts if isinstance(count, int)]
+    return [*found, keys * found[0] // queries] if found and keys else found
+
+
+def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> int:
+    """Return head_groups. Raises UnsupportedError where they do not go round."""
+    groups = head_groups(layers.values())
+    if uneven and groups < ranks:
+        raise UnsupportedError(
+            f"tensor_parallel_degree is {ranks}, but the attention heads divide into {groups} groups of "
+            f"queries with their keys and values; use at most {groups} ranks, or split_scheme row, column "
+            f"or 2d."
+        )
     for name, module in layers.items():
-        if not any(hasattr(module, query) for query in QUERIES):
+        if uneven or not any(hasattr(module, query) for query in QUERIES):
             continue
         for count in (getattr(module, key, None) for key in HEAD_COUNTS):
             if isinstance(count, int) and count % ranks:
@@ -187,6 +222,7 @@ def _check_heads(layers: Mapping[str, nn.Module], ranks: int):
                     f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
                     f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
                 )
+    return groups
 
 
 def _whole(linear: nn.Linear, scheme: str, unit: int) -> Cut:
@@ -228,16 +264,17 @@ def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
 
 
 def _between_blocks(
-    layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut], family, units: Mapping[str, int]
+    layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut], family, units: Mapping[str, int], groups: int
 ) -> dict[str, Cut]:
-    """Move the cuts of each MLP to where no block of its last layer is cut. Its layers are those of a block
-    of the transformer with as many hidden features, outside of attention."""
-    if not units:
+    """Move the cuts of each MLP to where no block of its last layer is cut, and those of attention to where
+    none of the ``groups`` of heads is (0: they are not). An MLP's layers are those of a block of the
+    transformer with as many hidden features, outside of attention."""
+    if not units and not groups:
         return dict(cuts)
     attentions = {name for name, module in layers.items() if any(hasattr(module, q) for q in QUERIES)}
     blocks = defaultdict(dict)
     for name, cut in cuts.items():
-        if not cut.exchanges and cut.columns.widths:
+        if not cut.exchanges:
             blocks[_block(name, family)][name] = cut
     moved = dict(cuts)
     for own in blocks.values():
@@ -247,8 +284,11 @@ def _between_blocks(
             if cut.columns.over:
                 for width in cut.columns.widths:
                     wanted[width] = math.lcm(wanted[width], units.get(name, 1))
-            fixed |= _of_heads(cut, any(parent in attentions for parent in _parents(name)))
+            is_attention = any(parent in attentions for parent in _parents(name))
+            fixed |= _of_heads(cut, is_attention, groups > 0)
         sizes = {width: unit for width, unit in wanted.items() if unit > 1 and width not in fixed}
+        if groups:
+            sizes |= {width: width // groups for width in fixed if width % groups == 0}
         moved |= {name: _moved(cut, sizes) for name, cut in own.items()}
     return moved
 
@@ -259,14 +299,16 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _of_heads(cut: Cut, in_attention: bool) -> set[int]:
+def _of_heads(cut: Cut, in_attention: bool, uneven: bool) -> set[int]:
     """Return the widths of runs that are divided by heads: in a layer of attention and MLP at once, queries,
     keys and values (or what attention returns) come first."""
     runs = cut.columns if cut.columns.over else cut.rows
     if in_attention:
         return set(runs.widths)
     is_packed = len(runs.widths) > (1 if cut.columns.over else 2)  # two of rows are the halves of a gate
-    return set(runs.widths[:1]) if is_packed else set()
+    if not is_packed:
+        return set()
+    return set(runs.widths if uneven else runs.widths[:1])  # models tell runs apart by the ratio of widths
 
 
 def _moved(cut: Cut, sizes: Mapping[int, int]) -> Cut:

@@ -13,6 +13,7 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
+from .. import shares
 from ..config import ParallelConfig
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
@@ -22,12 +23,14 @@ TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place on one mesh axis (or on several flattened ones)."""
+    """This rank's place on one mesh axis (or on several flattened ones). shares: of the work, of each index;
+    () where they are equal."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     ranks: tuple[int, ...]
+    shares: tuple[float, ...] = ()
 
     @property
     def first(self) -> bool:
@@ -50,6 +53,7 @@ class Mesh:
     since one NCCL communicator runs its operations in order, and the two directions would wait for each
     other. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs is tp
     as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes, failures.
+    replica_shares: of dp x cfg, as Axis.shares.
     """
 
     device: torch.device
@@ -67,6 +71,7 @@ class Mesh:
     weights: DeviceMesh | None
     pp_return: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    replica_shares: tuple[float, ...] = ()
 
 
 def single(device: str = "cpu") -> Mesh:
@@ -103,7 +108,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
             world_size=int(os.environ["WORLD_SIZE"]),
         )
     mesh = init_device_mesh(device, tuple(config.degrees.values()), mesh_dim_names=tuple(config.degrees))
-    axes = {name: _axis(mesh, name) for name in config.degrees}
+    axes = {name: _axis(mesh, name, config.shares_of(name)) for name in config.degrees}
     weights = mesh["dp", "ring", "ulysses"]._flatten("weights") if config.shard_weights else None
     if weights is not None:
         _set_pg_timeout(TIMEOUT, weights.get_group())
@@ -122,6 +127,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         weights=weights,
         pp_return=pp_return,
         control=control,
+        replica_shares=config.shares_of("dp", "cfg"),
     )
 
 
@@ -142,34 +148,42 @@ def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
     return group
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     group = mesh.get_group(name)
     _set_pg_timeout(TIMEOUT, group)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks)
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks, shares)
 
 
 def _sp_axis(config: ParallelConfig, mesh: DeviceMesh) -> Axis:
     """ring and ulysses flattened; where one of them is 1 the other's group serves."""
+    uneven = config.shares_of("ring", "ulysses")
     if config.ring_degree > 1 and config.ulysses_degree > 1:
         mesh["ring", "ulysses"]._flatten("sp")
-        return _axis(mesh, "sp")
-    return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses")
+        return _axis(mesh, "sp", uneven)
+    return _axis(mesh, "ring" if config.ring_degree > 1 else "ulysses", uneven)
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """tp as r x c ranks, r the largest divisor up to the square root, for inputs (r) and outputs (c)."""
+    """tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
-    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    rows = tp_rows(tp)
+    of_rows, of_columns = shares.grid(config.shares_of("tp"), rows)
     grid = layout(config).reshape(-1, rows, tp // rows)
-    return {"tp_inputs": _enumerated(grid.movedim(1, -1)), "tp_outputs": _enumerated(grid)}
+    inputs = _enumerated(grid.movedim(1, -1), of_rows)
+    return {"tp_inputs": inputs, "tp_outputs": _enumerated(grid, of_columns)}
 
 
-def _enumerated(groups: torch.Tensor) -> Axis:
+def tp_rows(tp: int) -> int:
+    """Count the rows of the grid of ``tp`` ranks: the largest divisor up to the square root."""
+    return max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+
+
+def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
     """This rank's group among those in the last dimension of ``groups``."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
     group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
     ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks))
+    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks), shares)

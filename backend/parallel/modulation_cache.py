@@ -9,6 +9,7 @@ evaluations is one GEMM a layer, over the embeddings that differ: samples, and o
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
 from .step_context import StepContext
@@ -70,6 +72,8 @@ class CachedLayer(nn.Module):
     which call of a forward) -> the answer.
     """
 
+    keeps_answers = True
+
     def __init__(self, layer: nn.Module, kind: str, index: TableIndex, shared: bool = False):
         super().__init__()
         self.layer = layer
@@ -81,6 +85,11 @@ class CachedLayer(nn.Module):
         self.calls = 0
         self.last: StepContext | None = None
 
+    def features(self) -> int:
+        """Return the width of the answers."""
+        return layer_features(self.layer)
+
+    @opaque
     def forward(self, *args, **kwargs) -> Any:
         context = self.index.context
         if context is None:
@@ -95,6 +104,7 @@ class CachedLayer(nn.Module):
             self.known[key] = self.layer(*args, **kwargs)
         return self.known[key]
 
+    @partial(opaque, suffix=SECOND)
     def second(self, x: Tensor) -> Tensor:
         """Return the answer to a call's second embedding (LayerCache.modulate_ahead), which ``x`` is."""
         context = self.index.context

@@ -14,12 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
 from ..models.family import Family
+from ..opaque_ops import RUNNING, tokens_of
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .sequence import Sequence, Span, TokenShards
+from .static_addresses import ENABLED, StaticInputs
 from .step_context import StepContext
 
 
@@ -49,6 +51,7 @@ class Stage:
         # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
         self.like: dict[str, Tensor] = {}
         self.cuts = WeakTensorKeyDictionary()
+        self.static = StaticInputs() if ENABLED else None
         self.transformer = transformer
         self.structure = BlockStructure.of(transformer, family)
         index = 0
@@ -62,6 +65,7 @@ class Stage:
             for index in range(self.structure.total)
             if index not in blocks and self.structure.passes(index)
         }
+        self.receives_whole = True
         self.last = None
         if family.blocks.last:
             self.last = transformer.get_submodule(family.blocks.last).register_forward_hook(self._fill)
@@ -72,7 +76,13 @@ class Stage:
         self.attention = Attention(mesh)
         self.pipe = None
         if mesh.pp.group is not None and mesh.pp.size > 1:
-            self.pipe = Pipe(mesh.pp.group, "pipeline")
+            self.pipe = Pipe(mesh.pp.group, "pipeline", keeps_buffers=True)
+
+    @property
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks that run here."""
+        found = (each for name in self.family.blocks.lists for each in block_list(self.transformer, name))
+        return [each.block for each in found if isinstance(each, StagedBlock) and each.block is not None]
 
     def leave(self):
         """Give the transformer its own blocks back, all of which are here."""
@@ -97,6 +107,9 @@ class Stage:
         self.known.clear()
         self.like.clear()
         self.cuts.clear()
+        self.static = StaticInputs() if ENABLED else None
+        if self.pipe:
+            self.pipe.forget_buffers()
 
     def drain(self):
         """Wait for every send and receive under way."""
@@ -116,6 +129,10 @@ class Stage:
             tokens = self._tokens(context)
             width = like.shape[2] * (1 + len(self.structure.crossing(self.blocks.start)))
             shape = (len(context.items), sum(self._received(tokens)), width)
+            is_whole = context.image is None
+            if is_whole != self.receives_whole:  # warm-up and steady state: the others would wait for nothing
+                self.receives_whole = is_whole
+                self.pipe.forget_buffers()
             self.pipe.post(shape, like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(
@@ -205,8 +222,13 @@ class Stage:
         static = family.cache.static_text
         attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
         self.attention.call = attention
+        RUNNING.text = tokens_of(len(forward.tokens.local.text))
+        if self.static:
+            names = tuple(filter(None, (family.blocks.image, family.blocks.text)))
+            own = names if index > self.blocks.start else ()
+            call = self.static.placed(index, call, own, forward.context)
         out = block(**call)
-        self.attention.call = None
+        self.attention.call = RUNNING.text = None
         self._check_calls(index, block, attention)
         if joined:
             return self.structure.split(out, streams["text"].shape[1])

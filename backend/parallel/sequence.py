@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from ..shares import edges
+
 
 @dataclass(frozen=True)
 class Span:
@@ -20,10 +22,10 @@ class Span:
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def shard(self, index: int, count: int) -> "Span":
-        """Return the ``index``-th of ``count`` nearly equal shards; sizes differ by at most one."""
-        size = len(self)
-        return Span(self.lo + size * index // count, self.lo + size * (index + 1) // count)
+    def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
+        """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.edges)."""
+        lo, hi = edges(len(self), count, shares)[index : index + 2]
+        return Span(self.lo + lo, self.lo + hi)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The tokens of one forward, and how the SP ranks shard them."""
+    """The tokens of one forward, and how the SP ranks shard them: by ``shares``, () for equally."""
 
     sequence: Sequence
     text: Span
@@ -95,14 +97,15 @@ class TokenShards:
     sp_rank: int = 0
     sp_size: int = 1
     reference: Span = Span(0, 0)
+    shares: tuple[float, ...] = ()
 
     @cached_property
     def shards(self) -> list[TokenShard]:
         """The shard of every SP rank."""
-        size = self.sp_size
+        spans = (self.text, self.image, self.reference)
         return [
-            TokenShard(self.text.shard(i, size), self.image.shard(i, size), self.reference.shard(i, size))
-            for i in range(size)
+            TokenShard(*(span.shard(i, self.sp_size, self.shares) for span in spans))
+            for i in range(self.sp_size)
         ]
 
     @cached_property
@@ -180,14 +183,18 @@ class TokenShards:
         return torch.cat([text, image] if where == "first" else [image, text + whole.stream])
 
 
-def whole_sequence(sequence: Sequence, sp_rank: int = 0, sp_size: int = 1) -> TokenShards:
+def whole_sequence(
+    sequence: Sequence, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
+) -> TokenShards:
     """Return the tokens of a synchronous forward: all of them."""
     text = Span(0, sequence.text)
     image = Span(0, sequence.image)
-    return TokenShards(sequence, text, image, sp_rank, sp_size, Span(0, sequence.reference))
+    return TokenShards(sequence, text, image, sp_rank, sp_size, Span(0, sequence.reference), shares)
 
 
-def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) -> list[TokenShards]:
+def patches(
+    sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
+) -> list[TokenShards]:
     """Return the patches of one PipeFusion step (arXiv 2405.14430), balanced over the joint sequence: patch 0
     has all text and reference tokens and fewer latent tokens.
 
@@ -198,7 +205,7 @@ def patches(sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1) 
     if count > 1:
         most = sequence.image - (count - 1) * sp_size
         first = max(sp_size, min(round(sequence.joint / count) - given, most))
-    whole = whole_sequence(sequence, sp_rank, sp_size)
+    whole = whole_sequence(sequence, sp_rank, sp_size, shares)
     rest = replace(whole, text=Span(0, 0), reference=Span(0, 0), image=Span(first, sequence.image))
     later = [replace(rest, image=rest.image.shard(i, count - 1)) for i in range(count - 1)]
     return [replace(whole, image=Span(0, first)), *later]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..shares import portions
+
 #: Most weights of a stage, as a multiple of the mean over the stages, if there is a split of so few.
 MOST_WEIGHTS = 1.15
 #: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.
@@ -35,63 +37,77 @@ def plan(
     modulation: Sequence[Mapping[str, int]],
     stages: int,
     counts: Sequence[int] = (),
+    shares: Sequence[float] = (),
 ) -> Stages:
     """Place a transformer on stages. Block i has the FLOPs ``costs[i]``, ``weights[i]`` parameters, and the
-    modulation layers ``modulation[i]`` (name -> parameters). ``counts`` fixes the blocks of every stage."""
+    modulation layers ``modulation[i]`` (name -> parameters). ``counts`` fixes the blocks of every stage;
+    otherwise work and weights follow ``shares``."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
-    blocks = explicit_blocks(counts) if counts else stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean)
+    means = [portion * mean for portion in portions(stages, shares)]
+    blocks = explicit_blocks(counts)
+    if not counts:
+        blocks = stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean, shares)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
     sizes = {name: size for layers in modulation for name, size in layers.items()}
     held = [sum(weights[i] for i in own) for own in blocks]
-    return Stages(blocks, owners, _placed(owners, sizes, held, mean))
+    return Stages(blocks, owners, _placed(owners, sizes, held, means))
 
 
-def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], mean: float):
-    """Layer -> stage: its own while that has room, else the stage with the least weights (``held``)."""
+def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], means: list[float]):
+    """Layer -> stage: its own while that has room, else the stage with the least weights (``held``), both by
+    what each stage would hold of equal weights (``means``)."""
     placed = {}
     rest = []
     for name, owner in owners.items():
-        if held[owner] + sizes[name] <= OWN_WEIGHTS * mean:
+        if held[owner] + sizes[name] <= OWN_WEIGHTS * means[owner]:
             placed[name] = owner
             held[owner] += sizes[name]
         else:
             rest.append(name)
     for name in rest:
-        placed[name] = min(range(len(held)), key=lambda stage: held[stage])
+        placed[name] = min(range(len(held)), key=lambda stage: held[stage] / means[stage])
         held[placed[name]] += sizes[name]
     return {name: placed[name] for name in owners}
 
 
 def stage_blocks(
-    costs: list[float], stages: int, weights: list[int] | None = None, most: float = 0.0
+    costs: list[float],
+    stages: int,
+    weights: list[int] | None = None,
+    most: float = 0.0,
+    shares: Sequence[float] = (),
 ) -> list[range]:
     """Split blocks into consecutive ranges, none empty, whose most expensive stage is as cheap as can be.
 
     costs: FLOPs of each block. Among equal splits the most even (least sum of squares) is taken. With
-    ``weights`` only splits whose every stage weighs at most ``most``, if there is one.
+    ``weights`` only splits whose every stage weighs at most ``most``, if there is one. ``shares``: of the
+    stages' speed, by which costs and ``most`` are divided.
     """
     if not costs:
         return [range(0)] * stages
-    found = _cheapest(costs, stages, weights, most) if weights else None
-    found = found or _cheapest(costs, stages, [0] * len(costs), 0.0)
+    speeds = portions(stages, shares)
+    found = _cheapest(costs, speeds, weights, most) if weights else None
+    found = found or _cheapest(costs, speeds, [0] * len(costs), 0.0)
     assert found is not None, "without a limit on weights there is always a split"
     return found
 
 
-def _cheapest(costs: list[float], stages: int, weights: list[int], most: float) -> list[range] | None:
+def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most: float) -> list[range] | None:
     upto = [0, *accumulate(costs)]
     heavy = [0, *accumulate(weights)]
     # best[i]: (most expensive stage, sum of squares, cuts) for the first i blocks on the stages so far
-    best = {i: (upto[i], upto[i] ** 2, [0, i]) for i in range(1, len(costs) + 1) if heavy[i] <= most}
-    for stage in range(2, stages + 1):
+    none = (0.0, 0.0, [0])
+    ends = range(1, len(costs) + 1)
+    best = {i: _extend(none, upto[i] / speeds[0], i) for i in ends if heavy[i] <= most * speeds[0]}
+    for stage, speed in enumerate(speeds[1:], 2):
         best = {
             i: min(plans)
             for i in range(stage, len(costs) + 1)
             if (
                 plans := [
-                    _extend(best[j], upto[i] - upto[j], i)
+                    _extend(best[j], (upto[i] - upto[j]) / speed, i)
                     for j in range(stage - 1, i)
-                    if j in best and heavy[i] - heavy[j] <= most
+                    if j in best and heavy[i] - heavy[j] <= most * speed
                 ]
             )
         }

@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..opaque_ops import opaque
 from ..quantization import packed_weight
 from . import comm
 from .block_streams import block_list
-from .matrix_cuts import HEAD_COUNTS, QUERIES, Shard
+from .matrix_cuts import HEAD_COUNTS, QUERIES, Shard, head_groups
 from .mesh import Axis, Mesh
 from .sequence import Span
 
@@ -47,6 +48,11 @@ class ShardedLinear(nn.Module):
             self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
         packed_weight.carry_hooks(linear, self)
 
+    def features(self) -> int:
+        """Return the width of the output on this rank."""
+        return sum(self.shard.widths) or sum(map(len, self.shard.outputs))
+
+    @opaque
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
         if shard.take_input:
@@ -76,6 +82,7 @@ class ShardedNorm(nn.Module):
         self.eps: float = vars(norm)["eps"]
         self.weight = nn.Parameter(whole.new_empty(sum(map(len, shard.outputs))), requires_grad=False)
 
+    @opaque
     def forward(self, x: Tensor) -> Tensor:
         assert self.shard.reduce is not None, "a norm is cut over the heads of several ranks"
         wide = x.float()
@@ -85,6 +92,8 @@ class ShardedNorm(nn.Module):
 
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
     """Replace every layer in ``found`` by its sharded module, and set the heads that attention has left."""
+    blocks = [block for name in family.blocks.lists for block in block_list(transformer, name)]
+    groups = head_groups(module for block in blocks for module in block.modules())
     for name, shard in found.items():
         whole = transformer.get_submodule(name)
         is_linear = isinstance(whole, nn.Linear)
@@ -92,16 +101,17 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
         transformer.set_submodule(name, sharded)
     if scheme != "megatron":
         return
+    mine = Span(0, groups).shard(tp.rank, tp.size, tp.shares)
     for module in transformer.modules():
         if any(isinstance(getattr(module, name, None), ShardedLinear) for name in QUERIES):
             for count in (*HEAD_COUNTS, ALL_HEADS):
                 if isinstance(getattr(module, count, None), int):
-                    setattr(module, count, getattr(module, count) // tp.size)
-    for name in family.blocks.lists if family.blocks.per_feature else ():
-        for block in block_list(transformer, name):
-            signature = inspect.signature(block.forward)
-            own = partial(_own_features, signature=signature, names=family.blocks.per_feature, tp=tp)
-            block.register_forward_pre_hook(own, with_kwargs=True)
+                    setattr(module, count, getattr(module, count) * len(mine) // groups)
+    for block in blocks if family.blocks.per_feature else ():
+        signature = inspect.signature(block.forward)
+        names = family.blocks.per_feature
+        own = partial(_own_features, signature=signature, names=names, mine=mine, groups=groups)
+        block.register_forward_pre_hook(own, with_kwargs=True)
 
 
 def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
@@ -114,18 +124,19 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
             module.shard = replace(module.shard, reduce=reduce, gather=gather)
 
 
-def _own_features(block, args, kwargs, signature, names, tp):
-    """Cut those arguments of a block that run over the features of all heads: tensors, or tuples of them."""
+def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int):
+    """Cut those arguments of a block that run over the features of all heads, of which this rank has the
+    groups ``mine``: tensors, or tuples of them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
         whole = bound.arguments[name]
-        cut = [_own_heads(x, tp) for x in (whole if isinstance(whole, tuple) else (whole,))]
+        cut = [_own_heads(x, mine, groups) for x in (whole if isinstance(whole, tuple) else (whole,))]
         bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
     return bound.args, bound.kwargs
 
 
-def _own_heads(x: Tensor, tp: Axis) -> Tensor:
+def _own_heads(x: Tensor, mine: Span, groups: int) -> Tensor:
     """This rank's shard of (B, tokens, features of all heads) or (B, heads, tokens, features)."""
     dim = 1 if x.ndim == 4 else -1
-    mine = Span(0, x.shape[dim]).shard(tp.rank, tp.size)
-    return x.narrow(dim, mine.lo, len(mine))
+    size = x.shape[dim] // groups
+    return x.narrow(dim, mine.lo * size, len(mine) * size)

@@ -7,11 +7,10 @@ Convolutions: a rank is sent the halo, the tokens next to its own; patches read 
 tokens.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from .. import opaque_ops
 from ..models.common import token_mixing
 from ..models.common.token_mixing import Halo
 from . import comm
@@ -27,27 +26,30 @@ class Mixing:
 
     def install(self):
         """Take the place of the functions that serve one process."""
-        for name in token_mixing.ALONE:
-            setattr(token_mixing, name, getattr(self, name))
+        opaque_ops.RUNNING.linear_state = self.linear_state
+        token_mixing.linear_state = opaque_ops.state_over_ranks
+        token_mixing.with_halo = self.with_halo
+        token_mixing.text_tokens = opaque_ops.text_tokens
 
     def uninstall(self):
         """Give the functions their places back."""
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)
 
-    def sum_over_tokens(self, part: Callable[[slice], Tensor]) -> Tensor:
-        """Sum over ranks and patches (token_mixing.sum_over_tokens)."""
+    def linear_state(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Sum over ranks and patches (token_mixing.linear_state)."""
         call = self.attention.call
         buffers = self.attention.buffers
         if call is None:
-            return part(slice(None))
+            return keys.transpose(2, 3) @ values
         where = call.next()[1]
         if buffers is None:
-            return self._over_ranks(part(slice(None)))
+            return self._over_ranks(keys.transpose(2, 3) @ values)
         own = call.tokens.local.image
         image = call.tokens.image
         here = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
-        own_shares = [part(_within(own, buffers.spans[i])) for i in here]
+        tokens = [_within(own, buffers.spans[i]) for i in here]
+        own_shares = [keys[:, :, each].transpose(2, 3) @ values[:, :, each] for each in tokens]
         shares = self._over_ranks(torch.stack(own_shares, dim=1))  # (B, patches of this forward, ...)
         (state,) = buffers.refresh(
             where,
@@ -84,11 +86,6 @@ class Mixing:
         positions = slice(tokens.image.lo, tokens.image.hi)
         (whole,) = buffers.refresh(where, [fresh[:, None]], positions, total, call.context)
         return Halo(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
-
-    def text_tokens(self, whole: int) -> int:
-        """Count the text tokens at hand (token_mixing.text_tokens)."""
-        call = self.attention.call
-        return whole if call is None else len(call.tokens.local.text)
 
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
         """The tokens ``near`` this rank's, from whichever ranks have them."""

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention_kernels import attend_lse, import_error
+from ..shares import edges
+from .attention_kernels import attend_lse
 from .comm import WAITING, count, exchange
+from .kernel_table import import_error
 from .mesh import Axis
-from .sequence import Span
 
 #: Whose ring is used, and what it imports as it is imported, if they are installed.
 RING_LIBRARY = "yunchang"
@@ -38,8 +39,9 @@ def ring_unavailable() -> str | None:
 
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
-    """Count the heads that each Ulysses rank gets; sizes differ by at most one."""
-    return [len(Span(0, heads).shard(i, axis.size)) for i in range(axis.size)]
+    """Count the heads that each Ulysses rank gets, by its share."""
+    ends = edges(heads, axis.size, axis.shares)
+    return [end - start for start, end in zip(ends, ends[1:])]
 
 
 def scatter_heads(tensors: Sequence[Tensor], lengths: list[int], axis: Axis) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ..config import ConfigError, ParallelConfig
+from ..config import ConfigError, ParallelConfig, read_shares
 from .choose import AUTO
 
 #: Fields that the planner sets; a graph that sets one of them has chosen by hand.
@@ -26,15 +26,32 @@ def sets_degrees(config: ParallelConfig) -> bool:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """gpus: how many ("2"), their numbers ("0,2"), or empty for all. base: everything that is no degree."""
+    """gpus: how many ("2"), their numbers ("0,2"), or empty for all. base: everything that is no degree.
+    shares: of the work of each of the GPUs, in their order; empty: measured where they differ."""
 
     method: str = AUTO
     gpus: str = ""
     base: ParallelConfig = ParallelConfig()
+    shares: str = ""
+
+    @property
+    def rank_shares(self) -> tuple[float, ...]:
+        """The shares as numbers; () where there are none. ConfigError for what is no such list."""
+        return read_shares(self.shares)
 
     def devices(self, gpus_here: int) -> list[int]:
         """Return the GPUs that may be used on a machine with so many, or the ranks of the CPU. ConfigError
-        for what is no such list, or more than there are."""
+        for what is no such list, for more than there are, and for shares of others."""
+        found = self._devices(gpus_here)
+        shares = self.rank_shares
+        if shares and len(shares) != len(found):
+            raise ConfigError(
+                f"shares is {self.shares!r:.200}, {len(shares)} numbers, but there {_ranks(len(found))} to "
+                f"use (gpus is {self.gpus!r:.200}). Write one number for each, or leave shares empty."
+            )
+        return found
+
+    def _devices(self, gpus_here: int) -> list[int]:
         on_gpus = self.base.resolve_device(gpus_here) == "cuda"
         text = self.gpus.strip()
         if not text:  # a process on the CPU uses all its cores: more of them gain little
@@ -61,6 +78,10 @@ class AutoConfig:
         are_first = used == list(range(plan.world_size))
         listed = "" if are_first or device == "cpu" else ",".join(map(str, used))
         return replace(plan, gpus=listed, device=self.base.device).validate()
+
+
+def _ranks(count: int) -> str:
+    return "is one rank" if count == 1 else f"are {count} ranks"
 
 
 def _count(text: str) -> int:

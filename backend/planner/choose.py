@@ -1,13 +1,14 @@
 """Which plan to take of all that fit, and why: one line for the choice and one for each runner-up."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config import ConfigError, ParallelConfig, in_words
+from ..shares import written
 from .candidates import DEGREES, LEAST_STEPS, Rules, candidates, is_exact
 from .cost import Cost
-from .machine import Machine, Request
-from .memory import held
+from .machine import DIFFERENT, Machine, Request
+from .memory import held, held_by_rank
 from .model_shape import ModelShape
 
 #: What the user chooses between; "manual" takes the degrees as they are.
@@ -20,6 +21,9 @@ MECHANISM, RANK = 1.01, 1.002
 TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
 #: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
 STAYS = 1.1
+#: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
+#: Neither was measured on one: a request has to be so long that it pays without a cache.
+COMPILED, COMPILE_SECONDS = 0.15, 60.0
 #: Runners-up that are told.
 RUNNERS_UP = 2
 
@@ -63,26 +67,45 @@ class Option:
             words.append("1 patch" if self.plan.patches == 1 else f"{self.plan.patches} patches")
         if self.plan.shard_weights:
             words.append("shard_weights")
+        if self.plan.compile == "blocks":
+            words.append("compiled blocks")
+        if self.plan.shares:
+            words.append(f"shares {self.plan.shares}")
         return ", ".join(words)
+
+    @property
+    def with_compile(self) -> "Option":
+        """The option with compiled blocks, if that is left open and its steps are long or many enough."""
+        if self.plan.compile != "auto":
+            return self
+        pays = self.unit == "GPU" and COMPILED * self.seconds > COMPILE_SECONDS
+        return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))
 
 
 @dataclass(frozen=True)
 class Choice:
     """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
-    there)."""
+    there). note: how the GPUs differ, or empty."""
 
     option: Option
     runners_up: tuple[Option, ...]
     one: Option
     method: str
+    note: str = ""
+
+    @property
+    def plan(self) -> ParallelConfig:
+        """The plan to take."""
+        return self.option.with_compile.plan
 
     @property
     def lines(self) -> list[str]:
-        """One line for the choice, and one for each runner-up."""
-        chosen = self.option
+        """One line for the choice, one for GPUs that differ, and one for each runner-up."""
+        chosen = self.option.with_compile
         kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
-        return [first, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
+        notes = [self.note] if self.note else []
+        return [first, *notes, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
 
     def _figures(self, option: Option) -> str:
         memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per {option.unit}"
@@ -97,7 +120,8 @@ class Choice:
 @dataclass(frozen=True)
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
-    plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks."""
+    plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
+    shares: of each GPU, where the user has set them."""
 
     shape: ModelShape
     request: Request
@@ -105,20 +129,43 @@ class Question:
     gpus: int
     base: ParallelConfig = field(default_factory=ParallelConfig)
     others: tuple[ModelShape, ...] = ()
+    shares: tuple[float, ...] = ()
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
         seconds = Cost(self.shape, plan, self.machine, self.request).total
-        size = held(self.shape, plan, self.request, self.others).bytes
+        size, room = self._tightest(plan)
         unit = "rank" if self.machine.on_host else "GPU"
-        return Option(plan, seconds, size, self.machine.room(plan.world_size), unit)
+        return Option(plan, seconds, size, room, unit)
+
+    def _tightest(self, plan: ParallelConfig) -> tuple[int, int]:
+        """Bytes that the rank with least to spare holds, and may hold."""
+        rooms = self.machine.rooms(plan.world_size)
+        if not plan.shares and len(set(rooms)) == 1:
+            return held(self.shape, plan, self.request, self.others).bytes, rooms[0]
+        ranks = held_by_rank(self.shape, plan, self.request, self.others)
+        sizes = [each.bytes for each in ranks]
+        return max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
+
+    def _shares(self, ranks: int) -> list[str]:
+        """How so many ranks may share the work: as the user says, else by speed, by memory or equally, where
+        their GPUs differ."""
+        if ranks == 1:
+            return [""]
+        if self.shares:
+            return [written(self.shares[:ranks])]
+        speeds = self.machine.speeds_of(ranks)
+        rooms = self.machine.rooms(ranks)
+        uneven = [values for values in (speeds, rooms) if max(values) > DIFFERENT * min(values) > 0]
+        return [*dict.fromkeys(map(written, uneven)), ""]
 
     def options(self, exact: bool = False) -> list[Option]:
         """Estimate every plan of one to ``gpus`` ranks; ``exact``: of those whose result is one GPU's."""
         return [
-            self.option(plan)
+            self.option(replace(plan, shares=shares))
             for ranks in range(1, self.gpus + 1)
             for plan in candidates(self.shape, self.request, ranks, self.base, Rules(exact))
+            for shares in self._shares(ranks)
         ]
 
 
@@ -130,7 +177,7 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
     if not ordered:
         raise ConfigError(_why_not(question, options))
     best = _kept(ordered, running, method) or ordered[0]
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method)
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, question.machine.line)
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
+from ..shares import edges, portions
 from .machine import Machine, Request
 from .model_shape import BlockShape, ModelShape, stages_of
+from .parts import parts
 
 #: Attention over blocks of keys and values that come around a ring, against one kernel over all of them.
 RING_EFFICIENCY = 0.87
@@ -43,7 +45,7 @@ class Cost:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
         branches = math.ceil(self.request.prompts / plan.cfg_degree)
-        micro = max(self._micro(blocks, patches) for blocks in self._stages)
+        micro = max(self._micro(*stage, patches) for stage in zip(self._stages, self._loads))
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
         work = patches * branches
@@ -58,12 +60,23 @@ class Cost:
     @cached_property
     def _stages(self) -> list[tuple[BlockShape, ...]]:
         """The blocks of each stage."""
-        split = stages_of(self.shape, self.plan.pipefusion_degree)
+        split = stages_of(self.shape, self.plan.pipefusion_degree, self.plan.shares_of("pp"))
         return [self.shape.blocks[each.start : each.stop] for each in split]
 
     @cached_property
+    def _loads(self) -> list[float]:
+        """Of each stage: the seconds of its rank that is last, as a multiple of those that the slowest GPU
+        takes for an even part."""
+        speeds = self.machine.speeds_of(self.plan.world_size)
+        found = [0.0] * self.plan.pipefusion_degree
+        for each, speed in zip(parts(self.plan, self.request.batch), speeds):
+            part = each.tokens * each.matrices * each.samples / self._samples
+            found[each.stage] = max(found[each.stage], part / speed)
+        return found
+
+    @cached_property
     def _samples(self) -> int:
-        return math.ceil(self.request.batch / self.plan.data_parallel_degree)
+        return max(each.samples for each in parts(self.plan, self.request.batch))
 
     @cached_property
     def _sequence(self) -> int:
@@ -74,14 +87,14 @@ class Cost:
         """How much faster than measured a rank computes."""
         return self.machine.speed(self.plan.world_size)
 
-    def _micro(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds of one patch of one prompt on one rank of a stage with these blocks."""
+    def _micro(self, blocks: tuple[BlockShape, ...], load: float, patches: int) -> float:
+        """Seconds of one patch of one prompt on the last rank of a stage with these blocks (_loads)."""
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
         tokens = self._samples * self._sequence / divided / patches
         efficiency = self._speed * tokens / (tokens + self.machine.half_rate)
-        share = self._samples / (divided * patches)
+        share = self._samples / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
         linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
         products = max(linear / (self.machine.gemm * efficiency), self._read(blocks))
@@ -99,9 +112,12 @@ class Cost:
     @property
     def _uneven_heads(self) -> float:
         """Heads of the rank that has most, as a multiple of an even share."""
-        heads = self.shape.heads / self.plan.tensor_parallel_degree
+        heads = self.shape.heads // self.plan.tensor_parallel_degree
         u = self.plan.ulysses_degree
-        return math.ceil(heads / u) * u / heads
+        shares = self.plan.shares_of("ulysses")
+        ends = edges(heads, u, shares)
+        counts = (end - start for start, end in zip(ends, ends[1:]))
+        return max(count * u / heads / portion for count, portion in zip(counts, portions(u, shares)))
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to read the weights once from device memory."""

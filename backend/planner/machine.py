@@ -1,11 +1,13 @@
 """What the planner knows of a machine and of a request."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 #: Bytes that CUDA, NCCL and the allocator need on each GPU beside what is counted.
 RESERVE = 1_200_000_000
+#: GPUs whose speeds are further apart get different shares of the work.
+DIFFERENT = 1.1
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,10 @@ class Machine:
     small message. launch: host seconds to start the kernels of one stream of a block. overhead: further
     seconds of a block whose tokens are divided. half_rate: tokens at which matrix products run at half their
     rate. alone: how many times as fast a rank computes while no other does (1 on GPUs; ranks on the CPU
-    share its cores). ranks: how many ranks were measured. memory: free bytes of each GPU in order, or of the
-    host. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
+    share its cores). ranks: how many ranks were measured. names, speeds: of each rank's GPU, in order; times
+    as fast as the slowest, by one timed step (none on the CPU, whose cores ranks share). memory: free bytes
+    of each GPU in order, or of the host. on_host: ranks run on the CPU, share its memory, and hide neither
+    traffic nor kernel starts.
     """
 
     name: str
@@ -33,8 +37,45 @@ class Machine:
     half_rate: float = 96.0
     alone: float = 1.0
     ranks: int = 8
+    names: tuple[str, ...] = ()
+    speeds: tuple[float, ...] = ()
     memory: tuple[int, ...] = field(default=())
     on_host: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether its GPUs do, by name or by more than DIFFERENT in speed."""
+        if len(self.speeds) < 2:
+            return False
+        return len(set(self.names)) > 1 or max(self.speeds) > DIFFERENT * min(self.speeds)
+
+    @property
+    def line(self) -> str:
+        """Say in one line how its GPUs differ; empty where they do not."""
+        if not self.differs or not self.names:
+            return ""
+        each = [f"{name} {speed:.2f}x" for name, speed in zip(self.names, self.speeds)]
+        return f"GPUs differ: {', '.join(each)} the speed of the slowest (one timed step)."
+
+    def speeds_of(self, ranks: int) -> tuple[float, ...]:
+        """Return how many times as fast as the slowest GPU each of the first ``ranks`` is: 1 where all are
+        alike."""
+        return self.speeds[:ranks] if self.differs else (1.0,) * ranks
+
+    def fastest_first(self) -> list[int]:
+        """Return the indices of the GPUs, the fastest first; as they are where all are alike."""
+        speeds = self.speeds_of(len(self.speeds))
+        return sorted(range(len(speeds)), key=lambda index: -speeds[index])
+
+    def told(self, shares: tuple[float, ...]) -> "Machine":
+        """Return the machine with the speeds that the user's ``shares`` of the work stand for."""
+        return replace(self, speeds=tuple(share / min(shares) for share in shares)) if shares else self
+
+    def ordered(self, order: list[int]) -> "Machine":
+        """Return the machine with its GPUs in another order."""
+        known = {name: getattr(self, name) for name in ("names", "speeds", "memory")}
+        moved = {name: tuple(each[i] for i in order) for name, each in known.items() if len(each) > 1}
+        return replace(self, **moved)
 
     def speed(self, ranks: int) -> float:
         """Return how many times the measured rates a rank has while ``ranks`` work."""
@@ -47,9 +88,13 @@ class Machine:
 
     def room(self, ranks: int) -> int:
         """Return the bytes that each of ``ranks`` may hold: of the smallest of their GPUs."""
+        return min(self.rooms(ranks))
+
+    def rooms(self, ranks: int) -> tuple[int, ...]:
+        """Return the bytes that each of the first ``ranks`` may hold."""
         if self.on_host:
-            return sum(self.memory) // ranks
-        return min(self.memory[:ranks]) - RESERVE
+            return (sum(self.memory) // ranks,) * ranks
+        return tuple(size - RESERVE for size in self.memory[:ranks])
 
     def as_dict(self) -> dict:
         """For JSON, without the memory, which changes."""
@@ -62,8 +107,10 @@ class Machine:
             each.name: values[each.name] for each in fields(cls) if each.name != "memory"
         }
         rates = {int(size): float(rate) for size, rate in values["all_to_all"].items()}
-        found = cls(**{**known, "all_to_all": rates})
+        lists = {name: tuple(values[name]) for name in ("names", "speeds")}
+        found = cls(**{**known, **lists, "all_to_all": rates})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
+        numbers += found.speeds
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or found.gemm <= 0:
             raise ValueError("rates are positive numbers")
         return found

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig
 from .machine import Request
-from .model_shape import BlockShape, ModelShape, modulation_of, stages_of
+from .model_shape import ModelShape, modulation_of, stages_of
+from .parts import Part, parts
 
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
@@ -30,56 +31,68 @@ class Held:
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> Held:
-    """Count what the fullest rank holds. ``others``: shapes whose weights stay on the same ranks."""
-    stages = [shape.blocks[each.start : each.stop] for each in stages_of(shape, plan.pipefusion_degree)]
-    weights = _weights(shape, plan) + sum(_weights(other, plan) for other in others)
-    keys = max(_keys(shape, plan, request, blocks) for blocks in stages)
-    return Held(weights, keys, _transient(shape, plan, request))
+    """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
+    same ranks."""
+    ranks = held_by_rank(shape, plan, request, others)
+    most = (max(getattr(each, kind) for each in ranks) for kind in ("weights", "keys", "transient"))
+    return Held(*most)
 
 
-def _weights(shape: ModelShape, plan: ParallelConfig) -> int:
-    """Bytes of the heaviest stage; modulation is spread to balance them."""
+def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> list[Held]:
+    """Count what each rank holds; ``others`` as in held."""
+    ranks = parts(plan, request.batch)
+    known = {
+        part: Held(
+            sum(_weights(each, plan, part) for each in (shape, *others)),
+            _keys(shape, plan, request, part),
+            _transient(shape, plan, request, part),
+        )
+        for part in set(ranks)
+    }
+    return [known[part] for part in ranks]
+
+
+def _weights(shape: ModelShape, plan: ParallelConfig, part: Part) -> int:
+    """Bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
     if plan.shard_weights:
         return math.ceil(shape.weights / (plan.sp_degree * plan.data_parallel_degree))
     stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
-    split = stages_of(shape, stages)
-    plain = [sum(_cut(block, plan) for block in shape.blocks[each.start : each.stop]) for each in split]
+    stage = min(part.stage, stages - 1)
+    shares = plan.shares_of("pp")
+    own = stages_of(shape, stages, shares)[stage]
+    cut = part.matrices / plan.tensor_parallel_degree
+    plain = sum(
+        block.weights * (1 - block.cut + block.cut * cut) for block in shape.blocks[own.start : own.stop]
+    )
     if not plan.offload_modulation:
-        placed = modulation_of(shape, stages)
-        plain = [size + placed[stage] / plan.tensor_parallel_degree for stage, size in enumerate(plain)]
-    return math.ceil(shape.rest + max(plain))
+        plain += modulation_of(shape, stages, shares)[stage] * cut
+    return math.ceil(shape.rest + plain)
 
 
-def _cut(block: BlockShape, plan: ParallelConfig) -> float:
-    """Bytes of a block's weights on one rank of a tensor-parallel group."""
-    return block.weights * (1 - block.cut + block.cut / plan.tensor_parallel_degree)
-
-
-def _samples(plan: ParallelConfig, request: Request) -> int:
-    return math.ceil(request.batch / plan.data_parallel_degree)
-
-
-def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, blocks: tuple[BlockShape, ...]) -> int:
+def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
     """Bytes of PipeFusion's buffers of stale keys and values."""
     if plan.pipefusion_degree == 1 or plan.patches == 1:
         return 0
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
     branches = math.ceil(request.prompts / plan.cfg_degree)
-    heads = math.ceil(shape.heads / plan.tensor_parallel_degree / plan.ulysses_degree)
+    ranks = plan.tensor_parallel_degree * plan.ulysses_degree
+    heads = math.ceil(shape.heads / ranks * part.matrices * part.heads)
+    blocks = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
     token = 2 * heads * shape.head_size * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * branches * _samples(plan, request) * len(blocks) * token * tokens
+    return buffers * branches * part.samples * len(blocks) * token * tokens
 
 
-def _transient(shape: ModelShape, plan: ParallelConfig, request: Request) -> int:
+def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
     """Bytes of activations, and of weights that are whole for a moment."""
     image, text = request.image_tokens, request.text_tokens
     inside = shape.activation_image * image + shape.activation_text * text
     if plan.sp_degree > 1:
         heads = shape.heads * shape.head_size * shape.itemsize
         inside = (inside + EXCHANGED * heads * shape.sequence(image, text)) / plan.sp_degree
+        inside *= part.tokens
     outside = OUTSIDE * shape.width * shape.itemsize * (image + text)
-    found = _samples(plan, request) * max(inside, outside) + shape.scratch
+    found = part.samples * max(inside, outside) + shape.scratch
     if plan.shard_weights:
         sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
         found += shape.rest + sum(sizes[:GATHERED])

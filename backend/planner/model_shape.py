@@ -87,23 +87,23 @@ class ModelShape:
 
 
 @lru_cache(maxsize=256)
-def _split(shape: ModelShape, degree: int) -> stage_split.Stages:
+def _split(shape: ModelShape, degree: int, shares: tuple[float, ...]) -> stage_split.Stages:
     """Place blocks and their modulation as loading does (stage_split.plan)."""
     tokens = (4096, 512)  # loading balances for a typical request too
     costs = [block.linear(*tokens) + block.attention(*tokens) for block in shape.blocks]
     weights = [block.weights for block in shape.blocks]
     modulation = [{str(index): block.modulation} for index, block in enumerate(shape.blocks)]
-    return stage_split.plan(costs, weights, modulation, degree)
+    return stage_split.plan(costs, weights, modulation, degree, shares=shares)
 
 
-def stages_of(shape: ModelShape, degree: int) -> list[range]:
-    """Return the blocks of each of ``degree`` stages."""
-    return _split(shape, degree).blocks
+def stages_of(shape: ModelShape, degree: int, shares: tuple[float, ...] = ()) -> list[range]:
+    """Return the blocks of each of ``degree`` stages with these ``shares`` of the work."""
+    return _split(shape, degree, shares).blocks
 
 
-def modulation_of(shape: ModelShape, degree: int) -> list[int]:
+def modulation_of(shape: ModelShape, degree: int, shares: tuple[float, ...] = ()) -> list[int]:
     """Return the bytes of modulation that each of ``degree`` stages holds, for its own blocks or others'."""
     found = [0] * degree
-    for index, stage in _split(shape, degree).holders.items():
+    for index, stage in _split(shape, degree, shares).holders.items():
         found[stage] += shape.blocks[int(index)].modulation
     return found

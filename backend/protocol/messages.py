@@ -173,6 +173,7 @@ class Sample:
     warmup_steps: int = 1
     stale_kv: str = "reuse"
     attention: str = "auto"
+    compile: str = "auto"
     preview_seconds: float = 0.0
     denoised: bool = False
     prompts: dict = field(default_factory=dict)
@@ -197,6 +198,7 @@ class ModelCall:
 
     model: str
     attention: str = "auto"
+    compile: str = "auto"
     client: str = ""
     latent_shapes: list = field(default_factory=list)
     keep: dict = field(default_factory=dict)

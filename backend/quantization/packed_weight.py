@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..opaque_ops import opaque
 from .kernels import Choice, Largest
 from .packed import Packed
 
@@ -131,6 +132,11 @@ class QuantLinear(nn.Module):
         self.bias = linear.bias
         carry_hooks(linear, self)
 
+    def features(self) -> int:
+        """Return the width of the output."""
+        return self.out_features
+
+    @opaque
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.linear(x, self.bias)
 

@@ -50,7 +50,8 @@ def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
     position = work.family.blocks.text_position
     sequence = Sequence(work.text_tokens if position else 0, work.image_tokens, position)
-    own = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree).local
+    uneven = work.config.shares_of("ring", "ulysses")
+    own = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven).local
     text = len(own.text) if position else work.text_tokens
     stream = work.width * work.dtype.itemsize
     names = work.checkpoint.block_names

@@ -1,7 +1,7 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from ..parallel.mesh import layout
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, Choice
 from ..quantization.matmul import Capability, choose_all
+from ..shares import edges
 from .activations import activation_bytes
 from .traffic import sent
 from .workload import Place, Workload, tensor_mesh
@@ -27,7 +28,8 @@ CALLS = 28
 class RankPlan:
     """What one rank holds and sends. Bytes are per rank.
 
-    patches: (text tokens, tokens of the image stream) of this rank in each patch. weight_bytes: as the file
+    samples: of the batch on its replica. patches: (text tokens, tokens of the image stream) of this rank in
+    each patch. weight_bytes: as the file
     stores them where layers keep them quantized. scratch_bytes: where one of those is dequantized at a time.
     gathered_bytes: whole weights under shard_weights while a block runs. host_bytes: weights that wait in
     host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once, for one
@@ -40,6 +42,7 @@ class RankPlan:
     stage: int
     blocks: tuple[int, int]
     heads: int
+    samples: int
     patches: list[tuple[int, int]]
     weight_bytes: int
     scratch_bytes: int
@@ -63,7 +66,8 @@ class RankPlan:
         held = ", ".join(f"{name} {_mb(size)}" for name, size in rest.items() if size)
         return (
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
-            f"{len(self.patches)} patches, weights {_mb(self.weight_bytes)}{host}, {held}, in all about "
+            f"{len(self.patches)} patches, {sum(map(sum, self.patches))} tokens, weights "
+            f"{_mb(self.weight_bytes)}{host}, {held}, in all about "
             f"{_mb(self.device_bytes)}, sends per step: {sent or 'nothing'}"
         )
 
@@ -104,13 +108,16 @@ def describe(
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
-    batch = max(1, batch // config.data_parallel_degree)
+    ends = edges(batch, config.data_parallel_degree, config.shares_of("dp"))
+    samples = [max(1, end - start) for start, end in zip(ends, ends[1:])]
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
-    request = (image_tokens, text_tokens, batch, branches)
+    request = (image_tokens, text_tokens, samples[0], branches)
     work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits)
+    works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)
-    return [_plan(work, rank, place, stages) for rank, place in enumerate(places(config))]
+    ranks = enumerate(places(config))
+    return [_plan(works[samples[place["dp"]]], rank, place, stages) for rank, place in ranks]
 
 
 def places(config: ParallelConfig) -> list[Place]:
@@ -142,6 +149,7 @@ def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
         place["pp"],
         (blocks.start, blocks.stop),
         work.heads(place),
+        work.batch,
         [(len(patch.local.text), patch.local.stream) for patch in patches],
         weights.device,
         weights.scratch,

@@ -132,8 +132,10 @@ class _Measured:
             inner = module.removeprefix(f"{block}.")
             if inner == module or not cut.reduce:
                 continue
+            family = self.checkpoint.family
+            numbers = cut.reduced_features * family.blocks.flop_share(inner, self.checkpoint.config)
             for stream, tokens in enumerate(((1, 0), (0, 1))):
-                found[stream] += tokens_of[inner].count(*tokens) * cut.reduced_features
+                found[stream] += round(tokens_of[inner].count(*tokens) * numbers)
         return found[0], found[1]
 
     def _block(self, index: int) -> BlockShape:

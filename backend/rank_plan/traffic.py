@@ -16,7 +16,11 @@ def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
-        found += _mixing(work, blocks, now) if work.is_linear else _attention(work, place, blocks, now, patch)
+        found += (
+            _mixing(work, place, blocks, now)
+            if work.is_linear
+            else _attention(work, place, blocks, now, patch)
+        )
         if place["pp"] < work.config.pipefusion_degree - 1:
             found["pipeline"] += _samples(work) * len(now.local) * work.width
         found += _outputs(work, place, len(now.local.image), len(now.image))
@@ -51,12 +55,12 @@ def _attention(
         passed = gathered * (r - 1)
     head = blocks * _samples(work) * work.head_size
     return Counter(
-        ulysses=head * (3 * (work.all_heads - heads) * own + heads * (gathered - own)),
+        ulysses=head * (3 * (work.all_heads(place) - heads) * own + heads * (gathered - own)),
         ring=head * 2 * heads * passed,
     )
 
 
-def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
+def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:
     """Count what token_mixing.py sends for one patch of a square image."""
     ranks = patch.sp_size
     calls = blocks * work.batch * work.branches
@@ -66,7 +70,7 @@ def _mixing(work: Workload, blocks: int, patch: TokenShards) -> Counter[str]:
     others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     if tokens == own:
         others = ranks - 1
-    state = calls * 2 * (ranks - 1) * work.state_bytes // ranks
+    state = calls * 2 * (ranks - 1) * work.state_bytes(place) // ranks
     halo = calls * others * tokens * work.width * work.dtype.itemsize
     return Counter({"linear-attention state": state, "halo": halo})
 
@@ -101,9 +105,12 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
             continue
         # modulation has one embedding
         one = module in work.modulation
-        tokens = 1 if one else work.batch * work.layer_tokens[module].count(image, text)
+        tokens = 1.0 if one else work.batch * work.layer_tokens[module].count(image, text)
+        if not one:  # of a token's experts, those that are chosen
+            inner = module.removeprefix(f"{work.checkpoint.block_names[work.blocks[module]]}.")
+            tokens *= work.family.blocks.flop_share(inner, work.checkpoint.config)
         if cut.reduce:
-            total += 2 * (cut.reduce.size - 1) * tokens * cut.reduced_features // cut.reduce.size
+            total += round(2 * (cut.reduce.size - 1) * tokens * cut.reduced_features / cut.reduce.size)
         if cut.gather:
-            total += (cut.gather.size - 1) * tokens * sum(map(len, cut.outputs))
+            total += round((cut.gather.size - 1) * tokens * sum(map(len, cut.outputs)))
     return total

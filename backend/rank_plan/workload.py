@@ -10,13 +10,14 @@ import torch
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import LayerTokens, layer_tokens
-from ..parallel.matrix_cuts import Shard
-from ..parallel.mesh import Axis, Mesh, single
+from ..parallel.matrix_cuts import Shard, head_groups
+from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.ulysses_ring import head_shards
 from ..quantization.kernels import Choice
+from ..shares import edges, grid
 from .weights import (
     HeldParameter,
     HeldWeights,
@@ -32,13 +33,15 @@ Place = dict[str, int]
 def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
     """Return the place of a rank of a tensor-parallel group, without the group."""
     tp = config.tensor_parallel_degree
-    rows = max(r for r in range(1, tp + 1) if tp % r == 0 and r * r <= tp)
+    rows = tp_rows(tp)
     row, column = divmod(rank, tp // rows)
+    uneven = config.shares_of("tp")
+    of_rows, of_columns = grid(uneven, rows)
     return replace(
         single(),
-        tp=Axis(None, rank, tp, ()),
-        tp_inputs=Axis(None, row, rows, ()),
-        tp_outputs=Axis(None, column, tp // rows, ()),
+        tp=Axis(None, rank, tp, (), uneven),
+        tp_inputs=Axis(None, row, rows, (), of_rows),
+        tp_outputs=Axis(None, column, tp // rows, (), of_columns),
     )
 
 
@@ -67,9 +70,10 @@ class Workload:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
         position = self.family.blocks.text_position
         sequence = Sequence(self.text_tokens if position else 0, self.image_tokens, position)
+        ranks = (self.sp_rank(place), self.config.sp_degree, self.config.shares_of("ring", "ulysses"))
         if not self.buffered:
-            return [whole_sequence(sequence, self.sp_rank(place), self.config.sp_degree)]
-        return patches(sequence, self.config.patches, self.sp_rank(place), self.config.sp_degree)
+            return [whole_sequence(sequence, *ranks)]
+        return patches(sequence, self.config.patches, *ranks)
 
     @property
     def buffered(self) -> bool:
@@ -81,18 +85,26 @@ class Workload:
         """Do blocks mix tokens by linear attention?"""
         return "sum" in self.family.blocks.attention
 
-    @property
-    def all_heads(self) -> int:
-        """Attention heads before Ulysses divides them."""
+    def all_heads(self, place: Place) -> int:
+        """Attention heads of the rank at ``place`` before Ulysses divides them."""
         heads = self.family.blocks.heads(self.checkpoint.config)
-        if self.config.split_scheme == "megatron":
-            return heads // self.config.tensor_parallel_degree
-        return heads
+        tp = self.config.tensor_parallel_degree
+        if tp == 1 or self.config.split_scheme != "megatron":
+            return heads
+        first, end = edges(self._head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
+        return heads * (end - first) // self._head_groups
+
+    @cached_property
+    def _head_groups(self) -> int:
+        empty = self.checkpoint.empty
+        blocks = map(empty.get_submodule, self.checkpoint.block_names)
+        return head_groups(module for block in blocks for module in block.modules())
 
     def heads(self, place: Place) -> int:
         """Attention heads of the rank at ``place``."""
-        axis = Axis(None, place["ulysses"], self.config.ulysses_degree, ())
-        return head_shards(self.all_heads, axis)[axis.rank]
+        uneven = self.config.shares_of("ulysses")
+        axis = Axis(None, place["ulysses"], self.config.ulysses_degree, (), uneven)
+        return head_shards(self.all_heads(place), axis)[axis.rank]
 
     @property
     def width(self) -> int:
@@ -104,10 +116,9 @@ class Workload:
         """Features of a head."""
         return self.family.blocks.head_size(self.checkpoint.config)
 
-    @property
-    def state_bytes(self) -> int:
+    def state_bytes(self, place: Place) -> int:
         """The state of linear attention in float32, for one sample and block."""
-        return 4 * self.all_heads * self.head_size * (self.head_size + 1)
+        return 4 * self.all_heads(place) * self.head_size * (self.head_size + 1)
 
     def cuts(self, place: Place) -> dict[str, Shard]:
         """Return what tensor parallelism leaves of each layer on the rank at ``place``."""
@@ -196,7 +207,7 @@ class Workload:
         sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
-            states = self.config.patches * self.state_bytes
+            states = self.config.patches * self.state_bytes(place)
             return buffers * samples * (states + sequence.image * self.width * self.dtype.itemsize)
         return buffers * samples * token * sequence.joint
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
-from ..parallel.attention_kernels import Capability
+from ..parallel.kernel_table import Capability
 from ..parallel.mesh import Axis, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..protocol import ModelCall
+from ..shares import edges
 from .guidance import GUIDANCE, Prompt
 from .model_runner import Runner
 from .prediction import OUTPUT
@@ -34,6 +35,11 @@ TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
 
+def _settings(call: ModelCall) -> ParallelConfig:
+    """Return what a call sets of a configuration."""
+    return ParallelConfig(attention=call.attention, compile=call.compile)
+
+
 def check_call(
     call: ModelCall,
     config: ParallelConfig,
@@ -43,8 +49,11 @@ def check_call(
     device: str,
     capabilities: Iterable[Capability] = (),
 ):
-    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError."""
-    check_kernel(call.attention, family, model_config, dtype, device, capabilities)
+    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
+    ConfigError."""
+    _settings(call).validate()
+    run = replace(config, attention=call.attention, num_pipeline_patch=1)
+    check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}.")
@@ -83,11 +92,16 @@ def check_call(
     check_patches(replace(config, num_pipeline_patch=1), grid)
 
 
-def samples_of_replica(batch: int, replica: int, replicas: int) -> list[int]:
-    """Return the samples of the batch that a replica computes, equally many on each: where the batch does not
-    divide, or is smaller, its last sample is computed again."""
+def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
+    """Return the samples of the batch that each replica on dp x cfg computes: by their shares, or equally
+    many, where the last sample of a batch that does not divide, or is smaller, is computed again."""
+    replicas = mesh.dp.size * mesh.cfg.size
+    if mesh.replica_shares and batch >= replicas:
+        ends = edges(batch, replicas, mesh.replica_shares)
+        return [list(range(start, end)) for start, end in zip(ends, ends[1:])]
     count = -(-batch // replicas)
-    return [min(sample, batch - 1) for sample in range(replica * count, (replica + 1) * count)]
+    samples = [min(sample, batch - 1) for sample in range(replicas * count)]
+    return [samples[first : first + count] for first in range(0, len(samples), count)]
 
 
 def samples_at_once(tokens: int) -> int:
@@ -118,7 +132,7 @@ def build_call(
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
-        config=ParallelConfig(attention=call.attention),
+        config=_settings(call),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,

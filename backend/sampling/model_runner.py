@@ -1,8 +1,8 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,7 +17,10 @@ from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm
 from ..parallel.attention_kernels import instead_of_torch
+from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
+from ..parallel.compiled_blocks import compiled
+from ..parallel.kernel_table import activated
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
@@ -84,10 +87,17 @@ class LoadedModel:
 class Runner:
     """Calls the model for one request."""
 
-    def __init__(self, model: LoadedModel, request: Request, buffers: KVBuffers | None = None):
+    def __init__(
+        self,
+        model: LoadedModel,
+        request: Request,
+        buffers: KVBuffers | None = None,
+        notes: Callable[[], list[str]] = list,
+    ):
         self.model = model
         self.request = request
         self.buffers = buffers
+        self.notes = notes
         self.calls = 0
         #: Evaluation -> the model's time (0-d) on the device.
         self.times: dict[int, Tensor] = {}
@@ -181,10 +191,10 @@ class Runner:
         return self.model.stage is None or self.model.stage.expect(context)
 
     def statistics(self, started: float) -> dict:
-        """Return the seconds since ``started`` (time.perf_counter), the calls of the model and the bytes sent
-        by purpose."""
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
+        """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by
+        purpose, and what a user should be told, in sentences."""
+        found = {"seconds": time.perf_counter() - started, "model_calls": self.calls}
+        return {**found, "bytes_sent": dict(comm.SENT), "notes": self.notes()}
 
     def drain(self):
         """Wait for every activation under way."""
@@ -200,10 +210,23 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
         model.family.io.prepare(model.transformer, request.grid)
     try:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
-        with attention_backend("native"), _attention(model, request) as buffers:
-            yield Runner(model, request, buffers)
+        kernel = request.config.attention
+        with attention_backend("native"), activated(kernel), _attention(model, request) as buffers:
+            with _blocks(model, request) as notes:
+                yield Runner(model, request, buffers, notes)
     finally:
         model.cache.end_request()
+
+
+def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], list[str]]]:
+    """The blocks of this rank as the request has them run."""
+    if request.config.compile != "blocks":
+        return nullcontext(list)
+    if model.stage:
+        return compiled(model.stage.own_blocks)
+    return compiled(
+        [each for name in model.family.blocks.lists for each in block_list(model.transformer, name)]
+    )
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Request:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """Return the backend's configuration with the settings that travel with the request."""
-    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
+    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
     return replace(config, **{name: getattr(sample, name) for name in settings})
 
 
@@ -132,7 +132,7 @@ def build(
 ) -> Request:
     """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
     shape = sample.tensors["noise"].shape
-    own = Span(0, shape[0]).shard(replica, config.data_parallel_degree)
+    own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
     items = slice(own.lo, own.hi)
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
-from .model_call import OneCall
+from .model_call import OneCall, samples_of_replicas
 from .model_runner import LoadedModel, running
 from .request import Request
 from .step_loop import Callbacks, Denoiser
@@ -52,15 +52,17 @@ def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
     with running(prepared.model, request) as runner:
         tokens = OneCall(mesh, request, runner).run()
     output = request.grid.to_latent(tokens)
-    # of the ranks on dp, those whose output is not rank 0's gather what nobody reads
-    for axis in (mesh.cfg, mesh.dp):
-        output = comm.gather(output, axis, "outputs")
+    counts = [len(each) for each in samples_of_replicas(batch, mesh)]
+    of_dp = [counts[i : i + mesh.cfg.size] for i in range(0, len(counts), mesh.cfg.size)]
+    output = comm.gather(output, of_dp[mesh.dp.rank], mesh.cfg, "outputs")
+    if mesh.cfg.first:
+        output = comm.gather(output, list(map(sum, of_dp)), mesh.dp, "outputs")
     return output[:batch].cpu(), runner.statistics(started)
 
 
 def _all_replicas(mesh: Mesh, tokens: Tensor, request: Request) -> Tensor:
     """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
-    replicas = mesh.dp.size
-    counts = [len(Span(0, request.batch).shard(i, replicas)) for i in range(replicas)]
+    dp = mesh.dp
+    counts = [len(Span(0, request.batch).shard(i, dp.size, dp.shares)) for i in range(dp.size)]
     shapes = [(count, *tokens.shape[1:]) for count in counts]
     return torch.cat(comm.all_gather(tokens, shapes, mesh.dp, "outputs"))

@@ -190,8 +190,7 @@ class Denoiser:
         elif output is not None:
             self.outputs.send(output.float(), self.mesh.pp.ranks[0])
         elif self.first_stage:
-            tokens = len(patch.span.shard(self.mesh.sp.rank, self.mesh.sp.size))
-            shape = (len(context.items), tokens, self.x.shape[2])
+            shape = (len(context.items), self._token_counts(patch)[self.mesh.sp.rank], self.x.shape[2])
             self.pending[-1].expected += 1
             self.outputs.post(shape, torch.float32, self.x.device, self.mesh.pp.ranks[-1])
 
@@ -229,10 +228,14 @@ class Denoiser:
         if not received:  # no prompt counts now
             return {}
         local = cat(received).float().unflatten(0, (len(pending.branches), -1))
+        shapes = [(*local.shape[:2], count, local.shape[3]) for count in self._token_counts(pending.patch)]
+        gathered = all_gather(local, shapes, self.mesh.sp, "outputs")
+        return dict(zip(pending.branches, cat(gathered, dim=2)))
+
+    def _token_counts(self, patch: Patch) -> list[int]:
+        """The image tokens of a patch on every SP rank."""
         sp = self.mesh.sp
-        counts = [len(pending.patch.span.shard(i, sp.size)) for i in range(sp.size)]
-        shapes = [(*local.shape[:2], count, local.shape[3]) for count in counts]
-        return dict(zip(pending.branches, cat(all_gather(local, shapes, sp, "outputs"), dim=2)))
+        return [len(patch.span.shard(i, sp.size, sp.shares)) for i in range(sp.size)]
 
     def _predict(self, guidance: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
         """What the prompts of one side of guidance predict together, (B, tokens of the patch, F); zeros where

@@ -12,10 +12,11 @@ from ..errors import reason as reason_of
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import attention_kernels, ulysses_ring
-from ..parallel.attention_kernels import Capability
+from ..parallel import kernel_table, ulysses_ring
+from ..parallel.kernel_table import Capability
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
+from ..shares import edges
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import arguments_of, request_config
@@ -60,7 +61,8 @@ def check_sample(
     """Refuse a request that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
     _check_settings(sample, config)
-    check_kernel(sample.attention, family, model_config, dtype, device, capabilities)
+    run = request_config(sample, config)
+    check_kernel(run, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family)
@@ -88,18 +90,20 @@ def _check_settings(sample, config):
 
 
 def check_kernel(
-    attention: str,
+    config: ParallelConfig,
     family: Family,
     model_config: dict,
     dtype: torch.dtype,
     device: str,
     capabilities: Iterable[Capability] = (),
 ):
-    """Refuse an attention kernel that cannot run here. Raises UnsupportedError."""
-    if attention not in attention_kernels.PACKAGES:
+    """Refuse an attention kernel that cannot run a request of ``config`` here. Raises UnsupportedError."""
+    if kernel_table.kernel_of(config.attention).call is None:
         return
     head_size = family.blocks.head_size(model_config)
-    reason = attention_kernels.unavailable(attention, device, dtype, head_size, capabilities)
+    reason = kernel_table.unavailable(
+        config.attention, device, dtype, head_size, capabilities, kernel_table.merges(config)
+    )
     if reason:
         raise UnsupportedError(reason)
 
@@ -249,14 +253,22 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
             f"attn_layer_num_for_pp is {config.attn_layer_num_for_pp}, together {sum(counts)} blocks, but "
             f"{name} has {blocks}; make the numbers add up to {blocks}."
         )
-    if tp > 1 and config.split_scheme == "megatron" and heads % tp:
+    by_heads = tp > 1 and config.split_scheme == "megatron"
+    uneven = config.shares_of("tp")
+    if by_heads and uneven and heads < tp:
+        raise UnsupportedError(
+            f"tensor_parallel_degree is {tp} but {name} has {heads} attention heads, and every rank needs "
+            f"one; use {heads} or less, or split_scheme row, column or 2d."
+        )
+    if by_heads and not uneven and heads % tp:
         raise UnsupportedError(
             f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
             f"use a divisor of {heads}, or split_scheme row, column or 2d."
         )
     if config.ring_degree > 1 and (reason := ulysses_ring.ring_unavailable()):
         raise UnsupportedError(reason)
-    local = heads // tp if config.split_scheme == "megatron" else heads
+    ends = edges(heads, tp, uneven)
+    local = min(end - start for start, end in zip(ends, ends[1:])) if by_heads else heads
     if config.ulysses_degree > local:
         whose = f"each tensor-parallel rank of {name}" if local != heads else name
         raise UnsupportedError(

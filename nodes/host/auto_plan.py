@@ -37,18 +37,20 @@ def plan_for(
     if len(devices) == 1:
         return auto.placed(auto.base, devices, device), ()
     running = pool.launched()
-    now = replace(running.config, gpus="", device=auto.base.device) if running else None
-    choice = choose(question_of(auto, model, request, others), auto.method, now)
+    asked = {"device": auto.base.device, "compile": auto.base.compile}
+    now = replace(running.config, gpus="", **asked) if running else None
+    question, devices = question_of(auto, model, request, others)
+    choice = choose(question, auto.method, now)
     for line in choice.lines:
         logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.option.plan, devices, device), tuple(choice.lines)
+    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
 
 
 def question_of(
     auto: AutoConfig, model: Wanted, request: Callable[[ModelShape], Request], others: tuple[Wanted, ...] = ()
-) -> Question:
-    """Return what the planner is asked for a model, with what was measured of this machine. Errors as in
-    ``plan_for``."""
+) -> tuple[Question, list[int]]:
+    """Return what the planner is asked for a model, with what was measured of this machine, and the devices
+    in the order of its ranks. Errors as in ``plan_for``."""
     gpus_here = torch.cuda.device_count()
     devices = auto.devices(gpus_here)
     device = auto.base.resolve_device(gpus_here)
@@ -60,8 +62,13 @@ def question_of(
 
         shapes = [measurements.model_shape(each, device, check, status.show) for each in (model, *others)]
         machine = measurements.machine_rates(device, devices, check, status.show)
-    machine = replace(machine, memory=_free_memory(device, devices))
-    return Question(shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
+    machine = replace(machine, memory=_free_memory(device, devices)).told(auto.rank_shares)
+    if not auto.shares:  # whose order is that of gpus
+        order = machine.fastest_first()
+        machine = machine.ordered(order)
+        devices = [devices[index] for index in order] if order else devices
+    asked = (shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
+    return Question(*asked, auto.rank_shares), devices
 
 
 def planned(

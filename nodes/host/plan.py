@@ -28,13 +28,15 @@ def plan(dit: ParallelDiT, prompts: int) -> str:
 
 
 def loaded_lines(dit: ParallelDiT) -> list[str]:
-    """Return what each rank of ``dit`` holds, and how quantized layers multiply."""
+    """Return what each rank of ``dit`` holds, which kernel computes attention and why, and how quantized
+    layers multiply."""
     gpus: list[int] = []
     if dit.loaded.info["device"] == "cuda" and not dit.config.address:
         gpus = dit.config.gpu_indices
     memory = [torch.cuda.get_device_properties(index).total_memory for index in gpus]
     info = dit.loaded.info
-    return [*rank_lines(info["ranks"], gpus, memory), *quantized_lines(info["quantized"])]
+    attention = info["attention"][dit.config.attention]
+    return [*rank_lines(info["ranks"], gpus, memory), attention, *quantized_lines(info["quantized"])]
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:

@@ -75,7 +75,8 @@ class RemoteSolver:
             samples = result.tensors["samples"].to(noise.device)
             if self.wants_denoised:
                 reporter.last(result.tensors["denoised"].to(noise.device), samples)
-            self.lines = self._report(request, steps, result.stats["seconds"])
+            notes = result.stats.get("notes", [])
+            self.lines = [*self._report(request, steps, result.stats["seconds"]), *notes]
             reporter.status.show("\n".join(self.lines))
         return samples
 
@@ -112,6 +113,7 @@ class RemoteSolver:
             warmup_steps=config.warmup_steps,
             stale_kv=config.stale_kv,
             attention=config.attention,
+            compile=config.compile,
             preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
             latent_shapes=latent_shapes(guider.conds["positive"][0]),
             tensors=tensors,

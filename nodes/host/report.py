@@ -49,11 +49,25 @@ def plan_line(config: ParallelConfig, prompts: int, what: str, described: Descri
     host = max(rank["host_bytes"] for rank in ranks)
     if host:
         parts.append(f"{_size(host)} of weights in host memory")
+    if config.rank_shares:
+        parts += _shared(ranks)
     if config.pipefusion_degree > 1:
         patches = f"{config.patches} patch{'es' * (config.patches > 1)}"
         parts.append(f"{patches} ({config.stale_kv})" if config.patches > 1 else patches)
     cfg = ", two prompts" if prompts == 2 else ""
     return f"{what}{cfg}: {' · '.join(parts)}"
+
+
+def _shared(ranks: Sequence[dict]) -> list[str]:
+    """Count what each rank has of what ranks have different amounts of."""
+    counts = {
+        "tokens": [sum(map(sum, rank["patches"])) for rank in ranks],
+        "heads": [rank["heads"] for rank in ranks],
+        "blocks": [rank["blocks"][1] - rank["blocks"][0] for rank in ranks],
+        "samples": [rank["samples"] for rank in ranks],
+    }
+    uneven = {name: each for name, each in counts.items() if len(set(each)) > 1}
+    return [f"{name} {' / '.join(map(str, each))}" for name, each in uneven.items()]
 
 
 def _size(size: float) -> str:

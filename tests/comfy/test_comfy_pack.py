@@ -21,6 +21,7 @@ NODES = [
     "ParallelModel",
     "LoadDiffusersCLIPVAE",
     "ParallelDemoLoader",
+    "ParallelDoctor",
 ]
 #: Widgets of Parallel Config in graphs from before it had a method, in their order.
 SAVED_WIDGETS = (

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import variants
 from families import golden, model_call
+from ranks.compiled import compare
 from ranks.family_cases import Run, runs
 from safetensors.torch import load_file
 from tiny import relative, save_whole, write_checkpoint
@@ -23,7 +24,7 @@ from tiny import relative, save_whole, write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.models import FAMILIES
-from backend.parallel import mesh
+from backend.parallel import compiled_blocks, mesh
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 
@@ -153,6 +154,7 @@ def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
 
 
 def main(folder: str, selected: list[str], out: str):
+    compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     cases = list(dict.fromkeys(each.case for each in chosen))
@@ -172,7 +174,10 @@ def main(folder: str, selected: list[str], out: str):
             load(engine, case, folder)
         count = rows_called(run_)
         samples, output = run(engine, case, count, run_.samples)
+        compiled = None
         if samples is not None:
+            if run_.is_compiled:
+                compiled = compare(engine, request(case, config), samples)
             dist.broadcast(samples, 0)  # ranks share the work of the references
         if count:
             assert output is not None  # it was called
@@ -182,7 +187,7 @@ def main(folder: str, selected: list[str], out: str):
         if cases.index(case) % world == rank:
             row = measured(engine, run_, samples, output, references[case])
             before = previous.label if previous and previous.case == case else ""
-            found.append(row | {"before": before})
+            found.append(row | {"before": before, "compiled": compiled})
         previous = run_
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, found)

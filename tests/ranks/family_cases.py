@@ -1,6 +1,7 @@
 """What ranks/families.py runs: cases under configurations, of which the fast tier takes some. Data alone, so
 that tests are collected without diffusers' transformers."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -50,6 +51,7 @@ CONFIGURATIONS = {
         dict(cfg_degree=2),
         dict(ring_degree=2),
         dict(tensor_parallel_degree=2),
+        dict(tensor_parallel_degree=2, shares="70,30"),
         dict(pipefusion_degree=2, num_pipeline_patch=1),
         dict(pipefusion_degree=2, num_pipeline_patch=3),
     ],
@@ -90,6 +92,14 @@ TURNS = (
     dict(tensor_parallel_degree=4, split_scheme="2d"),
     dict(cfg_degree=2),
 )
+#: Methods that each family has in turn with compiled blocks; with the environment variable all have all.
+COMPILED = (
+    dict(pipefusion_degree=2, num_pipeline_patch=3),
+    dict(ring_degree=2),
+    dict(tensor_parallel_degree=2),
+    dict(ulysses_degree=2),
+)
+EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
 
@@ -143,6 +153,16 @@ class Run:
         if self.ranks == 2 and self.case not in _representatives(2):
             return dict(self.degrees) == HYBRID
         return dict(self.degrees) == self._turn
+
+    @property
+    def is_compiled(self) -> bool:
+        """Does it run with compiled blocks too? Every family under one method, which is its turn."""
+        if EVERY_COMPILED in os.environ:
+            return self.ranks == 2 and self.samples
+        if self.ranks != 2 or self.case not in FAMILIES:
+            return False
+        turns = [turn for turn in COMPILED if can_run(self.case, ParallelConfig(**turn))]
+        return dict(self.degrees) == turns[FAMILIES.index(self.case) % len(turns)]
 
     @property
     def _turn(self) -> dict[str, Any]:

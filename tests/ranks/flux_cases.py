@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from ranks import share_cases
 from ranks.flux_requests import (
     CFG_PP,
     EVEN_BATCH,
@@ -248,6 +249,8 @@ class Run:
     @property
     def is_fast(self) -> bool:
         """Is it of the fast tier? On two ranks every configuration, on four every pair of methods."""
+        if self.config.shares:
+            return share_cases.is_fast(self.config) and self.variant != share_cases.STALE
         if self.ranks == 2:
             return self._is_fast_on_two()
         if self.ranks == 4:
@@ -281,12 +284,14 @@ def label(config: ParallelConfig) -> str:
     if config.split_scheme != "megatron":
         words.append(f"split_scheme {config.split_scheme}")
     words += [name for name in ("shard_weights", "offload_modulation") if getattr(config, name)]
+    words += [f"shares {config.shares}"] if config.shares else []
     return " ".join(words)
 
 
 def is_pair(config: ParallelConfig) -> bool:
     """Are two methods of degree 2 combined, of weights that are held plainly?"""
-    return sum(getattr(config, axis) == 2 for axis in AXES) == 2 and not config.shard_weights
+    plain = not config.shard_weights and not config.shares
+    return sum(getattr(config, axis) == 2 for axis in AXES) == 2 and plain
 
 
 def turn_of(name: str) -> str:
@@ -311,6 +316,18 @@ def has_negative(case: Case) -> bool:
     return "negative.y" in request_of(case)[0].tensors
 
 
+def shared_runs(config: ParallelConfig) -> list[Run]:
+    """The runs of a configuration with shares: a request, stale keys and values, and a call over replicas."""
+    case = Case(UNEVEN_BATCH if config.data_parallel_degree > 1 else "size20x12", FEW)
+    staged = config.pipefusion_degree > 1
+    found = [Run(config, "exact", case, replace(config, num_pipeline_patch=int(staged)))]
+    if staged:
+        found.append(Run(config, share_cases.STALE, Case(case.name, STALE_STEPS), config))
+    if config.data_parallel_degree * config.cfg_degree > 1:
+        found.append(Run(config, CALL, Case(UNEVEN_CALL), config))
+    return found
+
+
 def runs() -> list[Run]:
     """Every run of every world size, those of a configuration behind each other, in the order in which ranks
     change from one configuration into the next."""
@@ -327,6 +344,7 @@ def runs() -> list[Run]:
                 found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
             calls = CALLS if world == 2 else [UNEVEN_CALL]
             found += [Run(config, CALL, Case(call), config) for call in calls]
+        found += [run for config in share_cases.configurations(world) for run in shared_runs(config)]
     for config in TOGETHER:
         found.append(Run(config, FP8, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
     return found

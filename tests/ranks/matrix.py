@@ -212,13 +212,30 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     return found
 
 
+def with_shares(chosen: list[Run], path: str, rank: int) -> list[dict]:
+    """The runs whose ranks have different shares, on the wide model."""
+    reference = SingleProcess(path) if rank == 0 else None
+    found = []
+    for config, group in itertools.groupby(chosen, attrgetter("config")):
+        engine, _ = arranged(None, config, path)
+        for each in group:
+            of = of_call if each.variant == CALL else of_request
+            row = of(engine, each, reference)
+            if row:
+                found.append(row | {"id": each.id})
+        mesh.close(engine.mesh)
+    return found
+
+
 def main(checkpoint: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     on_fp8 = [each for each in chosen if each.variant == FP8]
+    shared = [each for each in chosen if each.config.shares]
+    plain = (each for each in chosen if each.variant != FP8 and not each.config.shares)
     found, engine = [], None
-    for config, group in itertools.groupby((e for e in chosen if e.variant != FP8), attrgetter("config")):
+    for config, group in itertools.groupby(plain, attrgetter("config")):
         engine, kept = arranged(engine if world > 2 else None, config, checkpoint)
         for each in group:
             if each.variant == CALL:
@@ -234,6 +251,8 @@ def main(checkpoint: str, selected: list[str], out: str):
             mesh.close(engine.mesh)  # its groups' threads would pile up
     if on_fp8:
         found += together(on_fp8, checkpoint, rank)
+    if shared:
+        found += with_shares(shared, str(Path(checkpoint).with_name("wide")), rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

@@ -37,12 +37,23 @@ def test_configuration(run, rank_programs):
     else:
         assert row["relative"] <= 1e-5
     assert row["called"] <= 1e-5
+    if run.is_compiled:
+        check_compiled(row["compiled"])
     degrees = dict(run.degrees)
     before = dict(zip(row["before"].split()[::2], map(_number, row["before"].split()[1::2])))
     if not before:
         assert row["bytes_read"] > 0
     elif "cfg_degree" not in degrees or "pipefusion_degree" not in degrees:  # those hold others on some ranks
         assert (row["bytes_read"] == 0) == weights_stay(before, degrees)
+
+
+def check_compiled(found: dict):
+    """Compiled blocks change nothing, trace without a break, into no more graphs than there are kinds of
+    blocks and of sequences, and none for another request. Activations arrive in two buffers of a shape."""
+    assert found["notes"] == []
+    assert found["graphs"] > 0 and found["too many"] <= 0 and found["recompiled"] == 0
+    assert found["relative"] <= 1e-5
+    assert found["receive buffers"] <= 2
 
 
 def _number(word: str) -> int | str:

@@ -19,6 +19,8 @@ LAYERS = [
     "backend.errors",
     "backend.lean_imports",
     "backend.device_memory",
+    "backend.opaque_ops",
+    "backend.shares",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -45,7 +47,10 @@ LAYERS = [
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
-SHARED_FILES = (*("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),)
+SHARED_FILES = (
+    *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
+    "backend.shares",
+)
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
@@ -59,6 +64,8 @@ STDLIB_ONLY = (
     "backend.planner.machine",
     "backend.planner.memory",
     "backend.planner.model_shape",
+    "backend.planner.parts",
+    "backend.shares",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",

@@ -1,12 +1,13 @@
 """The local attention kernels, and the form in which CUDA's takes a mask."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
 from backend.parallel import attention_kernels as kernels
+from backend.parallel import kernel_table as table
 from backend.parallel import ulysses_ring
 from backend.parallel.attention_kernels import ALIGNMENT, aligned, attend_lse
 
@@ -75,9 +76,9 @@ def package(monkeypatch, tmp_path):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    kernels.import_error.cache_clear()
+    table.import_error.cache_clear()
     yield put
-    kernels.import_error.cache_clear()
+    table.import_error.cache_clear()
     for name in ("sageattention", "flash_attn", "flashinfer"):
         sys.modules.pop(name, None)
 
@@ -96,26 +97,26 @@ BROKEN = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
     ],
 )
 def test_heads_and_gpus_without_kernels_are_refused(name, head_size, gpus, says):
-    reason = kernels.unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
+    reason = table.unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
     assert reason and says in reason and reason.endswith("set attention to auto.")
 
 
 @pytest.mark.parametrize("name, module", [("sage", "sageattention"), ("flash-attn", "flash_attn")])
 def test_a_broken_package_names_itself(name, module, package):
     package(module, BROKEN)
-    reason = kernels.unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
+    reason = table.unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
     assert reason and f"package {module} cannot be imported (OSError: libcudart" in reason
 
 
 def test_a_package_that_fits_is_available(package):
-    package("sageattention", "")
-    assert kernels.unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
+    package("sageattention", "def sageattn(): ...")
+    assert table.unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
 
 
 def test_rings_name_the_package_that_breaks_their_library(package, monkeypatch):
     package("flashinfer", BROKEN)
     monkeypatch.setattr(ulysses_ring, "RING_LIBRARY", "yunchang")
-    real = kernels.import_error
+    real = table.import_error
 
     def without_ring(module):
         return "OSError: libcudart" if module.startswith("yunchang") else real(module)
@@ -147,19 +148,3 @@ def test_one_rank_runs_the_chosen_kernel(monkeypatch):
     assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
     with kernels.instead_of_torch("auto"):
         assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
-
-
-def test_rings_take_sages_log_sum_exp(monkeypatch):
-    """By SageAttention 2's own signature: (out, lse) with return_lse."""
-    seen = {}
-
-    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-        seen.update(layout=tensor_layout, scale=sm_scale, causal=is_causal)
-        return ("out", "lse") if return_lse else "out"
-
-    module = ModuleType("sageattention")
-    module.sageattn = sageattn
-    monkeypatch.setitem(sys.modules, "sageattention", module)
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    assert kernels._lse_kernel("sage", on_gpu, on_gpu, on_gpu, None, 0.5) == ("out", "lse")
-    assert seen == {"layout": "HND", "scale": 0.5, "causal": False}

@@ -46,7 +46,22 @@ def start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["auto", "drift", "launches", "load", "memory", "overhead", "peers", "scaling", "transport"]
+    "name",
+    [
+        *(
+            "auto",
+            "compiled",
+            "drift",
+            "launches",
+            "load",
+            "memory",
+            "overhead",
+            "peers",
+            "scaling",
+            "shares",
+        ),
+        "transport",
+    ],
 )
 def test_every_command_tells_its_options(start, name, capsys):
     with pytest.raises(SystemExit) as end:

@@ -8,6 +8,7 @@ import doctor
 import doctor_checks
 import doctor_lab
 import doctor_runs
+import doctor_steps
 import pytest
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, OutOfTime
@@ -212,6 +213,12 @@ class StubLab:
     def request(self, path, steps, guided=False, batch=1):
         return self.tiny("flux")[1]
 
+    def released(self, family):
+        return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
+
+    def waits(self):
+        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
+
     def plain_request(self, steps):
         return self.tiny("flux")[1]
 
@@ -253,9 +260,12 @@ def test_full_compares_every_method_and_one_failure_stops_no_other():
     assert {("tensor parallel", PROBLEM), ("ulysses", OK), ("cfg", OK), ("dp", OK), ("FSDP", OK)} <= exact
     assert {("pipefusion M=1", OK), ("pipefusion M=2", OK)} <= exact
     ended = [each for each in found if "rank 1 ended" in each.text]
-    assert len(ended) == len(doctor_runs.FAMILIES) + 1 and {each.status for each in ended} == {PROBLEM}
+    assert len(ended) == len(doctor_runs.FAMILIES) + 1 + len(doctor_steps.SHAPES) and {
+        each.status for each in ended
+    } == {PROBLEM}
     assert [each.status for each in found if each.check == "memory"] == [PROBLEM, PROBLEM]
     speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
+    assert speeds["wan21-t2v, ulysses"]["speedup"] == 2.0
     assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
     refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
     assert len(refused) == len(doctor_runs.QUANTIZED) and "comfy-kitchen" in refused[0].text

@@ -155,6 +155,18 @@ def test_a_running_plan_stays_while_it_is_nearly_the_best():
     assert choose(question, running=slow.plan).option.plan != slow.plan
 
 
+@pytest.mark.parametrize("steps,compiled", [(2, "off"), (40, "blocks")])
+def test_blocks_are_compiled_where_a_request_is_long_enough(steps, compiled):
+    """At many steps, on GPUs, and where nobody has decided."""
+    request = Request(75600, 512, steps, 2)
+    question = Question(WAN, request, on(A100, 80), 2)
+    assert choose(question).plan.compile == compiled
+    assert ("compiled blocks" in choose(question).lines[0]) == (compiled == "blocks")
+    for asked in ("off", "blocks"):
+        assert choose(replace(question, base=ParallelConfig(compile=asked))).plan.compile == asked
+    assert choose(replace(question, machine=replace(question.machine, on_host=True))).plan.compile == "off"
+
+
 def test_settings_that_are_no_degrees_stay():
     base = ParallelConfig(stale_kv="extrapolate", warmup_steps=3, attention="sdpa", device="cpu")
     plan = choose(Question(FLUX, Request(4096, 512, 28, 1), on(L40, 48), 8, base)).option.plan

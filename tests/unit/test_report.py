@@ -28,6 +28,17 @@ def test_one_line_for_the_plan():
     assert line == "1024 x 1024, two prompts: about 1.0 GB more · sends 35.0 MB a step · 2 patches (reuse)"
 
 
+def test_shares_are_counted():
+    rank = {"device_bytes": 5_000_000_000, "weight_bytes": 4_000_000_000, "host_bytes": 0, "samples": 1}
+    ranks = [
+        {**rank, "bytes_per_step": {}, "patches": [(128, 2048)], "heads": 16, "blocks": (0, 57)},
+        {**rank, "bytes_per_step": {}, "patches": [(0, 1024)], "heads": 8, "blocks": (0, 57)},
+    ]
+    config = ParallelConfig(ulysses_degree=2, shares="2,1")
+    line = report.plan_line(config, 1, "1024 x 1024", Described(3072, ranks))
+    assert line.endswith("sends nothing · tokens 2176 / 1024 · heads 16 / 8")
+
+
 @pytest.mark.parametrize(
     "ranks, one, line",
     [

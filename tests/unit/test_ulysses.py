@@ -12,7 +12,8 @@ SIZE = 8
 class Wires:
     """Stands for the all-to-all: a first pass of all ranks writes what they send, a second one reads it."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, shares: tuple[float, ...]):
+        self.shares = shares
         self.sent: dict[int, tuple[torch.Tensor, ...]] = {}
         monkeypatch.setattr(ulysses_ring, "exchange", self.exchange)
 
@@ -27,19 +28,29 @@ class Wires:
 
     def run(self, of_rank, ranks: int):
         """Return what every rank gets."""
-        axes = [Axis(None, rank, ranks, tuple(range(ranks))) for rank in range(ranks)]
+        axes = [Axis(None, rank, ranks, tuple(range(ranks)), self.shares) for rank in range(ranks)]
         self.sent.clear()
         for axis in axes:
             of_rank(axis)
         return [of_rank(axis) for axis in axes]
 
 
-@pytest.mark.parametrize("heads, lengths", [(4, [5, 5]), (8, [3, 2, 4]), (2, [4, 3, 2]), (5, [0, 7])])
+@pytest.mark.parametrize(
+    "heads, lengths, shares",
+    [
+        (4, [5, 5], ()),
+        (8, [3, 2, 4], ()),
+        (2, [4, 3, 2], ()),
+        (5, [0, 7], ()),
+        (10, [7, 3], (70, 30)),
+        (10, [8, 6, 4, 2], (40, 30, 20, 10)),
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_tokens_go_to_heads_and_back(heads, lengths, batch, kinds, monkeypatch):
-    """Even and uneven heads, ranks without heads, ranks without tokens."""
-    wires = Wires(monkeypatch)
+def test_tokens_go_to_heads_and_back(heads, lengths, shares, batch, kinds, monkeypatch):
+    """Even and uneven heads, heads by share, ranks without heads, ranks without tokens."""
+    wires = Wires(monkeypatch, shares)
     ranks = len(lengths)
     whole = [torch.randn(batch, heads, sum(lengths), SIZE) for _ in range(kinds)]
     shards = [tensor.split(lengths, dim=2) for tensor in whole]
@@ -48,7 +59,8 @@ def test_tokens_go_to_heads_and_back(heads, lengths, batch, kinds, monkeypatch):
         return ulysses_ring.scatter_heads([shard[axis.rank] for shard in shards], lengths, axis)
 
     received = wires.run(scatter, ranks)
-    of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, ()))
+    of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, (), shares))
+    assert not shares or of_heads == [heads * share // 100 for share in shares]
     for tensor, kind in zip(whole, range(kinds)):
         for rank, part in enumerate(tensor.split(of_heads, dim=1)):
             assert received[rank][kind].equal(part)

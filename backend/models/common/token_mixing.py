@@ -4,7 +4,6 @@ One process has every token: then these return what they are given. On several r
 parallel/token_mixing.py takes their place, as attention_hook.py that of F.scaled_dot_product_attention.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,12 +20,10 @@ class Halo(NamedTuple):
     before: int
 
 
-def sum_over_tokens(share: Callable[[slice], Tensor]) -> Tensor:
-    """Sum over all image tokens of the sequence, the linear-attention state (B, ...).
-
-    ``share``: slice of the local tokens -> their share of the sum, (B, ...).
-    """
-    return share(slice(None))
+def linear_state(keys: Tensor, values: Tensor) -> Tensor:
+    """Return keys^T values summed over all image tokens of the sequence, the state of linear attention:
+    (B, H, n, D) and (B, H, n, E) of the local tokens -> (B, H, D, E)."""
+    return keys.transpose(2, 3) @ values
 
 
 def with_halo(x: Tensor, width: int) -> Halo:
@@ -40,4 +37,4 @@ def text_tokens(whole: int) -> int:
 
 
 #: Name -> function, as they are without ranks and patches.
-ALONE = {"sum_over_tokens": sum_over_tokens, "with_halo": with_halo, "text_tokens": text_tokens}
+ALONE = {"linear_state": linear_state, "with_halo": with_halo, "text_tokens": text_tokens}

@@ -1,0 +1,176 @@
+"""Operators through which a compiled block calls what the engine put into it: attention over ranks and
+patches, cached and sharded layers, token mixing.
+
+To torch.compile each is one opaque node (torch.library.custom_op). What it does is read when it runs, from
+RUNNING, so the same graph serves every block of a kind, every step and every request. Ordered effects keep
+them in the order of the code: each may send, and ranks whose graphs differ in size must send alike.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Namespace of the operators.
+NAMESPACE = "parallel_dit"
+#: Name of a layer's answer to a second input (CachedLayer.second).
+SECOND = "+"
+
+
+@dataclass
+class Running:
+    """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
+    models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
+    text: (local text tokens, 0), whose shape is a number that graphs are not made anew for."""
+
+    attention: Callable[..., Tensor] | None = None
+    linear_state: Callable[[Tensor, Tensor], Tensor] | None = None
+    layers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    text: Tensor | None = None
+
+
+RUNNING = Running()
+
+
+def unavailable() -> str | None:
+    """Say why blocks cannot be compiled with this torch, as one sentence; None where they can."""
+    if _ordered is None:
+        return f"torch {torch.__version__} has no operators with ordered effects; 2.10 or newer has them"
+    return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend in the place of F.scaled_dot_product_attention: one function for all requests, since compiled
+    blocks are guarded by its identity."""
+    if torch.compiler.is_compiling():
+        assert not is_causal and not dropout_p, "denoisers attend in both directions, without dropout"
+        return torch.ops.parallel_dit.attend(query, key, value, attn_mask, scale, enable_gqa)
+    assert RUNNING.attention is not None, "installed while a request runs"
+    return RUNNING.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def state_over_ranks(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the state of linear attention in the place of token_mixing.linear_state, as ``attention``."""
+    if torch.compiler.is_compiling():
+        return torch.ops.parallel_dit.linear_state(keys, values)
+    assert RUNNING.linear_state is not None, "installed while a request runs"
+    return RUNNING.linear_state(keys, values)
+
+
+def text_tokens(whole: int) -> int:
+    """Count local text tokens in the place of token_mixing.text_tokens, as ``attention``."""
+    return whole if RUNNING.text is None else RUNNING.text.shape[0]
+
+
+@lru_cache(maxsize=64)
+def tokens_of(count: int) -> Tensor:
+    """Return a tensor for Running.text."""
+    return torch.empty(count, 0)
+
+
+def opaque(forward: Callable, suffix: str = "") -> Callable:
+    """Decorate the ``forward`` of a module, (..., D) -> (..., features): compiled blocks call it as one
+    node, by the name that ``opaque_layers`` gives it, and ``suffix``."""
+
+    @wraps(forward)
+    def run(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return torch.ops.parallel_dit.layer(args[0], self.opaque_name + suffix, self.opaque_features)
+        return forward(self, *args, **kwargs)
+
+    vars(run)["is_opaque"] = True
+    return run
+
+
+def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the opaque layers of a block by their names, which they are told, with the features of what
+    they return (module.features(); those of the input where there is no such method)."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, module in block.named_modules():
+        if not getattr(type(module).forward, "is_opaque", False):
+            continue
+        vars(module)["opaque_name"] = name
+        features: Callable[[], int] | None = getattr(module, "features", None)
+        second: Callable[[Tensor], Tensor] | None = getattr(module, "second", None)
+        vars(module)["opaque_features"] = features() if features else 0
+        found[name] = module
+        if second:
+            found[name + SECOND] = second
+    return found
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, gqa: bool
+) -> Tensor:
+    """Attend, (B, H, S, D) in and out, with tokens before heads in memory, as the projection takes them."""
+    assert RUNNING.attention is not None, "installed while a request runs"
+    out = RUNNING.attention(query, key, value, mask, 0.0, False, scale, gqa)
+    return _own(out.transpose(1, 2), query, key, value).transpose(1, 2)
+
+
+@attend.register_fake
+def _(query, key, value, mask, scale, gqa):
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::layer", mutates_args=())
+def layer(x: Tensor, name: str, features: int) -> Tensor:
+    """Call the layer ``name`` of the block that runs; its answer is copied if somebody keeps it."""
+    module = RUNNING.layers[name]
+    out = module(x)
+    if getattr(module, "keeps_answers", name.endswith(SECOND)):  # the graph may write into what it is given
+        return out.clone(memory_format=torch.contiguous_format)
+    return _own(out, x)
+
+
+@layer.register_fake
+def _(x, name, features):
+    return x.new_empty(*x.shape[:-1], features or x.shape[-1])
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_state", mutates_args=())
+def linear_state(keys: Tensor, values: Tensor) -> Tensor:
+    """Sum keys^T values over all tokens of the sequence: (B, H, n, D), (B, H, n, E) -> (B, H, D, E)."""
+    assert RUNNING.linear_state is not None, "installed while a request runs"
+    return _own(RUNNING.linear_state(keys, values), keys, values)
+
+
+@linear_state.register_fake
+def _(keys, values):
+    return keys.new_empty(*keys.shape[:2], keys.shape[3], values.shape[3])
+
+
+def _own(out: Tensor, *inputs: Tensor) -> Tensor:
+    """Return ``out`` contiguous, and in memory of its own, as an operator must."""
+    out = out.contiguous()
+    memory = out.untyped_storage().data_ptr()
+    is_shared = any(memory == each.untyped_storage().data_ptr() for each in inputs)
+    return out.clone() if is_shared else out
+
+
+def _register() -> Any:
+    """Keep the operators in order; None where this torch cannot."""
+    try:
+        from torch._library.effects import EffectType  # no public name yet
+    except ImportError:
+        return None
+    for operator in (attend, layer, linear_state):
+        operator.register_effect(EffectType.ORDERED)
+    return EffectType.ORDERED
+
+
+_ordered = _register()

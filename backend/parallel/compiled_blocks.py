@@ -1,0 +1,123 @@
+"""Blocks compiled one by one (regional compilation, as diffusers' compile_repeated_blocks): all blocks of a
+kind share their graphs, so the first one compiles for all."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as shapes
+
+from ..errors import reason
+from ..opaque_ops import RUNNING, opaque_layers, unavailable
+
+#: What compiles the graphs: a name of torch.compiler.list_backends().
+BACKEND = "inductor"
+#: Most graphs of one kind of block: the whole sequence and patches, with text and without, batch sizes.
+MOST_GRAPHS = 64
+
+
+@dataclass
+class Compiler:
+    """Compiles the blocks of this process, and knows what that has cost.
+
+    graphs: how many were compiled, in so many seconds. compiled: a class's forward -> the compiled one.
+    failed: the same -> why it runs uncompiled, as one sentence.
+    """
+
+    graphs: int = 0
+    seconds: float = 0.0
+    compiled: dict[Callable, Callable] = field(default_factory=dict)
+    failed: dict[Callable, str] = field(default_factory=dict)
+
+    def run(self, block: nn.Module, layers: dict[str, Callable], args: tuple, kwargs: dict, first: bool):
+        """Run a block, compiled where that works. ``layers``: its opaque layers; ``first``: of the rank."""
+        forward = type(block).forward
+        if forward in self.failed:
+            return forward(block, *args, **kwargs)
+        if forward not in self.compiled:
+            self.compiled[forward] = torch.compile(
+                forward, fullgraph=True, dynamic=True, backend=self._backend
+            )
+        RUNNING.layers = layers
+        args = tuple(_usual_strides(each, first) for each in args)
+        kwargs = {name: _usual_strides(each, first) for name, each in kwargs.items()}
+        try:
+            return self.compiled[forward](block, *args, **kwargs)
+        except TorchDynamoException as error:  # raised before anything of the block has run
+            self.failed[forward] = f"{type(block).__name__} runs uncompiled: {reason(error)}"
+            return forward(block, *args, **kwargs)
+
+    def _backend(self, graph, inputs):
+        """Compile one graph, and count it."""
+        started = time.perf_counter()
+        found = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        self.graphs += 1
+        self.seconds += time.perf_counter() - started
+        return found
+
+
+COMPILER = Compiler()
+
+
+def _usual_strides(value: Any, first: bool) -> Any:
+    """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
+    leaves there mean nothing, but graphs are guarded by them. ``first``: tokens are copied that are views, as
+    embedders and pipelines leave them for the first block; those between blocks lie alike in all of them."""
+    if not isinstance(value, Tensor):
+        return value
+    if first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous()):
+        return value.clone(memory_format=torch.contiguous_format)
+    if 1 not in value.shape:
+        return value
+    strides = list(value.stride())
+    for dim in reversed(range(value.ndim)):
+        if value.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * value.shape[dim + 1] if dim + 1 < value.ndim else 1
+    return value if tuple(strides) == value.stride() else value.as_strided(value.shape, strides)
+
+
+@contextmanager
+def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Have ``blocks`` run compiled; yield a function that says how that went, in sentences. Hooks of blocks
+    run outside of the graphs, as FSDP's must."""
+    blocks = list(blocks)
+    graphs, seconds = COMPILER.graphs, COMPILER.seconds
+    why_not = unavailable()
+    if why_not:
+        yield lambda: [f"blocks run uncompiled: {why_not}"]
+        return
+
+    def notes() -> list[str]:
+        made, took = COMPILER.graphs - graphs, COMPILER.seconds - seconds
+        failed = {COMPILER.failed.get(type(block).forward) for block in blocks}
+        new = [f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s"] if made else []
+        return new + sorted(filter(None, failed))
+
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
+    # a prompt as long as an image is wide says nothing of the next one
+    shapes.use_duck_shape = False
+    for block in blocks:
+        vars(block)["forward"] = _compiled_forward(block, block is blocks[0])
+    try:
+        yield notes
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def _compiled_forward(block: nn.Module, first: bool) -> Callable:
+    layers = opaque_layers(block)
+
+    @wraps(block.forward)
+    def forward(*args, **kwargs):
+        return COMPILER.run(block, layers, args, kwargs, first)
+
+    return forward

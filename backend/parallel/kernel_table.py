@@ -1,0 +1,318 @@
+"""Attention kernels as a table: what each can compute, on which GPUs, and how it is called.
+
+Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attention 2, torch's
+nn/attention/_fa3.py and _fa4.py, sageattention/core.py, sageattn3/api.py. None but torch's for the CPU was
+run here: no GPU was at hand.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..errors import reason
+
+aten = torch.ops.aten
+Capability = tuple[int, int]
+#: What packages compute in.
+HALF = (torch.float16, torch.bfloat16)
+#: Beyond every compute capability.
+ANY = (99, 9)
+#: The kernel of "auto", and of what others cannot compute.
+TORCH = "sdpa"
+
+#: (q, k, v, scale, is the log-sum-exp wanted?) -> out (B, H, S, D), and lse (B, H, S) or None.
+Call = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the table.
+
+    what: its name in sentences. call: None where torch chooses by itself. module, function: what is imported,
+    empty for torch's own; install: what gets it. gpus: first and last compute capability of each run that has
+    kernels. head_size: the largest; multiple: of which head sizes are multiples; head_sizes: those that there
+    are, where they are few. lse: it returns the log-sum-exp, by which rings merge. exact: it computes in the
+    type of its inputs. torch_impl: the name under which torch.nn.attention activates it.
+    """
+
+    what: str
+    call: Call | None = None
+    module: str = ""
+    function: str = ""
+    install: str = ""
+    gpus: tuple[tuple[Capability, Capability], ...] = ()
+    head_size: int = 256
+    multiple: int = 1
+    head_sizes: tuple[int, ...] = ()
+    lse: bool = True
+    exact: bool = True
+    torch_impl: str = ""
+
+    def has_head(self, size: int) -> bool:
+        """Is there a kernel for heads of ``size`` features?"""
+        return size in (self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple))
+
+    def has_gpu(self, gpu: Capability) -> bool:
+        """Is there a kernel for GPUs of that compute capability?"""
+        return any(first <= gpu <= last for first, last in self.gpus)
+
+    @property
+    def heads_in_words(self) -> str:
+        """The head sizes, for messages."""
+        if self.head_sizes:
+            return f"heads of {' or '.join(map(str, self.head_sizes))} features"
+        multiples = f", in multiples of {self.multiple}" if self.multiple > 1 else ""
+        return f"heads of up to {self.head_size} features{multiples}"
+
+    @property
+    def gpus_in_words(self) -> str:
+        """The compute capabilities, for messages."""
+        return ", ".join(_run_in_words(*run) for run in self.gpus)
+
+
+def _run_in_words(first: Capability, last: Capability) -> str:
+    if last == ANY:
+        return f"{first[0]}.{first[1]} or higher"
+    return f"{first[0]}.{first[1]}" if first == last else f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+
+
+# ------------------------------------------------------------------ calls
+def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat grouped keys and values, for kernels that take as many heads as queries have."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _flash(q, k, v, scale, lse):
+    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
+
+    tokens_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    found = flash_attn_func(*tokens_first, softmax_scale=scale, return_attn_probs=lse)
+    out, sums = found[:2] if lse else (found, None)
+    return out.transpose(1, 2), sums
+
+
+def flash_of_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor]:
+    """Call torch's flash operator: FlashAttention 2, or what ``activated`` put in its place."""
+    k, v = _whole_heads(q, k, v)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[:2]
+
+
+def _cudnn(q, k, v, scale, lse):
+    k, v = _whole_heads(q, k, v)
+    operator = aten._scaled_dot_product_cudnn_attention
+    return operator(q, k, v, None, lse, 0.0, False, False, scale=scale)[0], None
+
+
+def _sage(q, k, v, scale, lse):
+    from sageattention import sageattn  # pyright: ignore[reportMissingImports]  # optional
+
+    # lse: natural logarithm, with the mean that it takes off the keys added back
+    found = sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale, return_lse=lse)
+    return found if lse else (found, None)
+
+
+def _sage3(q, k, v, scale, lse):
+    from sageattn3 import sageattn3_blackwell  # pyright: ignore[reportMissingImports]  # optional
+
+    usual = q.shape[-1] ** -0.5  # the only scale that it knows
+    if scale != usual:
+        q = q * (scale / usual)
+    k, v = _whole_heads(q, k, v)
+    # it takes the mean off the keys in place, and they may be a K/V buffer's
+    return sageattn3_blackwell(q, k.clone(), v, is_causal=False), None
+
+
+#: Name in ParallelConfig.attention -> kernel.
+KERNELS = {
+    TORCH: Kernel("torch's own kernels (flash, cuDNN, memory-efficient)"),
+    "cudnn": Kernel("cuDNN's attention", _cudnn, gpus=(((8, 0), ANY),), head_size=128, multiple=8, lse=False),
+    "flash-attn": Kernel(
+        *("FlashAttention 2", _flash, "flash_attn", "flash_attn_func", "pip install flash-attn"),
+        gpus=(((8, 0), ANY),),
+    ),
+    "flash-attn-3": Kernel(
+        *("FlashAttention 3", flash_of_torch, "flash_attn_interface", "flash_attn_func"),
+        install="build the folder hopper of github.com/Dao-AILab/flash-attention",
+        gpus=(((9, 0), (9, 9)),),
+        multiple=8,
+        torch_impl="FA3",
+    ),
+    "flash-attn-4": Kernel(
+        *("FlashAttention 4", flash_of_torch, "flash_attn.cute.interface", "_flash_attn_fwd"),
+        install="pip install flash-attn-4",
+        gpus=(((9, 0), (10, 9)),),
+        head_size=128,
+        multiple=8,
+        torch_impl="FA4",
+    ),
+    "sage": Kernel(
+        *("SageAttention 2 (int8)", _sage, "sageattention", "sageattn"),
+        install="pip install sageattention",
+        gpus=tuple((gpu, gpu) for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))),
+        head_size=128,
+        exact=False,
+    ),
+    "sage-3": Kernel(
+        *("SageAttention 3 (fp4)", _sage3, "sageattn3", "sageattn3_blackwell"),
+        install="build the folder sageattention3_blackwell of github.com/thu-ml/SageAttention",
+        gpus=(((10, 0), (10, 0)), ((12, 0), (12, 0))),
+        head_sizes=(64, 128),
+        lse=False,
+        exact=False,
+    ),
+}
+
+
+def kernel_of(name: str) -> Kernel:
+    """Return the row of a value of ParallelConfig.attention."""
+    return KERNELS[TORCH if name == "auto" else name]
+
+
+def merges(config: ParallelConfig) -> bool:
+    """Whether rings merge attention by its log-sum-exp; PipeFusion's gather keys and values instead."""
+    return config.ring_degree > 1 and (config.pipefusion_degree == 1 or config.patches == 1)
+
+
+def fits(name: str, query: Tensor, masked: bool, lse: bool) -> bool:
+    """Whether the kernel ``name`` computes this call; else torch's own does."""
+    kernel = kernel_of(name)
+    able = kernel.call is not None and (kernel.lse or not lse) and not masked
+    return able and query.dtype in HALF and kernel.has_head(query.shape[-1])
+
+
+# ------------------------------------------------------------------ what can be chosen
+@cache
+def import_error(module: str) -> str:
+    """Return why ``module`` cannot be imported, "" where it can; a wheel built for another torch raises what
+    it likes."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {reason(error)}"
+    return ""
+
+
+def unavailable(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    head_size: int = 0,
+    capabilities: Iterable[Capability] = (),
+    ring: bool = False,
+) -> str | None:
+    """Say why kernel ``name`` cannot run here, as one sentence; None where it can.
+
+    ``head_size``: of the model. ``capabilities``: of the ranks' GPUs, (major, minor). ``ring``: keys and
+    values travel around a ring.
+    """
+    kernel = kernel_of(name)
+    if kernel.call is None:
+        return None
+    found = _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
+    return found or _not_active(name, kernel) or _not_importable(name, kernel)
+
+
+def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str | None:
+    """What the table says against it."""
+    if device != "cuda":
+        return (
+            f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "
+            f"set attention to auto."
+        )
+    if dtype not in HALF:
+        return (
+            f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set "
+            f"weight_dtype to bf16 or attention to auto."
+        )
+    if head_size and not kernel.has_head(head_size):
+        return (
+            f"attention is {name}, which has kernels for {kernel.heads_in_words}, and this model's have "
+            f"{head_size}; set attention to auto."
+        )
+    unknown = sorted(gpu for gpu in capabilities if not kernel.has_gpu(gpu))
+    if unknown:
+        found = ", ".join(f"{major}.{minor}" for major, minor in unknown)
+        return (
+            f"attention is {name}, which has kernels for GPUs of compute capability {kernel.gpus_in_words}, "
+            f"and there are GPUs of {found}; set attention to auto."
+        )
+    if ring and not kernel.lse:
+        able = ", ".join(other for other, row in KERNELS.items() if row.lse)
+        return (
+            f"attention is {name}, which does not return the log-sum-exp by which rings merge, and "
+            f"ring_degree is above 1; set attention to one of {able}, or ring_degree to 1."
+        )
+    return None
+
+
+def _not_active(name: str, kernel: Kernel) -> str | None:
+    known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+    if not kernel.torch_impl or kernel.torch_impl in known:
+        return None
+    return (
+        f"attention is {name}, which torch {torch.__version__} cannot activate (it knows "
+        f"{', '.join(known) or 'none'}); install a newer torch or set attention to auto."
+    )
+
+
+def _not_importable(name: str, kernel: Kernel) -> str | None:
+    if not kernel.module:
+        return None
+    parent = kernel.module.partition(".")[0]
+    if importlib.util.find_spec(parent) is None:
+        return (
+            f"attention is {name}, but the package {kernel.module} is not installed; {kernel.install}, or "
+            f"set attention to auto."
+        )
+    error = import_error(kernel.module)
+    if not error and hasattr(sys.modules[kernel.module], kernel.function):
+        return None
+    error = error or f"it has no {kernel.function}"
+    return (
+        f"attention is {name}, but the package {kernel.module} cannot be imported ({error}); install one "
+        f"that was built for torch {torch.__version__}, or set attention to auto."
+    )
+
+
+def explained(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    head_size: int,
+    capabilities: Iterable[Capability],
+    ring: bool,
+) -> str:
+    """Say which kernel computes the attention of a model and why, for the node; no package is imported."""
+    kernel = kernel_of(name)
+    against = kernel.call and _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
+    if against:
+        return against
+    if kernel.call is None:
+        where = "on the CPU" if device != "cuda" else "for each call as torch's own rules say"
+        return f"attention {name}: {kernel.what}, exact, {where}"
+    kind = "exact" if kernel.exact else "approximate"
+    merged = ", whose log-sum-exp the ring merges by" if ring else ""
+    return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask"
+
+
+@contextmanager
+def activated(name: str) -> Iterator[None]:
+    """Have torch's flash operator call the kernel ``name``, where it is one that torch activates."""
+    implementation = kernel_of(name).torch_impl
+    if not implementation:
+        yield
+        return
+    torch.nn.attention.activate_flash_attention_impl(implementation)
+    try:
+        yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()

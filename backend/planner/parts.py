@@ -1,0 +1,36 @@
+"""What each rank of a plan computes, by its share of the work."""
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..config import ParallelConfig
+from ..shares import edges, portions
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part. stage: of the pipeline. tokens, heads, matrices: multiples of an even part among the
+    ranks of sequence, Ulysses and tensor parallelism. samples: how many of the batch."""
+
+    stage: int
+    tokens: float
+    heads: float
+    matrices: float
+    samples: int
+
+
+@lru_cache(maxsize=4096)
+def parts(plan: ParallelConfig, batch: int) -> tuple[Part, ...]:
+    """Return the part of every rank of a plan with ``batch`` samples."""
+    replicas = plan.data_parallel_degree
+    ends = edges(batch, replicas, plan.shares_of("dp"))
+    samples = [max(1, end - start) for start, end in zip(ends, ends[1:])]
+    tokens = portions(plan.sp_degree, plan.shares_of("ring", "ulysses"))
+    heads = portions(plan.ulysses_degree, plan.shares_of("ulysses"))
+    matrices = portions(plan.tensor_parallel_degree, plan.shares_of("tp"))
+    places = itertools.product(*(range(size) for size in plan.degrees.values()))
+    return tuple(
+        Part(pp, tokens[ring * plan.ulysses_degree + ulysses], heads[ulysses], matrices[tp], samples[dp])
+        for dp, _, pp, ring, ulysses, tp in places
+    )

@@ -1,0 +1,75 @@
+"""Shares of the work of ranks that differ in speed ("60,40"), and whole things divided by them. Standard
+library only."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+#: Shares whose ratio is nearer to 1 than this are equal: nothing is divided so finely.
+EQUAL = 1.001
+
+
+def read(text: str) -> tuple[float, ...]:
+    """Read a list of positive numbers; () for an empty text. ValueError, with the reason, for anything
+    else."""
+    if not text.strip():
+        return ()
+    try:
+        found = tuple(float(entry) for entry in text.split(","))
+    except ValueError:
+        raise ValueError("is not a list of numbers") from None
+    if not all(math.isfinite(share) and share > 0 for share in found):
+        raise ValueError("has a share that is not a positive number")
+    return found
+
+
+def written(shares: Sequence[float]) -> str:
+    """Write shares as per cent, with as many digits as matter."""
+    whole = sum(shares)
+    return ",".join(f"{100 * share / whole:.3g}" for share in shares)
+
+
+@lru_cache(maxsize=1024)
+def along(
+    shares: tuple[float, ...], sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]
+) -> tuple[float, ...]:
+    """Add up the ``shares`` of all ranks with the same index on ``axes``, in their order; () if those are
+    equal. ``sizes``: (axis, ranks) of the mesh, slowest first."""
+    if not shares:
+        return ()
+    names = [name for name, _ in sizes]
+    found: dict[tuple[int, ...], float] = {}
+    for share, place in zip(shares, itertools.product(*(range(size) for _, size in sizes))):
+        index = tuple(place[names.index(axis)] for axis in axes)
+        found[index] = found.get(index, 0.0) + share
+    sums = tuple(found[index] for index in sorted(found))
+    return sums if max(sums) > EQUAL * min(sums) else ()
+
+
+def grid(shares: tuple[float, ...], rows: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Add up the shares of ranks that stand in so many ``rows``: of every row, and of every column."""
+    if not shares:
+        return (), ()
+    sizes = (("row", rows), ("column", len(shares) // rows))
+    return along(shares, sizes, ("row",)), along(shares, sizes, ("column",))
+
+
+def edges(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
+    """Return where each of ``count`` shards of ``total`` things begins, and the end: equal shards whose sizes
+    differ by at most one, or shards by ``shares``, none empty where there are enough things."""
+    if not shares:
+        return [total * index // count for index in range(count + 1)]
+    whole = sum(shares)
+    least = 1 if total >= count else 0
+    found = [0]
+    for index, upto in enumerate(itertools.accumulate(shares[:-1]), 1):
+        edge = max(round(total * upto / whole), found[-1] + least)
+        found.append(min(edge, total - least * (count - index)))
+    return [*found, total]
+
+
+def portions(count: int, shares: Sequence[float] = ()) -> list[float]:
+    """Return each of ``count`` shares as a multiple of an equal one."""
+    whole = sum(shares)
+    return [share * count / whole for share in shares] if shares else [1.0] * count

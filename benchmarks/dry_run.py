@@ -1,0 +1,266 @@
+"""A dry run of released models: the product's own code on meta tensors, as one rank of many.
+
+    python benchmarks/dry_run.py [--only FAMILY ...] [--methods ulysses ring ...] [--write]
+
+Needs no GPU and no weights. The header of a released file gives a transformer its configuration; Engine.load
+places its blocks, cuts its matrices and "reads" meta tensors; the step loop runs a few steps in bf16 at a
+usual size. Process groups are names (meta_device.py). Counted are bytes sent by mechanism and multiplications
+of the last step, and the most bytes held in any. --write stores them; docs/scaling.md compares them with
+what describe() says of the same rank (scripts/scaling_page.py).
+"""
+
+import argparse
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(ROOT / "tests/support")]
+import launches
+import torch
+import torch.nn.functional as F
+from meta_device import META, Count, meta_device, tensors_in
+from released_sizes import RELEASED, checkpoint_of, request_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from backend.config import ConfigError, ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.parallel import attention_kernels, comm
+from backend.sampling.model_runner import LoadedModel, running
+from backend.sampling.request import Request, build
+from backend.sampling.step_loop import Callbacks, Denoiser
+
+METHODS = {
+    "ulysses": "ulysses_degree",
+    "ring": "ring_degree",
+    "tensor parallel": "tensor_parallel_degree",
+    "pipefusion": "pipefusion_degree",
+}
+RANKS = (2, 4, 8, 16)
+EVERY = ("flux-dev", "wan21-t2v")
+#: PipeFusion's first step is synchronous, the second one steady; elsewhere the first is as all.
+STEPS = {"pipefusion": 2}
+STORED = Path(__file__).with_suffix(".json")
+#: What is stored of a run.
+COUNTED = ("sent", "macs", "weights", "kv", "peak")
+aten = torch.ops.aten
+#: Operators that inference mode does not take apart -> multiplications of a number of their output.
+INNER = {
+    aten.linear: lambda args: args[0].shape[-1],
+    aten.matmul: lambda args: args[0].shape[-1],
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), lambda args: args[1][0].numel()),
+}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a steady step. sent: bytes by mechanism. macs: multiplications of matrix products
+    and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any step."""
+
+    family: str
+    method: str
+    ranks: int
+    rank: int
+    sent: dict[str, int]
+    macs: int
+    weights: int
+    kv: int
+    peak: int
+
+
+class Meter(TorchDispatchMode):
+    """Adds up multiplications while ``active``, and the bytes of all storages that live."""
+
+    def __init__(self, held: Iterator[Tensor]):
+        super().__init__()
+        self.active = False
+        self.macs = 0
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for tensor in held:
+            self._watch(tensor, 0)
+
+    def _watch(self, tensor: Tensor, size: int):
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.device.type != "meta" or key in self._known:
+            return
+
+        def freed(_):
+            self.live -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self._watch(tensor, tensor.untyped_storage().nbytes())
+        if self.active:
+            packet = func._overloadpacket
+            if packet in INNER:
+                self.macs += out.numel() * INNER[packet](args)
+            elif packet in flop_registry:
+                self.macs += flop_registry[packet](*args, **(kwargs or {}), out_val=out) // 2
+        return out
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor):
+        """Count the two products of attention."""
+        if self.active:
+            batch, heads, queries, size = query.shape
+            self.macs += batch * heads * queries * key.shape[2] * (size + value.shape[3])
+
+
+@contextmanager
+def counting_attention(meter: Meter) -> Iterator[None]:
+    """Let the kernels' stand-ins of meta_device report to ``meter``."""
+    attend = F.scaled_dot_product_attention
+    with_sum = attention_kernels._lse_kernel
+
+    def sdpa(query, key, value, *rest, **named):
+        meter.attention(query, key, value)
+        return attend(query, key, value, *rest, **named)
+
+    def lse(kernel, query, key, value, mask, scale):
+        meter.attention(query, key, value)
+        return with_sum(kernel, query, key, value, mask, scale)
+
+    with (
+        patch.object(attention_kernels, "SDPA", sdpa),
+        patch.object(F, "scaled_dot_product_attention", sdpa),
+        patch.object(attention_kernels, "_lse_kernel", lse),
+    ):
+        yield
+
+
+class SteadyStep(Denoiser):
+    """The step loop, which counts in its last step."""
+
+    meter: Meter
+    sent: dict[str, int]
+
+    def _evaluate(self, plan, index):
+        if index == len(plan) - 1:
+            comm.SENT.clear()
+            self.meter.active = True
+        super()._evaluate(plan, index)
+        if index:  # the outputs of this step are collected later, those of the one before were now
+            self.sent = dict(comm.SENT)
+
+    def run(self):
+        """As Denoiser.run."""
+        self.sent = {}
+        x = super().run()
+        self.sent = self.sent or dict(comm.SENT)
+        return x
+
+
+def loaded(family: str, config: ParallelConfig, rank: int) -> LoadedModel:
+    """Load a released model as ``rank``, by the product's own loading. Raises UnsupportedError."""
+    engine = Engine(config, launches.mesh_of(config, rank))
+    checkpoint = checkpoint_of(family)
+    for module in checkpoint.empty.modules():  # tables that no file stores
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(META)
+    with patch("backend.engine.open_checkpoint", lambda *rest: checkpoint):
+        engine.load("model", "released", "bf16")
+    return engine.models["model"]
+
+
+def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
+    """Run as one rank. Raises ConfigError and UnsupportedError where the degree does not fit."""
+    config = replace(ParallelConfig(), **{METHODS[method]: ranks}).validate()
+    with meta_device(Count()), torch.inference_mode():
+        model = loaded(family, config, rank)
+        request = built(family, config, model, STEPS.get(method, 1))
+        held = list(tensors_of(model))
+        meter = Meter(iter(held))
+        with counting_attention(meter), running(model, request) as runner, meter:
+            loop = SteadyStep(launches.mesh_of(config, rank), request, runner, Callbacks())
+            loop.meter = meter
+            loop.run()
+            kv = runner.buffers.bytes if runner.buffers else 0
+    return DryRun(
+        *(family, method, ranks, rank),
+        sent={name: size for name, size in loop.sent.items() if size},
+        macs=meter.macs,
+        weights=model.bytes_read,
+        kv=kv,
+        peak=meter.peak,
+    )
+
+
+def built(family: str, config: ParallelConfig, model: LoadedModel, steps: int) -> Request:
+    """Return the request of a usual size."""
+    sample = request_of(family, model.weights.checkpoint, steps)
+    return build(sample, config, model.family, model.config, model.dtype, META)
+
+
+def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
+    """Yield parameters and buffers."""
+    for module in model.modules:
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def runs(families: list[str], methods: list[str]) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one.
+    EVERY number of ranks of some families; of the others the most, but the fewest of tensor parallelism,
+    whose cuts are alike."""
+    for family, method in product(families, methods):
+        usual = min(RANKS) if method == "tensor parallel" else max(RANKS)
+        for ranks in RANKS if family in EVERY else (usual,):
+            yield family, method, ranks, ranks - 1
+
+
+def stored() -> dict[str, dict]:
+    """FAMILY/METHOD/RANKS/RANK -> the fields of a DryRun that were counted, or why it cannot run."""
+    return json.loads(STORED.read_text()) if STORED.exists() else {}
+
+
+def counted(*which) -> dict | str:
+    """Run one; return what is stored of it."""
+    try:
+        found = asdict(run(*which))
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return {name: found[name] for name in COUNTED}
+
+
+def write(found: dict[str, dict | str]):
+    """Store runs, a line each, among those that are stored."""
+    every = stored() | found
+    lines = (f"{json.dumps(name)}: {json.dumps(every[name])}" for name in sorted(every))
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[*RELEASED], help="golden families")
+    parser.add_argument("--methods", nargs="*", default=[*METHODS], help=", ".join(METHODS))
+    parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")
+    chosen = parser.parse_args()
+    for which in runs(chosen.only, chosen.methods):
+        name = "/".join(map(str, which))
+        found = counted(*which)
+        print(name, found, flush=True)
+        if chosen.write:
+            write({name: found})
+
+
+if __name__ == "__main__":
+    main()

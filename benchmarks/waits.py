@@ -1,0 +1,144 @@
+"""Whether ranks wait for their GPU in steady steps, as torch.cuda.set_sync_debug_mode sees it.
+
+    python benchmarks/waits.py [--ranks 2] [--device cuda] [--json PREFIX]
+
+Every method and tiny family of the doctor runs on real ranks. From the second step on each synchronizing call
+is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others waiting
+in a collective. On the CPU the same requests run, and there is nothing to find. With --json each rank writes
+PREFIX.RANK: a list of {"method", "family", "steps", "waits": {"file:line": how often}}.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "scripts")]
+import common
+import torch
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.parallel import mesh
+from backend.protocol import Sample
+from backend.sampling.step_loop import Callbacks, Denoiser
+
+#: Words of torch's warning (c10/cuda/CUDAFunctions.cpp).
+SYNCHRONIZING = "synchronizing CUDA operation"
+STEPS = 4
+
+
+@contextmanager
+def noted(device: str, waits: Counter[str]) -> Iterator[None]:
+    """Count synchronizing calls by their line; none can be seen on the CPU."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    places = (f"{Path(each.filename).name}:{each.lineno}" for each in seen if is_wait(str(each.message)))
+    waits.update(places)
+
+
+def is_wait(message: str) -> bool:
+    """Whether a warning is that of set_sync_debug_mode."""
+    return SYNCHRONIZING in message
+
+
+class Watched(Denoiser):
+    """The step loop, whose steady steps are watched."""
+
+    waits: Counter[str] = Counter()
+    steps = 0
+
+    def _evaluate(self, plan, index):
+        if plan[index].step <= self.request.config.warmup_steps:
+            super()._evaluate(plan, index)
+            return
+        with noted(self.x.device.type, Watched.waits):
+            super()._evaluate(plan, index)
+        Watched.steps += 1
+
+
+def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample) -> dict | None:
+    """Run a request; return what its steady steps waited for, None where the degrees do not fit the model."""
+    engine = Engine(config, groups)
+    try:
+        engine.load("model", str(path), "default")
+    except UnsupportedError:
+        return None
+    Watched.waits, Watched.steps = Counter(), 0
+    settings = {"num_pipeline_patch": config.num_pipeline_patch, "warmup_steps": config.warmup_steps}
+    with patch("backend.sampling.runs.Denoiser", Watched):
+        engine.sample(replace(sample, model="model", **settings), Callbacks())
+    return {"steps": Watched.steps, "waits": dict(Watched.waits)}
+
+
+def write_models(folder: Path):
+    """Write the tiny models, before the ranks start."""
+    import doctor_runs
+    import tiny
+
+    for family in doctor_runs.FAMILIES:
+        tiny.write_checkpoint(folder / f"{family}.safetensors", family)
+
+
+def rank(ranks: int, device: str, folder: Path) -> list[dict]:
+    """Watch every method and family as this rank."""
+    import doctor_runs
+    import families
+
+    found = []
+    for method, config in doctor_runs.methods(ranks).items():
+        groups = mesh.build(config, device)
+        for family in doctor_runs.FAMILIES:
+            sample = families.golden(f"{family}__euler_simple")[0]
+            batch = doctor_runs.in_batch(sample, max(2, ranks))
+            first = sample.tensors["sigmas"][0].item()
+            sigmas = {"sigmas": torch.linspace(first, 0, STEPS + 1)}
+            request = replace(batch, sampler="euler", tensors=batch.tensors | sigmas)
+            seen = watch(config, groups, folder / f"{family}.safetensors", request)
+            if seen is not None:
+                found.append({"method": method, "family": family, **seen})
+        mesh.close(groups)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", help="write PREFIX.RANK")
+    chosen = parser.parse_args()
+    if not common.spawned():
+        with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
+            write_models(Path(folder))
+            common.spawn(__file__, chosen.ranks, chosen.device, folder)
+    found = rank(chosen.ranks, chosen.device, Path(os.environ[common.MODEL_VARIABLE]))
+    number = os.environ["RANK"]
+    if chosen.json:
+        Path(f"{chosen.json}.{number}").write_text(json.dumps(found))
+    if number == "0":
+        for line in found:
+            print(line)
+    common.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What scripts/doctor.py --full runs of steady steps: seconds at released shapes, waits for the GPU, and the
+chart of all seconds."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from doctor_checks import OK, WARNING, Finding, findings
+from doctor_lab import Lab
+
+from backend.config import ParallelConfig
+from backend.protocol import RefusedError
+
+#: Golden families whose released models are timed.
+SHAPES = ("wan21-t2v", "minimax-h3")
+
+Found = Iterator[Finding]
+
+
+def shapes(lab: Lab) -> Found:
+    """Seconds a step at the shapes of Wan 14B and MiniMax-H3, of which a few blocks have random weights."""
+    import scaling
+
+    for family in SHAPES:
+        lab.check()
+        configs = {"one rank": ParallelConfig()}
+        if lab.ranks > 1:
+            configs |= {
+                name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1
+            }
+        path, request, what = lab.released(family)
+        one = lab.kept(
+            ("shape", family),
+            lambda path=path, request=request: lab.step_seconds(ParallelConfig(), path, request)[0],
+        )
+        for name, config in configs.items():
+            lab.check()
+            measured = partial(_shape, name=name, config=config, path=path, request=request)
+            yield from findings("shapes", partial(measured, family=family, what=what, one=one), lab)
+
+
+def _shape(
+    lab: Lab,
+    name: str,
+    config: ParallelConfig,
+    path: Path,
+    request: Callable,
+    family: str,
+    what: str,
+    one: float,
+) -> Found:
+    try:
+        seconds = one if config.world_size == 1 else lab.step_seconds(config, path, request)[0]
+    except RefusedError as refusal:  # as many stages as blocks are needed, and few blocks run
+        yield Finding("shapes", OK, f"{family}, {name}: not possible ({refusal})")
+        return
+    text = f"{family} ({what}), {name}: {seconds:.4f} s a step, {one / seconds:.2f} times one rank"
+    values = {"method": f"{family}, {name}", "seconds": seconds, "speedup": one / seconds}
+    yield Finding("shapes", OK, text, values)
+
+
+def waits(lab: Lab) -> Found:
+    """Waits of the host for a GPU in steady steps, of every method (benchmarks/waits.py)."""
+    runs = lab.waits()
+    if lab.device != "cuda":
+        yield Finding("waits", OK, f"{len(runs)} runs of steady steps; only CUDA can say what waits")
+        return
+    places: Counter[str] = Counter()
+    for run in runs:
+        for place, times in run["waits"].items():
+            places[f"{place} ({run['method']}, {run['family']})"] += times
+    if not places:
+        yield Finding("waits", OK, f"{len(runs)} runs: no steady step waits for its GPU", {"runs": runs})
+        return
+    listed = ", ".join(f"{place} {times}x" for place, times in places.most_common(8))
+    text = f"steady steps wait for their GPU at {listed}: that costs speed, please report it"
+    yield Finding("waits", WARNING, text, {"runs": runs})
+
+
+def chart(found: Iterable[Finding], path: Path) -> bool:
+    """Draw how many times one rank's speed every timed method has; return whether there was any."""
+    import report
+
+    bars = [
+        report.Bar(each.values["method"], *[each.values["speedup"]] * 3)
+        for each in found
+        if "speedup" in each.values
+    ]
+    if bars:
+        report.chart(path, "Times the speed of one rank", bars)
+    return bool(bars)

@@ -1,0 +1,322 @@
+"""The tables of docs/scaling.md: projections of the planner's cost model next to published numbers, and what
+each rank of released models holds, sends and multiplies.
+
+    python scripts/scaling_page.py [--write]
+
+Prints them; --write puts them into the page. A test compares a part. Nothing here is measured: seconds are
+backend/planner/cost.py's, counts are describe()'s, checked by benchmarks/dry_run.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmarks", "tests/support"))]
+import dry_run
+import torch
+from families_table import markdown
+from published import A100, CASES, H100, L40, RTX4090, Case
+from released_sizes import RELEASED, checkpoint_of, request_of
+
+from backend.config import ConfigError, ParallelConfig
+from backend.errors import UnsupportedError
+from backend.loading.checkpoint import Checkpoint
+from backend.planner.candidates import Rules, candidates
+from backend.planner.choose import Option, Question, choose
+from backend.planner.cost import Cost
+from backend.planner.machine import Machine, Request
+from backend.planner.model_shape import ModelShape
+from backend.rank_plan import RankPlan
+from backend.rank_plan.request_size import RequestSize, size_of
+from backend.rank_plan.shape_of import shape_of
+
+PAGE = ROOT / "docs/scaling.md"
+BEGIN = "<!-- scaling: made by scripts/scaling_page.py -->\n"
+END = "<!-- end of scaling -->\n"
+#: The cost model follows published times to this median error.
+GOAL = 0.10
+#: Seconds of the host for a stream of a block, and those that a divided block adds: Machine's default, and a
+#: wrapper without copies. Neither was measured on a GPU.
+HOST = {"launch": Machine.launch, "overhead": 1.5e-4}
+GIB = 2**30
+#: Name -> machine, how many GPUs it has, GiB of each.
+MACHINES = {
+    "2 x RTX 4090, PCIe": (replace(RTX4090, **HOST), 2, 24),
+    "4 x L40, PCIe": (replace(L40, **HOST), 4, 48),
+    "8 x A100, NVLink": (replace(A100, **HOST), 8, 80),
+    "8 x H100, NVLink": (replace(H100, **HOST), 8, 80),
+}
+STEPS = 28
+#: Golden families whose released models take one prompt (guidance-distilled); the others take two.
+DISTILLED = ("flux-dev", "flux2-dev", "z-image-turbo", "hunyuan-video")
+#: Name in published.py -> golden family.
+SAME = {
+    "flux": "flux-dev",
+    "pixart": "pixart-sigma",
+    "cogvideox-5b": "cogvideox",
+    "hunyuan-video": "hunyuan-video",
+    "qwen-image": "qwen-image",
+}
+
+
+# ------------------------------------------------------------------ published
+def fitted(case: Case) -> Machine:
+    """Scale the rates of a case's machine until one GPU takes the published seconds: what a model's kernels
+    reach is the only thing that is taken from a table."""
+    low, high = 0.05, 20.0
+    machine = case.machine
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        machine = replace(
+            case.machine, gemm=case.machine.gemm * factor, attention=case.machine.attention * factor
+        )
+        slower = Cost(case.model, case.plans["1"], machine, case.request).total > case.seconds["1"]
+        low, high = (factor, high) if slower else (low, factor)
+    return machine
+
+
+def published() -> Iterator[tuple[Case, str, float, float]]:
+    """Yield (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
+    next to one GPU's."""
+    for case in CASES:
+        if "1" not in case.seconds:
+            continue
+        machine = fitted(case)
+        for name, plan in case.plans.items():
+            if name != "1":
+                yield case, name, case.seconds[name], Cost(case.model, plan, machine, case.request).total
+
+
+def errors() -> list[float]:
+    """Return the relative error of every projection, smallest first."""
+    return sorted(abs(projected / seconds - 1) for _, _, seconds, projected in published())
+
+
+def published_table() -> str:
+    """Write published and projected seconds, and their error."""
+    rows = []
+    for case, name, seconds, projected in published():
+        request = case.request
+        what = f"{request.image_tokens} tokens, {request.steps} steps"
+        numbers = (f"{seconds:.2f}", f"{projected:.2f}", f"{projected / seconds - 1:+.1%}")
+        rows.append((case.model.name, what, case.machine.name, name, case.source, *numbers))
+    found = errors()
+    summary = (
+        f"{len(found)} plans of several GPUs: median error **{found[len(found) // 2]:.1%}**, mean "
+        f"{sum(found) / len(found):.1%}, largest {found[-1]:.1%}; "
+        f"{sum(error <= GOAL for error in found)} within {GOAL:.0%}.\n"
+    )
+    head = ("model", "request", "GPU", "plan", "source", "published s", "projected s", "error")
+    return f"{markdown(head, rows)}\n{summary}"
+
+
+# ------------------------------------------------------------------ released models
+@dataclass(frozen=True)
+class Model:
+    """A released model of a golden family with a usual request."""
+
+    family: str
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its headers."""
+        return checkpoint_of(self.family)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """FLOPs and bytes of its blocks, in bf16."""
+        return shape_of(self.checkpoint, torch.bfloat16)
+
+    @cached_property
+    def size(self) -> RequestSize:
+        """Tokens of the request with one prompt."""
+        checkpoint = self.checkpoint
+        sample = request_of(self.family, checkpoint, STEPS)
+        return size_of(sample, ParallelConfig(), checkpoint.family, checkpoint.config)
+
+    @property
+    def request(self) -> Request:
+        """For the planner."""
+        prompts = 1 if self.family in DISTILLED else 2
+        return Request(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
+
+    def plans(self, method: str, ranks: int) -> list[RankPlan]:
+        """Plan every rank. Raises ConfigError and UnsupportedError."""
+        config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
+        return self.size.plans(config, self.checkpoint, torch.bfloat16)
+
+    def macs(self, plan: RankPlan, method: str, ranks: int) -> float:
+        """Count the multiplications of a rank's blocks in a step of one prompt."""
+        tp = ranks if method == "tensor parallel" else 1
+        ring = ranks if method == "ring" else 1
+        lengths = (self.size.image_tokens, self.size.text_tokens)
+        heads = plan.heads * tp / self.shape.heads
+        found = 0.0
+        for block in self.shape.blocks[slice(*plan.blocks)]:
+            text_is_joint = self.shape.joint
+            for text, image in plan.patches:
+                linear = block.linear(image, text if text_is_joint else lengths[1])
+                found += linear * (1 - block.cut + block.cut / tp)
+            found += block.attention(*lengths) * heads / tp / ring
+        return found
+
+
+@cache
+def model(family: str) -> Model:
+    """Return the released model of a golden family."""
+    return Model(family)
+
+
+# ------------------------------------------------------------------ projected seconds
+def question(found: Model, machine: Machine, gpus: int, gib: int) -> Question:
+    """Ask the planner about a model on a machine."""
+    with_memory = replace(machine, memory=(gib * GIB,) * gpus)
+    return Question(found.shape, found.request, with_memory, gpus)
+
+
+def step(asked: Question, option: Option) -> float:
+    """Return the projected seconds of a steady step."""
+    return Cost(asked.shape, option.plan, asked.machine, asked.request).step(option.plan.patches)
+
+
+def by_method(asked: Question, field: str) -> Option | None:
+    """Return the plan that gives all GPUs to one method; None where it does not fit the model."""
+    stages = asked.gpus if field == "pipefusion_degree" else 0
+    wanted = replace(ParallelConfig(), **{field: asked.gpus})
+    for plan in candidates(asked.shape, asked.request, asked.gpus, asked.base, Rules(sharded=False)):
+        if plan.degrees == wanted.degrees and plan.num_pipeline_patch == stages:
+            return asked.option(plan)
+    return None
+
+
+def cell(asked: Question, option: Option | None, one: float) -> str:
+    """Write seconds and how many times one GPU's speed they are; "!" where memory is too small."""
+    if option is None:
+        return "-"
+    seconds = step(asked, option)
+    times = f" ({one / seconds:.1f}x)" if option.plan.world_size > 1 else ""
+    return f"{seconds:.3f}{times}{'' if option.fits else ' !'}"
+
+
+def same_published(found: Model, machine: Machine, gpus: int) -> str:
+    """Write the least published seconds a step of the same model, tokens and GPUs."""
+    best: list[tuple[float, str]] = []
+    for case in CASES:
+        same = SAME.get(case.model.name) == found.family and case.machine.name == machine.name
+        if same and case.request.image_tokens == found.request.image_tokens and "1" in case.seconds:
+            best += [
+                (seconds / case.request.steps, name)
+                for name, seconds in case.seconds.items()
+                if case.plans[name].world_size == gpus
+            ]
+    return f"{min(best)[0]:.3f} ({min(best)[1]})" if best else ""
+
+
+def projected_row(family: str, name: str) -> tuple[str, ...]:
+    """Return the line of a model on a machine."""
+    machine, gpus, gib = MACHINES[name]
+    found = model(family)
+    asked = question(found, machine, gpus, gib)
+    alone = asked.option(ParallelConfig())
+    one = step(asked, alone)
+    methods = [cell(asked, by_method(asked, field), one) for field in dry_run.METHODS.values()]
+    try:
+        option = choose(asked).option
+        chosen = (option.name, cell(asked, option, one))
+    except ConfigError:
+        chosen = ("does not fit", "")
+    request = found.request
+    tokens = f"{request.image_tokens} + {request.text_tokens}"
+    published_step = same_published(found, machine, gpus)
+    return family, tokens, str(request.prompts), cell(asked, alone, one), *methods, *chosen, published_step
+
+
+def projected_table(name: str) -> str:
+    """Write the projected seconds a step of every model on a machine."""
+    methods = [f"{method} {MACHINES[name][1]}" for method in dry_run.METHODS]
+    head = ("model", "tokens", "prompts", "one GPU", *methods, "auto takes", "auto", "published")
+    return markdown(head, [projected_row(family, name) for family in RELEASED])
+
+
+# ------------------------------------------------------------------ counted
+def counted_cell(family: str, method: str, ranks: int) -> str:
+    """Write GB of weights and of keys and values, GB sent, TMAC of the busiest rank, and its share over an
+    even one."""
+    found = model(family)
+    try:
+        plans = found.plans(method, ranks)
+    except (ConfigError, UnsupportedError):
+        return "-"
+    weights = max(plan.weight_bytes for plan in plans) / 1e9
+    kv = max(plan.kv_bytes for plan in plans) / 1e9
+    sent = max(sum(plan.bytes_per_step.values()) for plan in plans) / 1e9
+    work = [found.macs(plan, method, ranks) for plan in plans]
+    held = f"{weights:.1f}" + (f" + {kv:.1f}" if kv >= 0.05 else "")
+    return f"{held}, {sent:.2f}, {max(work) / 1e12:.2f}, {max(work) * ranks / sum(work):.2f}"
+
+
+def counted_row(family: str, method: str) -> tuple[str, ...]:
+    """Return the line of a model in the table of a method."""
+    return (family, *(counted_cell(family, method, ranks) for ranks in dry_run.RANKS))
+
+
+def counted_table(method: str) -> str:
+    """Write what the ranks of every model hold, send and multiply under a method."""
+    head = ("model", *(f"{ranks} ranks" for ranks in dry_run.RANKS))
+    return markdown(head, [counted_row(family, method) for family in RELEASED])
+
+
+# ------------------------------------------------------------------ dry run
+def largest_run(family: str, method: str) -> str:
+    """Name the stored dry run of most ranks, the last of them; "" where no degree fits the model."""
+    every = dry_run.stored().items()
+    ran = [name for name, counted in every if isinstance(counted, dict)]
+    names = [name.split("/") for name in ran if name.startswith(f"{family}/{method}/")]
+    return "/".join(max(names, key=lambda parts: (int(parts[2]), int(parts[3])), default=()))
+
+
+def dry_cell(family: str, method: str) -> str:
+    """Write what a dry run sends and multiplies, over what is counted of the same rank."""
+    name = largest_run(family, method)
+    if not name:
+        return "-"
+    counted = dry_run.stored()[name]
+    ranks, rank = (int(part) for part in name.split("/")[2:])
+    found = model(family)
+    plan = found.plans(method, ranks)[rank]
+    sent = {each: size for each, size in plan.bytes_per_step.items() if each != "modulation"}
+    traffic = sum(counted["sent"].values()) / sum(sent.values()) if sent else 1.0
+    return f"{traffic:.2f}, {counted['macs'] / found.macs(plan, method, ranks):.2f} ({rank + 1} of {ranks})"
+
+
+def dry_row(family: str) -> tuple[str, ...]:
+    """Return the line of a model."""
+    return (family, *(dry_cell(family, method) for method in dry_run.METHODS))
+
+
+def dry_table() -> str:
+    """Write the dry runs of all models."""
+    return markdown(("model", *dry_run.METHODS), [dry_row(family) for family in RELEASED])
+
+
+def tables() -> str:
+    """Write the whole part of the page that is made."""
+    parts = ["## Published and projected\n", published_table()]
+    for name in MACHINES:
+        parts += [f"## Projected seconds a step: {name}\n", projected_table(name)]
+    for method in dry_run.METHODS:
+        parts += [f"## Counted: {method}\n", counted_table(method)]
+    parts += ["## Counted and dry run\n", dry_table()]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    made = tables()
+    if "--write" in sys.argv[1:]:
+        text = PAGE.read_text()
+        before, _, rest = text.partition(BEGIN)
+        PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+    print(made)

@@ -1,0 +1,95 @@
+"""A request with compiled blocks after the same without: what is traced, and what of the latent changes."""
+
+from collections import defaultdict
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tiny import relative
+from torch import nn
+
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.parallel import compiled_blocks
+from backend.parallel.block_streams import block_list
+from backend.protocol import Sample
+from backend.sampling.model_runner import LoadedModel
+from backend.sampling.step_loop import Callbacks
+
+#: Kinds of sequences: whole, a patch with the text, and patches without.
+OF_PATCHES = 3
+
+
+def kinds(model: LoadedModel) -> int:
+    """How many kinds of blocks this rank has: of one class, and with the same layers."""
+    found = [each for name in model.family.blocks.lists for each in block_list(model.transformer, name)]
+    blocks: list[nn.Module] = model.stage.own_blocks if model.stage else found
+    return len({(type(block), tuple(name for name, _ in block.named_modules())) for block in blocks})
+
+
+def another(engine: Engine, sample: Sample) -> Sample:
+    """A request of another seed, more steps, and other prompts, shorter ones if the family takes any."""
+    sigmas = sample.tensors["sigmas"]
+    longer = torch.linspace(float(sigmas[0]), float(sigmas[-1]), len(sigmas) + 1)
+    sample = replace(sample, seed=sample.seed + 1, tensors={**sample.tensors, "sigmas": longer})
+    shorter = replace(sample, tensors={name: _shorter(name, x) for name, x in sample.tensors.items()})
+    try:
+        engine.check_sample(shorter)
+    except UnsupportedError:
+        return sample
+    return shorter
+
+
+def _shorter(name: str, value: torch.Tensor) -> torch.Tensor:
+    is_text = name.endswith((".c_crossattn", ".attention_mask")) and value.ndim > 1
+    return value[:, :-3].contiguous() if is_text else value
+
+
+def _receives(engine: Engine, sample: Sample) -> int:
+    """Most addresses at which activations of one shape arrive in a request."""
+    stage = engine.models[sample.model].stage
+    found = defaultdict(set)
+    if stage is None or stage.pipe is None:
+        return 0
+    take = stage.pipe.take
+
+    def taken():
+        buffer = take()
+        found[buffer.shape].add(buffer.data_ptr())
+        return buffer
+
+    with mock.patch.object(stage.pipe, "take", taken):
+        engine.sample(sample, Callbacks())
+    return max(map(len, found.values()), default=0)
+
+
+def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
+    """What a compiled run of ``sample`` is judged by, of the worst rank; ``samples``: of the run without."""
+    torch._dynamo.reset()
+    compiler = compiled_blocks.COMPILER
+    compiler.compiled.clear()
+    sample = replace(sample, compile="blocks")
+    before = compiler.graphs
+    compiled, stats = engine.sample(sample, Callbacks())
+    first = compiler.graphs - before
+    received = _receives(engine, sample)
+    engine.sample(another(engine, sample), Callbacks())
+    of_rank = {
+        "graphs": first,
+        "expected": kinds(engine.models[sample.model]) * (OF_PATCHES if engine.config.patches > 1 else 1),
+        "recompiled": compiler.graphs - before - first,
+        "receive buffers": received,
+        "relative": relative(compiled, samples) if dist.get_rank() == 0 else 0.0,
+        "notes": [note for note in stats["notes"] if "uncompiled" in note],
+    }
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, of_rank)
+    return {
+        "graphs": max(each["graphs"] for each in everyone),
+        "too many": max(each["graphs"] - each["expected"] for each in everyone),
+        "recompiled": max(each["recompiled"] for each in everyone),
+        "receive buffers": max(each["receive buffers"] for each in everyone),
+        "relative": everyone[0]["relative"],
+        "notes": [note for each in everyone for note in each["notes"]],
+    }

@@ -1,0 +1,189 @@
+"""Compiled blocks in one process: latents, the operators, a compiler that fails, and addresses that stay.
+tests/ranks/compiled.py has every family and method."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch._inductor.config
+from families import golden
+from tiny import golden_request, relative, write_checkpoint
+
+from backend import opaque_ops
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import compiled_blocks, mesh, static_addresses
+from backend.parallel.attention_kernels import SDPA
+from backend.parallel.kv_buffers import KVBuffers
+from backend.parallel.pipeline_stage import StagedBlock
+from backend.sampling.step_loop import Callbacks
+
+#: Double and single blocks of Flux.
+FLUX_KINDS = 2
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch):
+    """A compiler that has compiled nothing."""
+    torch._dynamo.reset()
+    fresh = compiled_blocks.Compiler()
+    monkeypatch.setattr(compiled_blocks, "COMPILER", fresh)
+    return fresh
+
+
+def loaded(folder, name: str = "flux-dev", patches: int = 0) -> Engine:
+    config = ParallelConfig(num_pipeline_patch=patches) if patches else ParallelConfig()
+    engine = Engine(config, mesh.single())
+    engine.load("tiny", str(write_checkpoint(folder / f"{name}.safetensors", name)), "default")
+    return engine
+
+
+def steps(sample, count: int, **changes):
+    sigmas = sample.tensors["sigmas"][: count + 1]
+    return replace(sample, tensors={**sample.tensors, "sigmas": sigmas}, **changes)
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "sana"])
+def test_inductor_keeps_the_latent(family, tmp_path, compiler):
+    """Generated C++ against torch's own kernels, 1e-5 relative in float32."""
+    engine = loaded(tmp_path, family)
+    sample = steps(golden(f"{family}__euler_simple", "tiny")[0], 2)
+    plain, _ = engine.sample(replace(sample, compile="off"), Callbacks())
+    compiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert relative(compiled, plain) <= 1e-5
+    assert compiler.graphs > 0 and not compiler.failed
+    assert [note for note in stats["notes"] if note.startswith(f"compiled {compiler.graphs} graph")]
+
+
+def test_one_graph_for_each_kind_of_block(tmp_path, monkeypatch, compiler):
+    """12 blocks, 2 graphs; another seed, more steps and a shorter prompt need no other ones, nor does a
+    request that was not compiled in between."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 2)
+    plain, _ = engine.sample(sample, Callbacks())
+    compiled, _ = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert relative(compiled, plain) <= 1e-5
+    assert compiler.graphs == FLUX_KINDS and not compiler.failed
+    shorter = {**sample.tensors, "sigmas": torch.linspace(1, 0, 4)}
+    for name in ("positive.c_crossattn", "negative.c_crossattn"):
+        if name in shorter:
+            shorter[name] = shorter[name][:, 3:]
+    again = replace(sample, seed=7, compile="blocks", tensors=shorter)
+    _, stats = engine.sample(again, Callbacks())
+    assert compiler.graphs == FLUX_KINDS and stats["notes"] == []
+
+
+def test_without_a_compiler_blocks_run_as_they_are(tmp_path, monkeypatch, compiler):
+    """One line for each kind of block, the same latent, and no second attempt."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 2)
+    plain, _ = engine.sample(sample, Callbacks())
+    for _ in range(2):
+        uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+        assert uncompiled.equal(plain)
+        assert len(stats["notes"]) == FLUX_KINDS
+        assert all("runs uncompiled" in note and "\n" not in note for note in stats["notes"])
+    assert compiler.graphs == 0
+
+
+def test_an_older_torch_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(opaque_ops, "_ordered", None)
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 1, compile="blocks")
+    _, stats = engine.sample(sample, Callbacks())
+    assert len(stats["notes"]) == 1 and "ordered effects" in stats["notes"][0]
+
+
+def test_errors_of_a_run_are_not_taken_for_the_compilers(compiler):
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.parallel_dit.layer(x, "gone", 0)
+
+    compiled_blocks.BACKEND, before = "eager", compiled_blocks.BACKEND
+    block = Block()
+    try:
+        with compiled_blocks.compiled([block]), pytest.raises(KeyError):
+            block(torch.ones(2, 3))
+    finally:
+        compiled_blocks.BACKEND = before
+    assert not compiler.failed and "forward" not in vars(block)
+
+
+def test_operators_are_what_the_compiler_is_told(monkeypatch):
+    """Shapes, strides, types, no aliases: torch's own checks."""
+
+    def attention(q, k, v, mask, dropout_p, is_causal, scale, gqa):
+        return SDPA(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
+
+    layers = {"linear": torch.nn.Linear(8, 6), "same": torch.nn.Identity()}
+    monkeypatch.setattr(opaque_ops.RUNNING, "attention", attention)
+    monkeypatch.setattr(opaque_ops.RUNNING, "linear_state", lambda k, v: k.transpose(2, 3) @ v)
+    monkeypatch.setattr(opaque_ops.RUNNING, "layers", layers)
+    q, k, v = (torch.randn(2, 4, tokens, 8) for tokens in (5, 7, 7))
+    check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    with torch.no_grad():
+        check(torch.ops.parallel_dit.attend.default, (q, k, v, None, None, False))
+        check(
+            torch.ops.parallel_dit.attend.default, (q, k[:, :2], v[:, :2], torch.ones(5, 7).bool(), 0.5, True)
+        )
+        check(torch.ops.parallel_dit.attend.default, (q[:, :, :0], k, v, None, None, False))
+        check(torch.ops.parallel_dit.linear_state.default, (k, v))
+        check(torch.ops.parallel_dit.layer.default, (q, "linear", 6))
+        check(torch.ops.parallel_dit.layer.default, (q, "same", 0))
+
+
+@pytest.mark.parametrize("stale_kv", ["reuse", "extrapolate"])
+def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
+    """What blocks are given, and keys and values; extrapolation has two buffers, which take turns."""
+    monkeypatch.setattr("backend.parallel.pipeline_stage.ENABLED", True)
+    engine = loaded(tmp_path, patches=2)
+    stage = engine.models["tiny"].stage
+    assert stage is not None and not static_addresses.ENABLED
+    inputs, kept = defaultdict(list), defaultdict(list)
+    names = {stage.family.blocks.image, stage.family.blocks.text}
+
+    def given(index: int, block, args, kwargs):
+        forward = stage.current
+        if forward is None or forward.context.image is None:
+            return
+        own = {name: x for name, x in kwargs.items() if index == stage.blocks.start or name not in names}
+        for leaf, x in enumerate(torch.utils._pytree.tree_leaves(own)):
+            if isinstance(x, torch.Tensor) and x.numel():
+                inputs[forward.context.branch, forward.context.image, index, leaf].append(x.data_ptr())
+
+    refresh = KVBuffers.refresh
+
+    def refreshed(self, where, kv, positions, total, context):
+        found = refresh(self, where, kv, positions, total, context)
+        kept[where].append(found[0].data_ptr())
+        return found
+
+    monkeypatch.setattr(KVBuffers, "refresh", refreshed)
+    for index, block in enumerate(stage.own_blocks):
+        block.register_forward_pre_hook(partial(given, index), with_kwargs=True)
+    sample = steps(golden_request("euler_simple")[0], 5, num_pipeline_patch=2, stale_kv=stale_kv)
+    samples, _ = engine.sample(sample, Callbacks())
+    static = dict(inputs)
+    cached = dict(kept)
+    monkeypatch.setattr("backend.parallel.pipeline_stage.ENABLED", False)
+    inputs, kept = defaultdict(list), defaultdict(list)
+    plain, _ = engine.sample(sample, Callbacks())
+    assert samples.equal(plain)
+    assert static and all(len(found) == 4 and len(set(found)) == 1 for found in static.values())
+    most = 1 if stale_kv == "reuse" else 2
+    assert cached and all(len(set(found)) <= most for found in cached.values())
+
+
+def test_staged_blocks_are_told_apart_from_compiled_ones(tmp_path, monkeypatch):
+    """A request leaves a stage's blocks as they were."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    engine = loaded(tmp_path, patches=2)
+    model = engine.models["tiny"]
+    engine.sample(steps(golden_request("euler_simple")[0], 1, compile="blocks"), Callbacks())
+    staged = [module for module in model.transformer.modules() if isinstance(module, StagedBlock)]
+    assert staged and not any("forward" in vars(each.block) for each in staged)

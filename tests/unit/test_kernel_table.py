@@ -1,0 +1,253 @@
+"""The table of attention kernels: what may be chosen, and how the packages' own functions are called.
+
+Stand-ins have the signatures of the packages' sources and compute attention as those define it, so a wrong
+layout, scale or order of results shows in the numbers.
+"""
+
+import sys
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import _registry as torch_registry
+
+from backend.config import CHOICES, ParallelConfig
+from backend.parallel import kernel_table as table
+from backend.parallel.attention_kernels import SDPA, attend
+from backend.parallel.kernel_table import HALF, KERNELS, TORCH, explained, fits, unavailable
+
+SCALE = 0.3
+HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"
+PACKAGED = [name for name, kernel in KERNELS.items() if kernel.module and not kernel.torch_impl]
+
+
+def lse_of(q, k, scale):
+    return (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(dim=-1)
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash_attn/flash_attn_interface.py: (B, S, H, D); with probabilities (out, lse, S_dmask)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = SDPA(q, k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    return (out, lse_of(q, k.repeat_interleave(groups, 1), softmax_scale), None) if return_attn_probs else out
+
+
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+    """sageattention/core.py: takes bf16 and fp16 alone."""
+    assert tensor_layout == "HND" and q.dtype in HALF and not kwargs
+    out = SDPA(q, k, v, scale=sm_scale, enable_gqa=True)
+    return (out, lse_of(q, k, sm_scale)) if return_lse else out
+
+
+def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
+    """sageattn3/api.py: takes the mean off the keys in place; knows no scale but the usual one."""
+    assert q.shape[1] == k.shape[1] and not kwargs
+    k -= k.mean(dim=-2, keepdim=True)
+    return SDPA(q, k, v)
+
+
+FUNCTIONS = {"flash-attn": flash_attn_func, "sage": sageattn, "sage-3": sageattn3_blackwell}
+
+
+class Operator:
+    """Stands for an operator of torch's for CUDA: takes what its schema does."""
+
+    def __init__(self, name):
+        self.schema = getattr(torch.ops.aten, name).default._schema
+        self.calls = []
+
+    def __call__(self, *given, **named):
+        arguments = self.schema.arguments
+        positional = [each.name for each in arguments if not each.kwarg_only]
+        call = dict(zip(positional, given, strict=False)) | named
+        assert len(given) <= len(positional) and call.keys() <= {each.name for each in arguments}
+        missing = [each for each in arguments if each.name not in call and not each.has_default_value()]
+        assert not missing, missing
+        self.calls.append(call)
+        q, k, v, scale = (call[name] for name in ("query", "key", "value", "scale"))
+        assert q.shape[1] == k.shape[1], "these operators know no grouped queries"
+        others = [None] * (len(self.schema.returns) - 2)
+        return SDPA(q, k, v, scale=scale), lse_of(q, k, scale), *others
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Every package and operator of the table."""
+    for name in PACKAGED:
+        module = ModuleType(KERNELS[name].module)
+        setattr(module, KERNELS[name].function, FUNCTIONS[name])
+        monkeypatch.setitem(sys.modules, KERNELS[name].module, module)
+    operators = {
+        name: Operator(name)
+        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
+    }
+    monkeypatch.setattr(table, "aten", SimpleNamespace(**operators))
+    return operators
+
+
+def sample(heads=4, dtype=torch.bfloat16, size=64):
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 5, size, dtype=dtype)
+    k, v = (torch.randn(2, heads, 7, size, dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != TORCH])
+def test_a_kernel_computes_what_torch_does(name, heads, stand_ins):
+    q, k, v = sample(heads)
+    before = k.clone()
+    wanted = F.scaled_dot_product_attention(q, k, v, scale=SCALE, enable_gqa=True)
+    # attention does not change where a constant is taken off all keys
+    assert (attend(name, q, k, v, None, SCALE) - wanted).abs().max() < 0.05
+    assert (
+        attend(name, q, k, v) - F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    ).abs().max() < 0.05
+    assert k.equal(before), "keys may be a K/V buffer's"
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.lse and kernel.call])
+def test_a_ring_gets_the_log_sum_exp(name, stand_ins):
+    q, k, v = sample()
+    out, lse = KERNELS[name].call(q, k, v, SCALE, True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert torch.allclose(lse, lse_of(q, k, SCALE), atol=1e-2)
+    assert (out - SDPA(q, k, v, scale=SCALE)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn-4"])
+def test_torch_activates_a_kernel_for_a_request_alone(name, monkeypatch):
+    seen = []
+    handle = SimpleNamespace(remove=lambda: seen.append("restored"))
+
+    def register():
+        seen.append("activated")
+        return handle
+
+    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, KERNELS[name].torch_impl, register)
+    with pytest.raises(ZeroDivisionError):
+        with table.activated(name):
+            assert torch.nn.attention.current_flash_attention_impl() == KERNELS[name].torch_impl
+            raise ZeroDivisionError
+    assert seen == ["activated", "restored"] and torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_other_heads_of_a_model_stay_off_an_activated_kernel(stand_ins, monkeypatch):
+    """LTX-2's audio, for example: SDPA would hand them to what torch has activated."""
+    q, k, v = sample(size=20)
+    limited = []
+    monkeypatch.setattr(
+        "backend.parallel.attention_kernels.sdpa_kernel",
+        lambda backends: limited.append(backends) or torch.no_grad(),
+    )
+    assert attend("flash-attn-3", q, k, v).equal(SDPA(q, k, v))
+    assert limited and not stand_ins["_scaled_dot_product_flash_attention"].calls
+
+
+def test_what_a_kernel_cannot_compute_is_torchs(stand_ins):
+    q, k, v = sample()
+    for name, kernel in KERNELS.items():
+        assert not fits(name, q, masked=True, lse=False)
+        assert not fits(name, q.float(), masked=False, lse=False)
+        assert fits(name, q, masked=False, lse=True) == (kernel.lse and kernel.call is not None)
+    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
+    assert all(attend(name, q, k, v, mask).equal(SDPA(q, k, v, mask)) for name in KERNELS)
+
+
+def test_the_node_offers_the_table():
+    assert CHOICES["attention"][:2] == ("auto", TORCH) and set(CHOICES["attention"]) == {"auto", *KERNELS}
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != TORCH])
+def test_the_help_page_has_the_table(name):
+    kernel = KERNELS[name]
+    cells = (f"`{name}`", kernel.what, kernel.gpus_in_words, kernel.heads_in_words)
+    ending = ("yes" if kernel.lse else "no", "exact" if kernel.exact else "approximate")
+    assert f"| {' | '.join((*cells, *ending))} |\n" in HELP.read_text()
+
+
+#: Kernel, head size, GPU, ring -> words of the refusal; "" where nothing stands against it but the package.
+COMBINATIONS = [
+    ("sage", 256, (9, 0), False, "heads of up to 128 features"),
+    ("sage", 128, (10, 0), False, "8.0, 8.6, 8.9, 9.0, 12.0, and there are GPUs of 10.0"),
+    ("sage", 128, (12, 0), True, ""),
+    ("sage-3", 128, (12, 0), False, ""),
+    ("sage-3", 96, (12, 0), False, "heads of 64 or 128 features, and this model's have 96"),
+    ("sage-3", 128, (9, 0), False, "10.0, 12.0, and there are GPUs of 9.0"),
+    ("sage-3", 128, (12, 0), True, "does not return the log-sum-exp by which rings merge"),
+    ("cudnn", 128, (9, 0), True, "set attention to one of sdpa, flash-attn"),
+    ("cudnn", 128, (7, 5), False, "8.0 or higher, and there are GPUs of 7.5"),
+    ("flash-attn", 256, (12, 0), True, ""),
+    ("flash-attn-3", 128, (9, 0), True, ""),
+    ("flash-attn-3", 128, (8, 9), False, "9.0 to 9.9, and there are GPUs of 8.9"),
+    ("flash-attn-3", 100, (9, 0), False, "up to 256 features, in multiples of 8"),
+    ("flash-attn-4", 128, (10, 0), True, ""),
+    ("flash-attn-4", 256, (10, 0), False, "up to 128 features"),
+    ("flash-attn-4", 128, (12, 0), False, "9.0 to 10.9"),
+]
+
+
+@pytest.mark.parametrize("name, head_size, gpu, ring, says", COMBINATIONS)
+def test_a_wrong_combination_cannot_be_chosen(name, head_size, gpu, ring, says):
+    refusal = unavailable(name, "cuda", torch.bfloat16, head_size, [gpu], ring) or ""
+    text = explained(name, "cuda", torch.bfloat16, head_size, [gpu], ring)
+    if says:
+        assert says in refusal and text == refusal
+        assert refusal.count(". ") == 0 and refusal.endswith(".")
+    else:  # no such package is installed here
+        assert "is not installed" in refusal and text.startswith(f"attention {name}: {KERNELS[name].what}")
+
+
+def test_every_choice_is_explained_in_one_line():
+    for name, device, ring in product(CHOICES["attention"], ("cpu", "cuda"), (False, True)):
+        text = explained(name, device, torch.bfloat16, 128, [(9, 0)], ring)
+        assert name in text and "\n" not in text
+    assert "approximate, whose log-sum-exp the ring merges by" in explained(
+        "sage", "cuda", torch.bfloat16, 128, [(9, 0)], True
+    )
+
+
+def test_a_torch_that_cannot_activate_is_named(monkeypatch):
+    monkeypatch.delitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA3")
+    refusal = unavailable("flash-attn-3", "cuda", torch.bfloat16, 128, [(9, 0)])
+    assert refusal and "cannot activate (it knows FA4)" in refusal
+
+
+def test_a_package_of_that_name_without_the_function_is_named(monkeypatch):
+    """FlashAttention 4 alone leaves a package flash_attn without FlashAttention 2's function."""
+    module = ModuleType("flash_attn")
+    module.__spec__ = SimpleNamespace(name="flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    table.import_error.cache_clear()
+    refusal = unavailable("flash-attn", "cuda", torch.bfloat16, 128, [(9, 0)])
+    table.import_error.cache_clear()
+    assert refusal and "cannot be imported (it has no flash_attn_func)" in refusal
+
+
+@pytest.mark.parametrize(
+    "fields, merges",
+    [
+        ({"ring_degree": 2}, True),
+        ({"ulysses_degree": 2}, False),
+        ({"ring_degree": 2, "pipefusion_degree": 2}, False),
+        ({"ring_degree": 2, "pipefusion_degree": 2, "num_pipeline_patch": 1}, True),
+    ],
+)
+def test_where_rings_merge(fields, merges):
+    assert table.merges(ParallelConfig(**fields)) == merges
