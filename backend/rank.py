@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unloa
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .serving.broadcast import Dispatcher
+from .serving.step_times import StepClock
 
 
 class Worker:
@@ -37,6 +39,8 @@ class Worker:
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
+        beats = begun.beats
+        self.clock = StepClock(beats.ring(int(os.environ["LOCAL_RANK"])) if beats else None)
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
@@ -68,16 +72,23 @@ class Worker:
         Cancelled."""
         prepare = partial(self.engine.prepare_sample, message)
         prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
+        self.clock.new_request()
+        timed = replace(callbacks, on_begin=self.clock.begin)
         try:
-            return self._guarded(partial(self.engine.sample, message, callbacks, prepared))
+            return self._guarded(partial(self.engine.sample, message, timed, prepared))
         finally:
+            self.clock.begin(None)
             self.release(message.shared)
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
         prepare = partial(self.engine.prepare_call, message)
         prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
-        return self._guarded(partial(self.engine.forward, message, prepared))
+        self.clock.begin(0)
+        try:
+            return self._guarded(partial(self.engine.forward, message, prepared))
+        finally:
+            self.clock.begin(None)
 
     def _is_parked(self, message: Sample | ModelCall) -> bool:
         return self.engine.models[message.model].parked

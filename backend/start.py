@@ -32,7 +32,8 @@ _CONFIG_KEY = "parallel-dit/config"
 @dataclass(frozen=True)
 class Start:
     """What a rank begins with. ``token`` is empty on every rank but 0; ``store`` is the ranks' meeting place,
-    None for torchrun's own, as on several machines; ``folders``: from which files are loaded."""
+    None for torchrun's own, as on several machines; ``folders``: from which files are loaded; ``beats``: the
+    launcher's memory, if there is one."""
 
     address: str
     config: ParallelConfig
@@ -40,14 +41,14 @@ class Start:
     token: str = ""
     store: mesh.dist.FileStore | None = None  # pyright: ignore[reportPrivateImportUsage]  # the public name
     folders: Folders = ANYWHERE
+    beats: Heartbeats | None = None
 
 
 def begin() -> Start:
     """Read the command line and what it points to; ConfigError for what cannot run here."""
     options = arguments().parse_args()
     sys.stdout, sys.stderr = LossyLog(sys.stdout), LossyLog(sys.stderr)
-    if options.heartbeats:
-        _beat(options.heartbeats)
+    beats = _beat(options.heartbeats) if options.heartbeats else None
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
     if options.store:
@@ -62,7 +63,8 @@ def begin() -> Start:
     # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
     meeting = store if _on_one_machine() else None  # the file is of one machine
-    return Start(options.address, config, _device(config), token, meeting, Folders.of(options.models))
+    folders = Folders.of(options.models)
+    return Start(options.address, config, _device(config), token, meeting, folders, beats)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -131,14 +133,15 @@ def _from_parent(store) -> tuple[str, str]:
     return text, sent["token"] if os.environ["RANK"] == "0" else ""
 
 
-def _beat(path: str):
+def _beat(path: str) -> Heartbeats | None:
     """Beat where the launcher looks, or go on unwatched where its memory cannot be opened."""
     try:
         beats = Heartbeats.join(path)
     except OSError as error:
         print(f"No heartbeats: {error}. This rank is not watched.", file=sys.stderr)
-    else:
-        beats.start(int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"]))
+        return None
+    beats.start(int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"]))
+    return beats
 
 
 class LossyLog:

@@ -50,6 +50,7 @@ from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
 from .serving.progress import Previews, load_progress, progress
 from .serving.server import CANCELLABLE, Job, Server
+from .serving.step_times import step_rows
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 PING_SECONDS = 60.0
@@ -67,17 +68,18 @@ class Leader(Worker):
         #: Loaded model -> its path.
         self.paths: dict[str, str] = {}
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
-        self.server = Server(
-            begun.address, begun.token, welcome, self._models, self._weight_bytes, self.machines
-        )
+        self.beats = begun.beats
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()
         return {key: self.paths.get(key, "") for key in loaded}
 
-    def _weight_bytes(self, rank: int) -> int:
-        loaded = self._models()
-        return sum(ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in loaded)
+    def _of_rank(self, rank: int) -> dict:
+        """What Report.ranks says of a rank's models and last steps; asked from any thread."""
+        models = self._models()
+        held = [ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in models]
+        return {"weight_bytes": sum(held), "steps": step_rows(self.beats, rank)}
 
     def lead(self):
         """Serve until a client says Shutdown."""

@@ -7,10 +7,12 @@ import folder_paths
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
-from .host import queued
-from .host.refusals import NoTracebackOfMistakes
+from ..backend.protocol import BackendError
+from .host import panel, queued
+from .host.refusals import MISTAKES, NoTracebackOfMistakes
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
 from .load_parallel_dit import LoadParallelDiT
+from .panel_routes import add_routes
 from .parallel_config import ParallelConfigNode
 from .parallel_demo_loader import ParallelDemoLoader
 from .parallel_doctor import ParallelDoctor
@@ -19,6 +21,7 @@ from .parallel_model import ParallelModel
 from .parallel_sampler import ParallelSampler
 from .parallel_sampler_advanced import ParallelSamplerAdvanced
 from .parallel_sampler_custom import ParallelSamplerCustom
+from .trials import trials
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 
@@ -27,9 +30,17 @@ class ParallelDiTExtension(ComfyExtension):
     """The nodes of category "Parallel DiT"."""
 
     async def on_load(self):
-        """Let nodes see the graph that is validated, and errors of users without tracebacks."""
+        """Let nodes see the graph that is validated, show errors of users without tracebacks, and answer the
+        side panel."""
         PromptServer.instance.add_on_prompt_handler(queued.remember)
         logging.getLogger().addFilter(NoTracebackOfMistakes())
+        questions = {"status": panel.status, "log": panel.log}
+        actions = {
+            "free": lambda body: panel.free(),
+            "stop": lambda body: panel.stop(),
+            "trials": lambda body: trials(body.get("prompt") or {}, str(body.get("sampler", ""))),
+        }
+        add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError))
 
     async def get_node_list(self):
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))

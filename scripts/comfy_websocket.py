@@ -1,5 +1,5 @@
-"""The little of a websocket that following ComfyUI's messages takes: connect, and read frames. Standard
-library only."""
+"""The little of a websocket that following ComfyUI's messages and driving a browser take: connect, read
+frames, and write texts. Standard library only."""
 
 import base64
 import os
@@ -37,6 +37,20 @@ class WebSocket:
             return None  # what has arrived of the frame stays in the buffer
         frame, self._buffer = self._buffer[: start + size], self._buffer[start + size :]
         return frame[0] & 15 == 1, frame[start:]
+
+    def send(self, text: str):
+        """Write a text, masked, as a client has to."""
+        data = text.encode()
+        size = len(data)
+        if size < 126:
+            head = bytes([0x81, 0x80 | size])
+        elif size < 1 << 16:
+            head = bytes([0x81, 0x80 | 126]) + size.to_bytes(2, "big")
+        else:
+            head = bytes([0x81, 0x80 | 127]) + size.to_bytes(8, "big")
+        # the mask is four zeros: whoever reads this is a program of ours on this machine
+        self._socket.settimeout(30)
+        self._socket.sendall(head + bytes(4) + data)
 
     def close(self):
         self._socket.close()

@@ -247,7 +247,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "links": links,
         "groups": groups_of(nodes),
         "config": {},
-        "extra": {"ds": {"scale": 0.6, "offset": [60, 100 - nodes[0]["pos"][1]]}},
+        "extra": {"ds": {"scale": 0.55, "offset": [150, 190 - nodes[0]["pos"][1]]}},
         "version": 0.4,
     }
 
@@ -311,9 +311,9 @@ def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
             else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]
         )
         for row, line in enumerate(lines):
-            top = y + 12 + (22 * max(len(node["inputs"]), len(node["outputs"])) + 25 * row)
-            if top + 20 < y + height:
-                draw.text(at(x + 14, top), line, fill="#bbbbbb", font=small)
+            place = y + 12 + (22 * max(len(node["inputs"]), len(node["outputs"])) + 25 * row)
+            if place + 20 < y + height:
+                draw.text(at(x + 14, place), line, fill="#bbbbbb", font=small)
     return image.resize(size, Image.Resampling.LANCZOS)
 
 

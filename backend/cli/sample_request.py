@@ -139,9 +139,11 @@ def _check(request: SampleRequest, name: str):
         raise ConfigError(f"{name} has {values}; steps and batch are at least 1, shift at least 0.")
     if not 0 <= request.seed < 1 << 64:
         raise ConfigError(f"{name}'s seed is {request.seed}; it is from 0 to 2**64 - 1, as ComfyUI's.")
-    if is_size and 4 * request.batch * math.prod(sizes) > framing.MAX_BODY:
-        gib = 4 * request.batch * math.prod(sizes) / 2**30
-        raise ConfigError(f"{name}'s latent has {gib:,.0f} GiB, more than a message may; make it smaller.")
+    size = 4 * request.batch * (math.prod(sizes) if isinstance(sizes, list) else 0)
+    if size > framing.MAX_BODY:
+        raise ConfigError(
+            f"{name}'s latent has {size / 2**30:,.0f} GiB, more than a message may; make it smaller."
+        )
     if request.cfg != 1.0 and not request.negative:
         raise ConfigError(f"{name} has cfg {request.cfg:g} and no negative; name one, or set cfg to 1.")
     if Path(request.out).suffix not in SUFFIXES:

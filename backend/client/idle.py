@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 
 from ..config import ConfigError
 
@@ -45,8 +46,13 @@ class IdleClock:
         return self.clock() - self.last >= seconds
 
 
-def watch(seconds: float, close_idle: Callable[[float], None]):
-    """Call ``close_idle(seconds)`` now and then, on a thread of its own that ends with this process."""
+@cache
+def watch(close_idle: Callable[[float], None]):
+    """Call ``close_idle(seconds)`` now and then where IDLE_VARIABLE asks for it, on a thread of its own that
+    ends with this process; once. Raises ConfigError."""
+    seconds = idle_seconds()
+    if seconds is None:
+        return
 
     def look():
         while True:

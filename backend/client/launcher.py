@@ -24,7 +24,7 @@ from .exit_report import cause_among, failures, full_disk
 from .interpreter import ranks_python
 from .machine_link import Link
 from .machines import Machines
-from .private_folder import PrivateFolder
+from .private_folder import LOGS, PrivateFolder
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, is_of
 
@@ -120,6 +120,7 @@ class BackendProcess:
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
+        LOGS.append(self.log)
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
         self._ended_elsewhere = False
@@ -187,7 +188,7 @@ class BackendProcess:
 
     def _try_to_connect(self, check) -> BackendClient | None:
         try:
-            return BackendClient(self.address, self._token, check, self._is_hung)
+            return self.connect_again(check)
         except OSError:  # nobody listens yet, or nobody will
             if self.running:
                 return None
@@ -246,8 +247,12 @@ class BackendProcess:
                 self._kill_ranks()
 
     def beats(self) -> list[Beat]:
-        """Return the heartbeats of every rank."""
+        """Return the heartbeats of every rank here."""
         return self._heartbeats.read()
+
+    def connect_again(self, check=lambda: None) -> BackendClient:
+        """Return one more client of rank 0. Errors as of BackendClient."""
+        return BackendClient(self.address, self._token, check, self._is_hung)
 
     def close(self):
         """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import asdict, replace
-from functools import cache
 
 import torch
 
@@ -16,7 +15,7 @@ from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
 from .client import BackendClient
 from .connect import connect
-from .idle import IdleClock, idle_seconds, watch
+from .idle import IdleClock, watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room
 
@@ -262,9 +261,14 @@ def backend_at_hand(config: ParallelConfig) -> Backend | None:
     return _backends.get(config.topology())
 
 
+def backends() -> list[Backend]:
+    """Return every backend that this process uses, alive or not."""
+    return list(_backends.values())
+
+
 def launched() -> Backend | None:
     """Return the live backend whose ranks we have started, if there is one."""
-    return next((b for b in list(_backends.values()) if b.process is not None and b.alive()), None)
+    return next((b for b in backends() if b.process is not None and b.alive()), None)
 
 
 def close_idle(seconds: float):
@@ -326,7 +330,7 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     began = time.monotonic()
 
-    _watch_idle()
+    watch(close_idle)
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)
 
@@ -340,11 +344,3 @@ def _launch(config: ParallelConfig, check, show) -> Backend:
     except BaseException:
         process.close()
         raise
-
-
-@cache
-def _watch_idle():
-    """Begin to look for idle backends, once, where that is asked for. Raises ConfigError."""
-    seconds = idle_seconds()
-    if seconds is not None:
-        watch(seconds, close_idle)

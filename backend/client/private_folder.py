@@ -10,6 +10,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 try:
@@ -21,6 +22,8 @@ PREFIX = "parallel-dit-"
 LOCK = "launcher.lock"
 #: How long a folder stays whose log was named in a message.
 KEEP_SECONDS = 24 * 3600.0
+#: Logs of the last backends that this process has started, the newest last; not all are kept.
+LOGS: deque[Path] = deque(maxlen=8)
 #: Longest path that every system takes for a unix socket.
 _LONGEST_SOCKET_PATH = 100
 #: Where the usual place for temporary files has too long a path.

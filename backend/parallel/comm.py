@@ -1,5 +1,6 @@
 """The collectives between ranks of one axis, under torch's names; the bytes sent are counted by mechanism."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,25 @@ from .mesh import Axis
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
 #: outputs, modulation, linear-attention state, halo).
 SENT: Counter[str] = Counter()
+
+
+class Waiting:
+    """Sums the seconds that this rank's host waits for tensors of others, as a context. gloo waits there;
+    NCCL hands the wait on to the GPU, and the host goes on."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self):
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error):
+        self.seconds += time.perf_counter() - self._since
+
+
+#: Of this rank since it started.
+WAITING = Waiting()
 
 
 def count(mechanism: str, sent: Tensor | int):
@@ -32,7 +52,8 @@ class Exchange:
 
     def wait(self) -> Tensor:
         """Return what came."""
-        self.work.wait()
+        with WAITING:
+            self.work.wait()
         return self.received
 
 
@@ -59,7 +80,8 @@ def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """Return ``x`` of the first rank on all ranks of ``axes``; ``x`` may be overwritten."""
     for axis in axes:
         if axis.size > 1:
-            dist.broadcast(x, axis.ranks[0], group=axis.group)
+            with WAITING:
+                dist.broadcast(x, axis.ranks[0], group=axis.group)
     return x
 
 
@@ -89,8 +111,7 @@ def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
             count(mechanism, x)
         if gathered[source].numel():
             operations.append(dist.P2POp(dist.irecv, gathered[source], axis.ranks[source], axis.group))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    _finish(operations)
 
 
 def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
@@ -101,8 +122,7 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
     if not axis.first:
         count(mechanism, x)
         send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
-        for work in dist.batch_isend_irecv([send]):
-            work.wait()
+        _finish([send])
         return x
     whole = x.new_empty(sum(lengths), *x.shape[1:])
     own, *others = whole.split(lengths)
@@ -110,8 +130,9 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
     own.copy_(x)
-    for work in waiting:
-        work.wait()
+    with WAITING:
+        for work in waiting:
+            work.wait()
     return whole
 
 
@@ -129,7 +150,8 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
 
     def end() -> Tensor:
-        work.wait()
+        with WAITING:
+            work.wait()
         return x
 
     return end
@@ -138,7 +160,8 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Return the largest of every rank's ``x`` over ``axis``, the same on each."""
     wide = x.float()  # of which every backend knows the maximum
-    dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
+    with WAITING:
+        dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * wide.numel() * wide.element_size() // axis.size)
     return wide.to(x.dtype)
 
@@ -157,6 +180,13 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
         return flat.view(x.shape)
 
     return end
+
+
+def _finish(operations: list[dist.P2POp]):
+    """Run sends and receives to their end."""
+    with WAITING:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
 
 class Pipe:
@@ -202,7 +232,8 @@ class Pipe:
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
         work, buffer = self.posted.pop(0)
-        work.wait()
+        with WAITING:
+            work.wait()
         if self.keeps_buffers:
             self._release()
             self.taken = buffer

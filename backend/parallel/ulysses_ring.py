@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..shares import edges
 from .attention_kernels import attend_lse
-from .comm import Exchange, count, exchange
+from .comm import WAITING, Exchange, count, exchange
 from .kernel_table import import_error
 from .mesh import Axis
 from .sequence import Span
@@ -182,7 +182,8 @@ def ring_attend(
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
             out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
-            ring.wait()
+            with WAITING:
+                ring.wait()
             assert incoming is not None, "made in this hop"
             kv = incoming
     return q if out is None else out.transpose(1, 2).to(q.dtype)

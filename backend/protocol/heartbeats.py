@@ -13,10 +13,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from .step_times import StepRing, StepTime
+
 #: Seconds between two beats of a rank.
 BEAT_SECONDS = 0.5
 #: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).
 SLOT = struct.Struct("=4Q")
+#: Bytes of a rank: its slot, and its last steps (step_times.py), which lie after all slots.
+OF_RANK = SLOT.size + StepRing.SIZE
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Heartbeats:
         self.path = path
         self.ranks = ranks
         self._file = file
-        self._memory = mmap.mmap(file, SLOT.size * ranks)
+        self._memory = mmap.mmap(file, OF_RANK * ranks)
 
     @classmethod
     def make(cls, ranks: int, folder: Path) -> "Heartbeats":
@@ -48,14 +52,14 @@ class Heartbeats:
         else:
             path = str(folder / "heartbeats")
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(file, SLOT.size * ranks)
+        os.ftruncate(file, OF_RANK * ranks)
         return cls(file, path, ranks)
 
     @classmethod
     def join(cls, path: str) -> "Heartbeats":
         """Open the launcher's slots. Raises OSError."""
         file = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        return cls(file, path, os.fstat(file).st_size // SLOT.size)
+        return cls(file, path, os.fstat(file).st_size // OF_RANK)
 
     def start(self, place: int, rank: int):
         """Beat in slot ``place`` for this process, which is ``rank``, as long as it lives."""
@@ -78,8 +82,19 @@ class Heartbeats:
         """Return the beats of every rank that has begun; none after ``close``."""
         if self._memory.closed:
             return []
-        beats = SLOT.iter_unpack(self._memory[:])
+        beats = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
         return [Beat(pid, rank, count, longest / 1000) for pid, rank, count, longest in beats if pid]
+
+    def ring(self, place: int) -> StepRing:
+        """Return the last steps of slot ``place``, for its rank to write, as long as it lives."""
+        begin = SLOT.size * self.ranks + StepRing.SIZE * place
+        return StepRing(memoryview(self._memory)[begin : begin + StepRing.SIZE])
+
+    def step_times(self, rank: int) -> list[StepTime]:
+        """Return the last steps of a rank of the whole backend; none where it has not begun, or not here."""
+        slots = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
+        places = [place for place, (pid, beating, _, _) in enumerate(slots) if pid and beating == rank]
+        return [time for place in places for time in self.ring(place).read()]
 
     def close(self):
         """Give the memory back, more than once is fine; ranks that still beat keep theirs."""

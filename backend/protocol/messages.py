@@ -268,9 +268,10 @@ class Status:
 @dataclass(frozen=True)
 class Report:
     """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank,
-    machine, pid, weight_bytes, and resident_bytes (of its process; 0 on another machine); ``running``: kind
-    of the request under way, empty for none, for ``running_seconds``; ``waiting`` requests; ``answered``:
-    kind -> number so far; ``last_error``: the last refusal."""
+    machine, pid, weight_bytes, resident_bytes (of its process; 0 on another machine) and its last ``steps``
+    (serving/step_times.py); ``running``: kind of the request under way, empty for none, for
+    ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so far; ``last_error``: the last
+    refusal."""
 
     seconds: float
     models: dict

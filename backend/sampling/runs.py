@@ -1,7 +1,7 @@
 """Runs of a loaded model over the mesh: a whole request, or one call. Every rank makes the same."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
         return callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
 
     with running(model, request) as runner:
-        denoiser = Denoiser(mesh, request, runner, Callbacks(on_step, callbacks.should_stop))
+        told = replace(callbacks, on_step=on_step)
+        denoiser = Denoiser(mesh, request, runner, told)
         tokens = _all_replicas(mesh, denoiser.run(), request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.comm import Pipe, all_gather, cat
+from ..parallel.comm import WAITING, Pipe, all_gather, cat
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -66,11 +66,13 @@ class Pending:
 class Callbacks:
     """What the step loop reports. on_step(steps done, x0): on the first stage alone; x0 (B, N, F) is the
     prediction with which the step began. should_stop(): asked on global rank 0 alone. on_denoised(x0): the
-    whole batch's of the last step, where a request asks for it."""
+    whole batch's of the last step, where a request asks for it. on_begin(step): on every rank before each
+    evaluation of a step."""
 
     on_step: Callable = lambda step, x0: None
     should_stop: Callable[[], bool] = lambda: False
     on_denoised: Callable = lambda x0: None
+    on_begin: Callable[[int], None] = lambda step: None
 
 
 class Denoiser:
@@ -112,6 +114,7 @@ class Denoiser:
         if self.first_stage:
             self._start_solvers()
         for index, evaluation in enumerate(plan):
+            self.callbacks.on_begin(evaluation.step)
             self._vote(evaluation)
             self.runner.begin_evaluation(index, _ratio(plan, index))
             self._evaluate(plan, index)
@@ -275,7 +278,8 @@ class Denoiser:
             assert work is not None, "every rank is in the control group"
             self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
             if self.mesh.rank:
-                work.wait()
+                with WAITING:
+                    work.wait()
             stop = bool(ballot.item())
         if stop:
             self._drain()

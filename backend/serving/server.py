@@ -177,14 +177,14 @@ class Server:
         token: str,
         welcome: protocol.Welcome,
         models,
-        weights=lambda rank: 0,
+        of_rank=lambda rank: {"weight_bytes": 0},
         machines: Sequence[int] = (),
     ):
-        """``models()``: name -> path of what is loaded; ``weights(rank)``: bytes of them on a rank;
+        """``models()``: name -> path of what is loaded; ``of_rank(rank)``: what Report.ranks says further;
         ``machines``: the number of every rank's machine, 0 being this one."""
         self.machines = machines or [0] * welcome.world_size
         self.activity = Activity()
-        self.weights = weights
+        self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
         self.models = models
@@ -263,7 +263,7 @@ class Server:
 
     def _rank(self, rank: int, pid: int) -> dict:
         machine = self.machines[rank]
-        found = {"rank": rank, "machine": machine, "pid": pid, "weight_bytes": self.weights(rank)}
+        found = {"rank": rank, "machine": machine, "pid": pid, **self.of_rank(rank)}
         # another machine's process number may be another process's here
         return found | {"resident_bytes": resident(pid) if machine == 0 else 0}
 

@@ -36,6 +36,24 @@ def plan_for(
     device = auto.base.resolve_device(gpus_here)
     if len(devices) == 1:
         return auto.placed(auto.base, devices, device), ()
+    running = pool.launched()
+    asked = {"device": auto.base.device, "compile": auto.base.compile}
+    now = replace(running.config, gpus="", **asked) if running else None
+    question, devices = question_of(auto, model, request, others)
+    choice = choose(question, auto.method, now)
+    for line in choice.lines:
+        logging.info("parallel-dit: %s", line)
+    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
+
+
+def question_of(
+    auto: AutoConfig, model: Wanted, request: Callable[[ModelShape], Request], others: tuple[Wanted, ...] = ()
+) -> tuple[Question, list[int]]:
+    """Return what the planner is asked for a model, with what was measured of this machine, and the devices
+    in the order of its ranks. Errors as in ``plan_for``."""
+    gpus_here = torch.cuda.device_count()
+    devices = auto.devices(gpus_here)
+    device = auto.base.resolve_device(gpus_here)
     with NodeStatus() as status:
 
         def check():
@@ -49,17 +67,8 @@ def plan_for(
         order = machine.fastest_first()
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
-    running = pool.launched()
-    asked = {"device": auto.base.device, "compile": auto.base.compile}
-    now = replace(running.config, gpus="", **asked) if running else None
-    others_held = tuple(shapes[1:])
-    question = Question(
-        *(shapes[0], request(shapes[0]), machine, len(devices), auto.base, others_held, auto.rank_shares)
-    )
-    choice = choose(question, auto.method, now)
-    for line in choice.lines:
-        logging.info("parallel-dit: %s", line)
-    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
+    asked = (shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
+    return Question(*asked, auto.rank_shares), devices
 
 
 def planned(

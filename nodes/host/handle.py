@@ -182,6 +182,13 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
         entry.register()
 
 
+def free_weights() -> int:
+    """Free the weights of every model on the ranks, as ComfyUI's Unload Models does, where no request runs;
+    return how many models had some."""
+    models = [[entry.take() for entry in found] for _, found in list(_weights.values())]
+    return sum(any(taken) for taken in models)
+
+
 def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.model_management.LoadedModel]:
     """Return the entries of ComfyUI's list that a request of ``handle`` needs: its own weights and, where it
     is a part of ComfyUI's ``sampling``, the models that this uses, whose patches must stay."""

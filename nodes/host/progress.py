@@ -18,7 +18,10 @@ TEXT_SECONDS = 0.5
 
 
 class NodeStatus:
-    """A line of text under the node that runs now, below sentences that stay as long as it runs."""
+    """A line of text under the node that runs now, below sentences that stay as long as it runs. ``latest``:
+    the line of whichever it was, for the side panel."""
+
+    latest = ""
 
     def __init__(self):
         self.send = node_text()
@@ -30,6 +33,7 @@ class NodeStatus:
 
     def __exit__(self, kind, *_):
         """Leave no line that is no longer true."""
+        NodeStatus.latest = ""
         if not self.shown:
             return
         is_cancelled = kind is not None and issubclass(
@@ -39,6 +43,7 @@ class NodeStatus:
 
     def show(self, line: str):
         """Show ``line``, below the sentences, unless it is there already."""
+        NodeStatus.latest = line
         text = "\n".join([*self.sentences, *([line] if line else [])])
         if text != self.shown:
             self.shown = text

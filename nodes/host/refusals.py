@@ -2,13 +2,20 @@
 
 import functools
 import logging
+import time
 from contextlib import contextmanager
 
 from ...backend.client.dependencies import MissingDependencyError
+from ...backend.client.status import log_of_last_backend
 from ...backend.config import ConfigError
 from ...backend.errors import SHORT, UnsupportedError
 from ...backend.protocol import BackendError, RefusedError
 from .progress import node_text
+
+#: The latest refusal or failure, for the side panel: text, time (s since 1970), end of the backend's log.
+LATEST: dict = {}
+#: Characters of that log.
+LOG_TAIL = 4000
 
 #: What a user can put right: the message is a sentence that says how.
 MISTAKES = (ConfigError, MissingDependencyError, RefusedError, UnsupportedError)
@@ -22,6 +29,8 @@ def errors_on_node():
         yield
     except (*MISTAKES, BackendError) as error:
         node_text()(str(error))
+        log = log_of_last_backend() if isinstance(error, BackendError) else ""
+        LATEST.update(text=str(error), time=time.time(), log=log[-LOG_TAIL:])
         raise
 
 

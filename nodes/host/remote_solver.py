@@ -13,6 +13,7 @@ import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.patcher_extension import WrappersMP, add_wrapper
 from comfy_api.latest import io
+from comfy_execution.utils import get_executing_context
 
 from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
@@ -28,6 +29,8 @@ from .report import run_lines, shown
 from .sampling_checks import check_inputs
 from .shift import apply_shift
 
+#: The latest run, for the side panel: queued prompt, node, degrees, steps, seconds.
+LATEST: dict = {}
 #: Least seconds between two previews; each costs a gather of the latent to rank 0.
 PREVIEW_SECONDS = 0.2
 
@@ -79,6 +82,9 @@ class RemoteSolver:
 
     def _report(self, request: Sample, steps: int, seconds: float) -> list[str]:
         """Return how the run went, against one rank where that has run before; remember it if it is one."""
+        context = get_executing_context()
+        where = {"prompt": context.prompt_id, "node": context.node_id} if context else {}
+        LATEST.update(where, degrees=self.dit.config.degrees, steps=steps, seconds=seconds)
         device = self.loaded.info["device"]
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:

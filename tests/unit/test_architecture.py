@@ -72,6 +72,7 @@ STDLIB_ONLY = (
     "backend.protocol.heartbeats",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
+    "backend.protocol.step_times",
 )
 #: Imported by ComfyUI's process: these packages must not come with them.
 HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")

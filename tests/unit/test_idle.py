@@ -85,5 +85,7 @@ def test_the_watch_looks_again_and_again(monkeypatch):
         "Thread",
         lambda target, **_: SimpleNamespace(start=lambda: pytest.raises(SystemExit, target)),
     )
-    idle.watch(20.0, looks.append)
+    monkeypatch.setenv(idle.IDLE_VARIABLE, "0.3333333333333333")
+    idle.watch(looks.append)
+    idle.watch(looks.append)  # which watches already
     assert slept == [5.0] * 4 and looks == [20.0] * 3

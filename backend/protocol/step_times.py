@@ -1,0 +1,56 @@
+"""When each rank computed its last steps, how long it waited in them for others, and what it sent.
+
+A ring of records for each rank, in the memory of its heartbeats: the rank writes a few numbers a step and
+waits for nobody, and rank 0 reads those of all ranks while they work. Standard library only.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: How many records have been written.
+COUNT = struct.Struct("=Q")
+#: A record: request, step, begin (time.monotonic), seconds, seconds of waiting, bytes sent.
+RECORD = struct.Struct("=2Q3dQ")
+#: Records of a rank that are kept.
+KEPT = 64
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of one rank, as its host saw it: a GPU may still compute what the host has queued. ``begin``:
+    of this machine's monotonic clock (s), the same for all its ranks. ``waited``: seconds in which the host
+    waited for tensors of other ranks; ``sent``: bytes. ``request`` counts the requests of the rank."""
+
+    request: int
+    step: int
+    begin: float
+    seconds: float
+    waited: float
+    sent: int
+
+
+class StepRing:
+    """The last steps of one rank in ``memory``, SIZE bytes of zeros at first; written by that rank alone."""
+
+    SIZE = COUNT.size + KEPT * RECORD.size
+
+    def __init__(self, memory: memoryview):
+        self._memory = memory
+
+    def append(self, time: StepTime):
+        """Write a record over the oldest one, then count it."""
+        (count,) = COUNT.unpack_from(self._memory)
+        values = (time.request, time.step, time.begin, time.seconds, time.waited, time.sent)
+        RECORD.pack_into(self._memory, self._place(count), *values)
+        COUNT.pack_into(self._memory, 0, count + 1)
+
+    def read(self) -> Iterator[StepTime]:
+        """Yield the records, oldest first, without the one that may be written over now."""
+        (count,) = COUNT.unpack_from(self._memory)
+        for index in range(max(0, count - KEPT + 1), count):
+            yield StepTime(*RECORD.unpack_from(self._memory, self._place(index)))
+
+    @staticmethod
+    def _place(index: int) -> int:
+        return COUNT.size + index % KEPT * RECORD.size

@@ -1,0 +1,43 @@
+"""Writes down what each step of this rank took, by the host's clock: nothing is asked of its device."""
+
+import time
+
+from ..parallel import comm
+from ..protocol.heartbeats import Heartbeats
+from ..protocol.step_times import StepRing, StepTime
+
+
+class StepClock:
+    """``ring``: where the times go; None where nobody reads them. A call of Parallel Model is one step."""
+
+    def __init__(self, ring: StepRing | None):
+        self._ring = ring
+        self._request = 0
+        self._step: int | None = None
+        self._before = (0.0, 0.0, 0)
+
+    def new_request(self):
+        """Count the steps to come as those of another request."""
+        self._request += 1
+
+    def begin(self, step: int | None):
+        """A step begins and the one before has ended, unless it is the same. None: the last has ended."""
+        if self._ring is None or step == self._step:
+            return
+        now = (time.monotonic(), comm.WAITING.seconds, sum(comm.SENT.values()))
+        if self._step is not None:
+            began, waited, sent = self._before
+            spent = (began, now[0] - began, now[1] - waited, max(0, now[2] - sent))
+            self._ring.append(StepTime(self._request, self._step, *spent))
+        self._step = step
+        self._before = now
+
+
+def step_rows(beats: Heartbeats | None, rank: int) -> list[list]:
+    """Return the last steps of a rank: [request, step, begin (seconds from now, negative), seconds, waited,
+    bytes sent] of each; empty where nobody keeps them."""
+    times = beats.step_times(rank) if beats else ()
+    now = time.monotonic()
+    return [
+        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent] for each in times
+    ]

@@ -1,0 +1,98 @@
+"""What the side panel shows of the backends, and what its buttons do. Called from threads of the server."""
+
+import os
+import time
+
+import comfy.model_management
+import torch
+
+from ...backend.client import measurements, pool
+from ...backend.client.status import log_of_last_backend, rank_state, report
+from ...backend.config import in_words
+from ...backend.protocol import BackendError
+from . import refusals, remote_solver
+from .handle import free_weights
+from .progress import NodeStatus
+
+#: Seconds for which the free memory of GPUs is not asked for again: the driver's tool needs a while.
+MEMORY_SECONDS = 5.0
+_memory: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+
+
+def status() -> dict:
+    """Return how everything is: ``backends``, the line that a node shows now (``doing``), the latest run and
+    the latest error."""
+    backends = [_backend(each) for each in pool.backends()]
+    last_run = dict(remote_solver.LATEST)
+    if last_run:
+        last_run["what"] = in_words(last_run.pop("degrees"))
+    return {
+        "backends": backends,
+        "doing": NodeStatus.latest,
+        "last_run": last_run,
+        "last_error": dict(refusals.LATEST),
+    }
+
+
+def _backend(backend: pool.Backend) -> dict:
+    found = {
+        "what": in_words(backend.welcome.degrees),
+        "device": backend.welcome.device,
+        "ours": backend.process is not None,
+        "address": backend.config.address,
+        "ranks": [],
+    }
+    try:
+        told = report(backend)
+    except BackendError as error:
+        return {**found, "problem": str(error)}
+    gpus = backend.config.gpu_indices if backend.process and backend.welcome.device == "cuda" else []
+    memory = _gpu_memory(tuple(gpus))
+    ranks = []
+    for index, rank in enumerate(told.ranks):
+        state = rank_state(backend, rank["pid"], bool(told.running))
+        device = {"gpu": gpus[index], **memory[index]} if gpus else {}
+        ranks.append({**rank, **device, "state": state})
+    return {
+        **found,
+        "ranks": ranks,
+        "models": [os.path.basename(path) for path in told.models.values()],
+        "running": told.running,
+        "running_seconds": told.running_seconds,
+        "waiting": told.waiting,
+        "up_seconds": told.seconds,
+        "answered": told.answered,
+    }
+
+
+def _gpu_memory(gpus: tuple[int, ...]) -> list[dict]:
+    """Return the name, and the free and all bytes, of each GPU."""
+    if not gpus:
+        return []
+    asked, free = _memory.get(gpus, (-MEMORY_SECONDS, ()))
+    if time.monotonic() - asked >= MEMORY_SECONDS:
+        free = measurements.free_memory("cuda", list(gpus))
+        _memory[gpus] = (time.monotonic(), free)
+    properties = [torch.cuda.get_device_properties(index) for index in gpus]
+    return [
+        {"name": each.name, "free_bytes": left, "total_bytes": each.total_memory}
+        for each, left in zip(properties, free)
+    ]
+
+
+def free() -> dict:
+    """Free the weights on the ranks; say of how many models."""
+    return {"freed": free_weights()}
+
+
+def stop() -> dict:
+    """End the ranks that this process has started, and what runs on them; hang up on others."""
+    if any(backend.process is not None for backend in pool.backends()) or NodeStatus.latest:
+        comfy.model_management.interrupt_current_processing()
+    pool.close_all()
+    return {"stopped": True}
+
+
+def log() -> str:
+    """Return the end of the log of the newest backend of this process; empty where there is none."""
+    return log_of_last_backend()

@@ -1,0 +1,138 @@
+"""What the side panel's benchmark queues: the graph up to a sampler, once for each way to share its work."""
+
+import copy
+import os
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..backend.client import pool
+from ..backend.config import ConfigError, ParallelConfig
+from ..backend.planner.auto_config import PLANNED, AutoConfig
+from ..backend.planner.choose import MANUAL, Option, Question
+from .host.auto_plan import question_of
+from .host.graph import request_of_graph
+from .host.model_files import model_folders, model_paths
+from .host.queued import loader_of, source, values
+from .parallel_config import config_in
+
+#: Ways to share the work that are tried, those with the best estimates, besides one rank alone.
+MOST = 5
+#: The node that a graph gets where its loader has no Parallel Config; no id of a page looks so.
+CONFIG = "parallel-dit-trial"
+SEEDS = ("seed", "noise_seed")
+
+
+def trials(graph: dict, selected: str = "") -> dict:
+    """Return {"sampler", "loader", "config": node ids (config empty where the graph has none), "trials"}.
+
+    Each trial: ``name``; ``inputs`` of Parallel Config; ``prompts`` to queue one after the other, the same
+    but for the seed; ``projected`` seconds of a run. ``selected``: a sampler of this pack in the API
+    ``graph``, else the first one is taken. Raises ConfigError, RefusedError or BackendError.
+    """
+    sampler = selected if loader_of(graph, selected) else _first_sampler(graph)
+    loader = loader_of(graph, sampler)
+    if loader is None:
+        raise ConfigError("the graph has no Parallel Sampler on a Load Parallel DiT; add them and try again.")
+    config = source(graph, loader, "config")
+    auto = _auto(config_in(graph, config) or AutoConfig())
+    found = []
+    question, devices = _question(graph, loader, auto)
+    for option in options_to_try(question):
+        inputs = inputs_of(auto, option.plan, devices)
+        prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
+        found.append({"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds})
+    return {"sampler": sampler, "loader": loader, "config": config or "", "trials": found}
+
+
+def options_to_try(question: Question) -> list[Option]:
+    """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
+    ranks that start anew for it come last."""
+    fitting = sorted((each for each in question.options() if each.fits), key=_by_score)
+    found: dict[frozenset, Option] = {}
+    for option in fitting:
+        if option.plan.world_size == question.gpus > 1:
+            found.setdefault(option.mechanisms, option)
+    alone = [each for each in fitting if each.plan.world_size == 1]
+    return [*list(found.values())[:MOST], *alone[:1]]
+
+
+def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dict:
+    """Return the inputs of Parallel Config that make ``plan`` by hand."""
+    gpus_here = torch.cuda.device_count()
+    device = auto.base.resolve_device(gpus_here)
+    placed = auto.placed(plan, devices, device)
+    planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
+    return {"method": MANUAL, "gpus": placed.gpus, **planned}
+
+
+def _by_score(option: Option) -> float:
+    return option.score
+
+
+def _first_sampler(graph: dict) -> str:
+    samplers = [key for key, node in graph.items() if node["class_type"].startswith("ParallelSampler")]
+    return next((key for key in samplers if loader_of(graph, key)), "")
+
+
+def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
+    """Return what leaves the degrees open on as many ranks. ConfigError for ranks of somebody else."""
+    if isinstance(config, AutoConfig):
+        return config
+    if config.address:
+        raise ConfigError(
+            f"address is {config.address!r:.100}: the degrees of a backend that somebody else has started "
+            f"are fixed, so there is nothing to try; clear address."
+        )
+    on_gpus = config.resolve_device(torch.cuda.device_count()) == "cuda"
+    gpus = config.gpus or ("" if on_gpus else str(config.world_size))
+    base = replace(config, gpus="", **{name: getattr(ParallelConfig, name) for name in PLANNED})
+    return AutoConfig(gpus=gpus, base=base)
+
+
+def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:
+    inputs = values(graph, loader)
+    path = model_paths().get(inputs.get("model_name", ""))
+    if path is None or not os.path.exists(path):
+        raise ConfigError(
+            f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder."
+        )
+    pool.allow(*model_folders())
+    kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
+    return question_of(auto, (os.path.abspath(path), *kinds), partial(request_of_graph, graph, loader))
+
+
+def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
+    """Return the graph up to ``sampler`` with these inputs, twice with two seeds where it has one: the first
+    run of new process groups is slower."""
+    trial = copy.deepcopy({key: graph[key] for key in _before(graph, sampler)})
+    node = trial.setdefault(config, {"class_type": "ParallelConfig", "inputs": {}})
+    node["inputs"] |= inputs
+    trial[loader]["inputs"]["config"] = [config, 0]
+    trial[f"{CONFIG}-end"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 0]}}
+    seeded = [(key, name) for key, name in _seeds(trial, sampler)][:1]
+    again = copy.deepcopy(trial)
+    for key, name in seeded:
+        again[key]["inputs"][name] += 1
+    return [trial, again] if seeded else [trial]
+
+
+def _before(graph: dict, node: str) -> set[str]:
+    """Return the ids of a node and of all that it depends on."""
+    found, waiting = set(), [node]
+    while waiting:
+        key = waiting.pop()
+        if key not in found:
+            found.add(key)
+            linked = [source(graph, key, name) for name in graph[key]["inputs"]]
+            waiting += [each for each in linked if each is not None]
+    return found
+
+
+def _seeds(graph: dict, sampler: str):
+    """Yield node and input of the seeds of a sampler or of its noise."""
+    for key in filter(None, (sampler, source(graph, sampler, "noise"))):
+        for name, value in values(graph, key).items():
+            if name in SEEDS and isinstance(value, int):
+                yield key, name

@@ -1,0 +1,76 @@
+"""What ranks write down of their steps, and who reads it."""
+
+import mmap
+
+import pytest
+
+from backend.parallel import comm
+from backend.protocol.heartbeats import Heartbeats
+from backend.protocol.step_times import KEPT, StepRing, StepTime
+from backend.serving.step_times import StepClock, step_rows
+
+
+@pytest.fixture
+def ring():
+    return StepRing(memoryview(mmap.mmap(-1, StepRing.SIZE)))
+
+
+def test_the_latest_records_are_kept(ring):
+    assert list(ring.read()) == []
+    for step in range(KEPT + 10):
+        ring.append(StepTime(1, step, 0.5 * step, 0.5, 0.1, 7 * step))
+    found = list(ring.read())
+    assert [each.step for each in found] == list(range(11, KEPT + 10))
+    assert found[-1] == StepTime(1, KEPT + 9, 0.5 * (KEPT + 9), 0.5, 0.1, 7 * (KEPT + 9))
+
+
+def test_each_rank_has_its_own(tmp_path):
+    """Also where slots and ranks are numbered otherwise, as on the second of two machines."""
+    beats = Heartbeats.make(2, tmp_path)
+    joined = Heartbeats.join(beats.path)
+    joined.start(0, 3)
+    joined.start(1, 2)
+    joined.ring(0).append(StepTime(1, 0, 0.0, 1.0, 0.0, 30))
+    joined.ring(1).append(StepTime(1, 0, 0.0, 1.0, 0.0, 20))
+    while len(beats.read()) < 2:
+        pass
+    assert [beats.step_times(rank)[0].sent for rank in (2, 3)] == [20, 30]
+    assert beats.step_times(0) == [] and step_rows(None, 0) == []
+    assert {beat.rank for beat in beats.read()} == {2, 3}
+    beats.close()
+
+
+def test_a_step_is_what_lies_between_two_begins(ring, monkeypatch):
+    """A solver's second evaluation belongs to its step; a wait and the bytes sent are those of the step."""
+    now = [100.0]
+    monkeypatch.setattr("backend.serving.step_times.time.monotonic", lambda: now[0])
+    clock = StepClock(ring)
+
+    def at(seconds, step, waited=0.0, sent=0):
+        now[0] = 100.0 + seconds
+        monkeypatch.setattr(comm.WAITING, "seconds", waited)
+        monkeypatch.setattr(comm, "SENT", {"ulysses": sent})
+        clock.begin(step)
+
+    clock.new_request()
+    at(0, 0, 5.0)
+    at(1, 0, 5.5, 10)
+    at(2, 1, 6.0, 30)
+    at(5, None, 6.5, 70)
+    at(9, None)
+    assert list(ring.read()) == [StepTime(1, 0, 100.0, 2.0, 1.0, 30), StepTime(1, 1, 102.0, 3.0, 0.5, 40)]
+
+
+def test_without_a_reader_nothing_is_written():
+    StepClock(None).begin(0)
+
+
+def test_a_wait_is_summed():
+    waiting = comm.Waiting()
+    for _ in range(2):
+        with waiting:
+            pass
+    first = waiting.seconds
+    with pytest.raises(ConnectionError), waiting:
+        raise ConnectionError
+    assert waiting.seconds > first > 0

@@ -1,0 +1,102 @@
+// Runs the graph up to its sampler once for each way to share the work, through ComfyUI's own queue, and
+// writes the fastest into the Parallel Config.
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+
+export async function ask(name, body) {
+  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const response = await api.fetchApi(`/parallel_dit/${name}`, {
+    headers: { "Content-Type": "application/json" },
+    ...options,
+  });
+  const found = await response.json();
+  if (!response.ok) throw new Error(found.error ?? `ComfyUI answered ${response.status}`);
+  return found;
+}
+
+// Queues a prompt of API form and waits for its end.
+async function run(prompt) {
+  const ends = ["execution_success", "execution_error", "execution_interrupted"];
+  let listener;
+  const seen = new Map();
+  let wanted;
+  const ended = new Promise((resolve) => {
+    listener = ({ type, detail }) => {
+      seen.set(detail?.prompt_id, [type, detail]);
+      if (seen.has(wanted)) resolve(seen.get(wanted));
+    };
+    ends.forEach((name) => api.addEventListener(name, listener));
+  });
+  try {
+    const response = await api.fetchApi("/prompt", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ client_id: api.clientId, prompt }),
+    });
+    const reply = await response.json();
+    const errors = Object.values(reply.node_errors ?? {}).flatMap((node) => node.errors);
+    if (!response.ok) throw new Error(errors[0]?.details ?? reply.error?.message ?? "ComfyUI refused the graph");
+    wanted = reply.prompt_id;
+    const [type, detail] = seen.get(wanted) ?? (await ended);
+    if (type === "execution_error") throw new Error(detail.exception_message);
+    return type === "execution_success" ? wanted : null;
+  } finally {
+    ends.forEach((name) => api.removeEventListener(name, listener));
+  }
+}
+
+async function seconds(trial, isStopped) {
+  let least = Infinity;
+  for (const prompt of trial.prompts) {
+    const id = isStopped() ? null : await run(prompt);
+    if (id === null) return null;
+    const { last_run } = await ask("status");
+    if (last_run.prompt === id) least = Math.min(least, last_run.seconds);
+  }
+  return least;
+}
+
+// Yields {name, seconds | error, of, index} of each trial; ends early where isStopped() or Cancel.
+export async function* benchmark(isStopped) {
+  const { output } = await app.graphToPrompt();
+  const selected = Object.keys(app.canvas?.selected_nodes ?? {})[0] ?? "";
+  const plan = await ask("trials", { prompt: output, sampler: selected });
+  yield { plan };
+  for (const [index, trial] of plan.trials.entries()) {
+    const result = { trial, index, of: plan.trials.length };
+    yield result;
+    try {
+      result.seconds = await seconds(trial, isStopped);
+    } catch (error) {
+      result.error = error.message;
+    }
+    if (result.seconds === null) return;
+    yield result;
+  }
+}
+
+// A node of the page by its id in the API form, where "7:3" is node 3 of the subgraph 7.
+function nodeOf(id) {
+  return String(id)
+    .split(":")
+    .reduce((found, part) => (found?.subgraph ?? found)?.getNodeById(Number(part)), app.graph);
+}
+
+// Writes a trial's inputs into the Parallel Config of the plan, which is made where there is none.
+export function apply(plan, trial) {
+  let node = plan.config ? nodeOf(plan.config) : null;
+  if (!node) {
+    const loader = nodeOf(plan.loader);
+    node = LiteGraph.createNode("ParallelConfig");
+    loader.graph.add(node);
+    node.pos = [loader.pos[0] - node.size[0] - 60, loader.pos[1]];
+    node.connect(0, loader, loader.findInputSlot("config"));
+  }
+  for (const widget of node.widgets) {
+    if (!(widget.name in trial.inputs)) continue;
+    widget.value = trial.inputs[widget.name];
+    widget.callback?.(widget.value, app.canvas, node);
+  }
+  node.setDirtyCanvas?.(true, true);
+  app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
+}
