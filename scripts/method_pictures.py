@@ -24,7 +24,7 @@ from backend.parallel.sequence import Span
 from backend.sampling.guidance import Prompt
 from backend.sampling.prediction import PREDICTIONS
 from backend.sampling.request import Request
-from backend.sampling.step_loop import Denoiser
+from backend.sampling.step_loop import Callbacks, Denoiser
 
 FOLDER = ROOT / "docs" / "pictures"
 STEPS = 4
@@ -141,7 +141,7 @@ def recorded(config: ParallelConfig, rank: int) -> list[Work]:
     request = request_of(config)
     recorder = Recorder(request.patch_spans)
     loop: Any = RecordedLoop
-    loop(mesh_of(config, rank), request, recorder, None).run()
+    loop(mesh_of(config, rank), request, recorder, Callbacks()).run()
     return recorder.found
 
 

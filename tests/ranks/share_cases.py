@@ -59,10 +59,19 @@ def write_wide(folder: Path, like: str) -> Path:
     """The wide model as a diffusers folder, with the other sizes of the checkpoint ``like``."""
     import torch
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+    from safetensors.torch import save_file
 
     from backend.loading.recognition import open_checkpoint
 
-    torch.manual_seed(0)
     config = {**open_checkpoint(like).config, **WIDE, "axes_dims_rope": (4, 6, 6)}
-    FluxTransformer2DModel(**config).save_pretrained(folder)
+    with torch.device("meta"):  # other threads may be making modules there
+        model = FluxTransformer2DModel(**config)
+    model.save_config(folder)
+    random = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shaped in model.state_dict().items():
+        weight = torch.randn(shaped.shape, generator=random)
+        scale = 1.0 if weight.ndim == 2 else 0.1
+        weights[name] = scale * weight / weight.shape[-1] ** 0.5 + float("norm_" in name and weight.ndim == 1)
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
     return folder

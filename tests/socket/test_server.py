@@ -109,7 +109,8 @@ def test_status_is_told_while_the_ranks_work(server):
 
 def test_status_has_the_memory_of_each_rank(server):
     server.welcome = Welcome(2, "cpu", {}, [os.getpid(), 1 << 30])
-    server.weights = lambda rank: 1000 + rank
+    server.machines = [0, 1]
+    server.of_rank = lambda rank: {"weight_bytes": 1000 + rank}
     own, other = status(greeted(server)).ranks
     assert own["rank"] == 0 and own["weight_bytes"] == 1000 and own["resident_bytes"] > 1 << 20
     assert other["weight_bytes"] == 1001 and other["resident_bytes"] == 0  # of another machine

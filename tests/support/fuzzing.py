@@ -71,6 +71,7 @@ class Rank0(Leader):
             models=lambda: {self.model: path},
             activity=Activity(),
             status=lambda: Activity().report({self.model: path}, [], 0),
+            tell_all=lambda message: None,
             token="",
         )
 

@@ -49,7 +49,7 @@ class Log:
     """One rank's program: ("start" | "wait", operation) in order.
 
     names: of what it computes. early_waits: (group, operation that was next) of waits after which something
-    else was computed first than with what had come.
+    else was computed first than with what had come. unused: those of them after which nothing has been yet.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class Log:
     names: list[str] = field(default_factory=list)
     early_waits: list[tuple[str, str]] = field(default_factory=list)
     fresh: list[Operation] = field(default_factory=list)
+    unused: list[tuple[Operation, str]] = field(default_factory=list)
 
     def meanwhile(self, operation: Operation) -> list[str]:
         """The names of what was computed between an operation's start and its wait."""
@@ -79,7 +80,7 @@ class RecordedWork:
         if self.operation.waited is None:
             self.operation.waited = len(self.log.names)
             self.log.events.append(("wait", self.operation))
-            if self.operation.received:
+            if any(x.numel() for x in self.operation.received):
                 self.log.fresh.append(self.operation)
         return True
 
@@ -96,21 +97,31 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
-        # views compute nothing
-        if not func.is_view and func._schema.name.partition("::")[2] not in ("empty", "new_empty", "slice"):
-            self.look(func._schema.name, given)
+        if func._schema.name.partition("::")[2] not in ("empty", "new_empty"):
+            self.look(func._schema.name, given, func.is_view)
         self.log.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
-    def look(self, name: str, given: list[Tensor]):
-        """Is the first operation after a wait one with what has come?"""
-        if not self.log.fresh:
+    def look(self, name: str, given: list[Tensor], is_view: bool):
+        """Is the first operation after a wait one with what has come? Views of others compute nothing."""
+        if not self.log.fresh and not self.log.unused:
             return
         used = {x.untyped_storage()._cdata for x in given}
-        come = {x.untyped_storage()._cdata for operation in self.log.fresh for x in operation.received}
-        if not used & come:
-            self.log.early_waits += [(operation.group, name) for operation in self.log.fresh]
+        waited, self.log.unused = self.log.unused, []
+        for operation, after in waited:
+            if used & _storages(operation):
+                self.log.early_waits.append((operation.group, after))
+            else:
+                self.log.unused.append((operation, after))
+        if used.isdisjoint(set().union(*map(_storages, self.log.fresh))):
+            if is_view:
+                return
+            self.log.unused += [(operation, name) for operation in self.log.fresh]
         self.log.fresh.clear()
+
+
+def _storages(operation: Operation) -> set[int]:
+    return {x.untyped_storage()._cdata for x in operation.received}
 
 
 def _about(x: Tensor, count: int | None = None) -> tuple:

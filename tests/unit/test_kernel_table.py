@@ -179,7 +179,8 @@ def test_the_help_page_has_the_table(name):
     kernel = KERNELS[name]
     cells = (f"`{name}`", kernel.what, kernel.gpus_in_words, kernel.heads_in_words)
     ending = ("yes" if kernel.lse else "no", "exact" if kernel.exact else "approximate")
-    assert f"| {' | '.join((*cells, *ending))} |\n" in HELP.read_text()
+    what = "; ".join((*cells[1:], *ending))
+    assert f"- {cells[0]}: {what}\n" in HELP.read_text()
 
 
 #: Kernel, head size, GPU, ring -> words of the refusal; "" where nothing stands against it but the package.

@@ -52,12 +52,13 @@ def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
     return log
 
 
-def check(logs: list[Log]):
+def check(logs: list[Log], apart: str = "none"):
+    """``apart``: the axis whose waits may be followed by other work."""
     assert wires.differences(logs) == []
     assert wires.deadlock(logs) is None
     forgotten = [op.group for log in logs for op in log.operations if op.received and op.waited is None]
     assert forgotten == []
-    assert [early for log in logs for early in log.early_waits] == []
+    assert [early for log in logs for early in log.early_waits if not early[0].startswith(apart)] == []
 
 
 PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or a in METHODS[1:4]]
@@ -73,8 +74,9 @@ def test_flux_under_all_hybrids(methods):
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_every_family(family):
+    """A layer under tensor parallelism ends its sum itself, and some blocks compute a gate next."""
     for methods in OF_FAMILIES:
-        check(run(family, configuration(methods)))
+        check(run(family, configuration(methods)), "tp:")
 
 
 def test_activations_come_while_the_stage_computes():

@@ -19,6 +19,7 @@ from backend.parallel import mesh
 from backend.protocol import Sample, Unload
 from backend.rank import Worker
 from backend.sampling.step_loop import Callbacks
+from backend.serving.step_times import StepClock
 
 
 def copied(modules, *_, **__):
@@ -109,6 +110,7 @@ def worker(ranks: int) -> Worker:
     rank.engine = SimpleNamespace(memory=FakeMemory(GB, GB), sample=sample, models={}, prepare_sample=print)
     rank.admission = SimpleNamespace(prepare=lambda *_: None)
     rank.engine.models["m"] = SimpleNamespace(parked=False)
+    rank.clock = StepClock(None)
     return rank
 
 

@@ -88,7 +88,7 @@ def test_offloaded_modulation_is_counted_apart(checkpoint):
 
 def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
     """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes
-    them."""
+    them. FSDP shards modulation apart, and computes it ahead too."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
 
     def told(calls=28, **workload):
@@ -104,7 +104,7 @@ def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
     assert sum(told(config={"pipefusion_degree": 3})) == 2 * 28 * row and "modulation 2.1 MB" in str(
         plans(checkpoint)[0]
     )
-    assert told(config={"ulysses_degree": 2, "shard_weights": True}, batch=3) == [2 * 3 * row] * 2
+    assert told(config={"ulysses_degree": 2, "shard_weights": True}, batch=3) == [2 * 28 * row] * 2
 
 
 def test_explicit_stages_and_stale_buffers(checkpoint):
