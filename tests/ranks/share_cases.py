@@ -38,8 +38,11 @@ DEGREES = {
         dict(data_parallel_degree=2, ring_degree=2),
     ],
 }
-#: Those of four ranks that the fast tier runs.
-FAST = (dict(ring_degree=2, ulysses_degree=2), dict(tensor_parallel_degree=4), dict(pipefusion_degree=4))
+#: Those that the fast tier runs.
+FAST = {
+    2: (dict(ulysses_degree=2), dict(tensor_parallel_degree=2), dict(pipefusion_degree=2)),
+    4: (dict(ring_degree=2, ulysses_degree=2), dict(tensor_parallel_degree=4), dict(pipefusion_degree=4)),
+}
 #: A Flux whose heads and blocks go round in 40:30:20:10, for the requests of the tiny one.
 WIDE = dict(num_layers=4, num_single_layers=6, num_attention_heads=10, attention_head_dim=16)
 
@@ -51,8 +54,8 @@ def configurations(world: int) -> list[ParallelConfig]:
 
 def is_fast(config: ParallelConfig) -> bool:
     """Does the fast tier run it?"""
-    fast = [replace(ParallelConfig(shares=SHARES[4]), **degrees) for degrees in FAST]
-    return config.world_size == 2 or config in fast
+    world = config.world_size
+    return config in [replace(ParallelConfig(shares=SHARES[world]), **degrees) for degrees in FAST[world]]
 
 
 def write_wide(folder: Path, like: str) -> Path:
