@@ -134,13 +134,16 @@ def test_other_degrees_load_again_and_say_why(comfy, ranks):
     again = comfy.run(graph(config=piped, cfg=1.0))
     assert again.status == "success" and not again.loaded
     told = [next(text for text in each.texts if "rank 0 · " in text) for each in (run, again)]
+    plans = []
     for each, text in zip((run, again), told):
-        first, second, plan = text.splitlines()
+        first, second, kernel, plan = text.splitlines()
+        plans.append(plan)
         assert re.fullmatch(r"rank 1 · [\d.]+ MB · blocks \d+–\d+", second) and first.startswith("rank 0")
         assert re.match(r"(1024 x 1024|latent 128 x 128)(, two prompts)?: about [\d.]+ MB more · sends", plan)
+        assert kernel.startswith("attention auto: ")
         assert each.outputs["3"]["parallel_dit"] == [text]  # which the page keeps
-    assert "two prompts" in told[0] and told[0].endswith(" · 1 patch")
-    assert "two prompts" not in told[1] and told[1].endswith(" · 5 patches (reuse)")
+    assert "two prompts" in plans[0] and plans[0].endswith(" · 1 patch")
+    assert "two prompts" not in plans[1] and plans[1].endswith(" · 5 patches (reuse)")
 
 
 def test_gguf_files_are_listed(comfy):

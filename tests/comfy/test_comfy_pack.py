@@ -69,12 +69,12 @@ def test_config_inputs_all_have_defaults(comfy):
 
 
 def test_config_shows_one_number(comfy):
-    """The rest is folded away; and the new input is the last, so that saved widgets keep their places."""
+    """The rest is folded away; and new inputs are the last, so that saved widgets keep their places."""
     inputs = comfy.get("/object_info/ParallelConfig")["ParallelConfig"]["input"]["optional"]
     assert {name for name, (_, options) in inputs.items() if not options.get("advanced")} == {
         *("gpus", "method", "device")
     }
-    assert list(inputs) == [*SAVED_WIDGETS, "method"]
+    assert list(inputs) == [*SAVED_WIDGETS, "method", "compile", "shares"]
     loader = comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]
     assert "config" in loader["optional"]
 
