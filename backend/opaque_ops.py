@@ -96,15 +96,15 @@ def opaque(forward: Callable, suffix: str = "") -> Callable:
 
 def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the opaque layers of a block by their names, which they are told, with the features of what
-    they return (module.features(); those of the input where there is no such method)."""
+    they return (module.opaque_width(); those of the input where there is no such method)."""
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in block.named_modules():
         if not getattr(type(module).forward, "is_opaque", False):
             continue
         vars(module)["opaque_name"] = name
-        features: Callable[[], int] | None = getattr(module, "features", None)
+        width: Callable[[], int] | None = getattr(module, "opaque_width", None)
         second: Callable[[Tensor], Tensor] | None = getattr(module, "second", None)
-        vars(module)["opaque_features"] = features() if features else 0
+        vars(module)["opaque_features"] = width() if width else 0
         found[name] = module
         if second:
             found[name + SECOND] = second

@@ -86,7 +86,7 @@ class CachedLayer(nn.Module):
         self.calls = 0
         self.last: StepContext | None = None
 
-    def features(self) -> int:
+    def opaque_width(self) -> int:
         """Return the width of the answers."""
         return layer_features(self.layer)
 

@@ -51,7 +51,7 @@ class ShardedLinear(nn.Module):
             self.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
         packed_weight.carry_hooks(linear, self)
 
-    def features(self) -> int:
+    def opaque_width(self) -> int:
         """Return the width of the output on this rank."""
         return sum(self.shard.widths) or sum(map(len, self.shard.outputs))
 

@@ -132,7 +132,7 @@ class QuantLinear(nn.Module):
         self.bias = linear.bias
         carry_hooks(linear, self)
 
-    def features(self) -> int:
+    def opaque_width(self) -> int:
         """Return the width of the output."""
         return self.out_features
 
