@@ -9,7 +9,6 @@ from launch import run_ranks
 from ranks.family_cases import CASES, CONFIGURATIONS, METHODS, TURNS, Run, runs
 from tiers import params
 
-
 #: Families whose blocks compile into more graphs than there are kinds, and how many; why is not known yet.
 MORE_GRAPHS = {"qwen-image21": 1, "ltx2": 1}
 
