@@ -24,7 +24,8 @@ SECOND = "+"
 class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
     models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
-    text: (local text tokens, 0), whose shape is a number that graphs are not made anew for."""
+    text: (2 + local text tokens, 0): a number in a shape, which graphs are not made anew for unless it is
+    0 or 1."""
 
     attention: Callable[..., Tensor] | None = None
     linear_state: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -71,13 +72,13 @@ def state_over_ranks(keys: Tensor, values: Tensor) -> Tensor:
 
 def text_tokens(whole: int) -> int:
     """Count local text tokens in the place of token_mixing.text_tokens, as ``attention``."""
-    return whole if RUNNING.text is None else RUNNING.text.shape[0]
+    return whole if RUNNING.text is None else RUNNING.text.shape[0] - 2
 
 
 @lru_cache(maxsize=64)
 def tokens_of(count: int) -> Tensor:
     """Return a tensor for Running.text."""
-    return torch.empty(count, 0)
+    return torch.empty(2 + count, 0)
 
 
 def opaque(forward: Callable, suffix: str = "") -> Callable:

@@ -68,11 +68,13 @@ COMPILER = Compiler()
 
 def _usual_strides(value: Any, first: bool) -> Any:
     """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
-    leaves there mean nothing, but graphs are guarded by them. ``first``: tokens are copied that are views, as
-    embedders and pipelines leave them for the first block; those between blocks lie alike in all of them."""
+    leaves there mean nothing, but graphs are guarded by them. Tokens are copied whose features were cut from
+    wider ones, as some layers' are, and for the ``first`` block other views, as embedders and pipelines leave
+    them; those between blocks lie alike in all of them."""
     if not isinstance(value, Tensor):
         return value
-    if first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous()):
+    is_cut = value.ndim == 3 and value.stride(1) != value.shape[2]
+    if is_cut or (first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous())):
         return value.clone(memory_format=torch.contiguous_format)
     if 1 not in value.shape:
         return value

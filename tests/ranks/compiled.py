@@ -9,9 +9,10 @@ import torch.distributed as dist
 from tiny import relative
 from torch import nn
 
+from backend import opaque_ops
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import compiled_blocks
+from backend.parallel import compiled_blocks, pipeline_stage
 from backend.parallel.block_streams import block_list
 from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel
@@ -72,9 +73,12 @@ def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     compiler.compiled.clear()
     sample = replace(sample, compile="blocks")
     model = engine.models[sample.model]
-    sequences = OF_PATCHES * (2 if model.family.latent.nested else 1) if engine.config.patches > 1 else 1
+    sequences = OF_PATCHES * (2 if model.family.latent.nested else 1)
     before = compiler.graphs
-    compiled, stats = engine.sample(sample, Callbacks())
+    with mock.patch.object(pipeline_stage, "tokens_of", wraps=opaque_ops.tokens_of) as counted:
+        compiled, stats = engine.sample(sample, Callbacks())
+    if engine.config.patches == 1:  # a prompt may be so short that this rank's tokens are all of the image
+        sequences = len({bool(call.args[0]) for call in counted.call_args_list}) or 1
     first = compiler.graphs - before
     received = _receives(engine, sample)
     engine.sample(another(engine, sample), Callbacks())
