@@ -66,9 +66,9 @@ def _status(page) -> dict:
 
 
 def _search(page, words: str):
-    for _ in range(3):  # a click is lost while the page still lays something out
+    for _ in range(20):  # a click is lost while the page still lays something out
         page.click_at(200, 860, count=2)  # where no search result appears under the mouse
-        if page.becomes("document.activeElement.getAttribute('aria-controls') === 'results-list'", 30):
+        if page.becomes("document.activeElement.getAttribute('aria-controls') === 'results-list'", 3):
             break
     page.type(words)
 
@@ -183,13 +183,12 @@ def test_cancel_leaves_a_line_and_the_ranks(demo):
     _begin(demo, 1000)
     demo.evaluate("fetch('/interrupt', { method: 'POST' })")
     demo.wait_for_queue()
-    demo.has_text("cancelled")
+    demo.wait_for_report("ParallelSampler", "cancelled")
     (backend,) = _status(demo)["backends"]
     assert backend["running"] == "" and backend["models"] == ["shapes-flux"]
     demo.wait("Object.values(sessionStorage).includes('cancelled')", 30)
     demo.load()
-    demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
-    assert demo.reports()["ParallelSampler"] == "cancelled"
+    demo.wait_for_report("ParallelSampler", "cancelled")
 
 
 @RENDERERS
