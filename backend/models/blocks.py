@@ -13,6 +13,8 @@ from torch import Tensor
 APART = "apart"
 JOINED = "joined"
 IMAGE_ONLY = "image only"
+#: A kind of attention (Blocks.attention), or two of them: whose queries, whose keys.
+Kind = str | tuple[str, str]
 
 
 def _heads(config) -> int:
@@ -129,7 +131,7 @@ class Blocks:
     needs_text_token: bool = False
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     per_feature: tuple[str, ...] = ()
-    attention: tuple[str | tuple[str, str], ...] = ("joint",)
+    attention: tuple[Kind, ...] = ("joint",)
     attention_calls: Callable[[Any], int] | None = None
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..models.blocks import IMAGE_ONLY
+from ..models.blocks import IMAGE_ONLY, Kind
 from .block_streams import block_list
 from .matrix_cuts import QUERIES
 
@@ -87,13 +87,22 @@ def _linear(block, blocks, family, config, image, text) -> int:
 
 
 def _attention(block, blocks, family, config, image, text) -> int:
-    """Multiplications of a block's attention: one kind for each of its attention modules, in order."""
-    modules = [module for module in block.modules() if is_attention(module)]
-    kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
+    """Multiplications of a block's attention; static text is computed once a request."""
     return sum(
         query_width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
-        for module, kind in zip(modules, kinds)
+        for kind, module in attention_calls(block, family)
+        if not (family.cache.static_text and kind == "text")
     )
+
+
+def attention_calls(block: nn.Module, family) -> list[tuple[Kind, nn.Module]]:
+    """Return the kind (Blocks.attention) and the module of each attention call of a block, in order. A module
+    alone may make them all; blocks that lack a module make fewer."""
+    modules = [module for module in block.modules() if is_attention(module)]
+    kinds = [kind for kind in family.blocks.attention if kind != "surroundings"]
+    if len(modules) == 1 and not family.blocks.attention_calls:
+        modules *= len(kinds)
+    return list(zip(kinds, modules))
 
 
 def is_attention(module: nn.Module) -> bool:

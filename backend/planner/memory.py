@@ -80,7 +80,8 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part)
     blocks = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
     token = 2 * heads * shape.head_size * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * branches * part.samples * len(blocks) * token * tokens
+    multiples = sum(block.keys for block in shape.blocks[blocks.start : blocks.stop])
+    return round(buffers * branches * part.samples * multiples * token * tokens)
 
 
 def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:

@@ -157,7 +157,15 @@ class _Measured:
             reduced_image=reduced_image,
             reduced_text=reduced_text,
             streams=2 if streams == APART and text else 1,
+            keys=self._keys[index],
         )
+
+    @cached_property
+    def _keys(self) -> list[float]:
+        """BlockShape.keys of every block, at the tokens of a typical request."""
+        work = self._work()
+        whole = work.family.blocks.heads(self.checkpoint.config) * work.head_size * work.sequence.joint
+        return [numbers / whole for numbers in work.key_numbers]
 
     def _activations(self) -> tuple[float, float]:
         """Bytes of activations of each image token and each text token, by the estimate for many of them."""

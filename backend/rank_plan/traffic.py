@@ -6,18 +6,18 @@ from dataclasses import replace
 
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
-from .workload import Place, Workload
+from .workload import AttentionCall, Place, Workload
 
 
 def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
     found: Counter[str] = Counter()
-    blocks = len(stages.blocks[place["pp"]])
+    blocks = stages.blocks[place["pp"]]
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
         found += (
-            _mixing(work, place, blocks, now)
+            _mixing(work, place, len(blocks), now)
             if work.is_linear
             else _attention(work, place, blocks, now, patch)
         )
@@ -37,9 +37,24 @@ def _samples(work: Workload) -> int:
 
 
 def _attention(
-    work: Workload, place: Place, blocks: int, now: TokenShards, patch: TokenShards
+    work: Workload, place: Place, blocks: range, now: TokenShards, patch: TokenShards
 ) -> Counter[str]:
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
+    calls = Counter(call for i in blocks for call in work.attention[i])
+    found: Counter[str] = Counter()
+    for call, times in calls.items():
+        ulysses, ring = _of_call(work, place, call, now, patch)
+        size = times * _samples(work) * call.width
+        all_heads = work.family.blocks.heads(work.checkpoint.config)
+        found["ulysses"] += size * ulysses // all_heads
+        found["ring"] += size * ring // all_heads
+    return found
+
+
+def _of_call(
+    work: Workload, place: Place, call: AttentionCall, now: TokenShards, patch: TokenShards
+) -> tuple[int, int]:
+    """Count the heads of a token that one attention sends by Ulysses and around the ring."""
     u = work.config.ulysses_degree
     r = work.config.ring_degree
     heads = work.heads(place)
@@ -47,17 +62,18 @@ def _attention(
     def groups(lengths):
         return [sum(lengths[i * u : (i + 1) * u]) for i in range(r)]
 
-    own = len(now.local)
-    gathered = groups(now.lengths("joint"))[place["ring"]]
-    travelling = groups(patch.lengths("joint"))
+    rank = now.sp_rank
+    queries = now.lengths(call.queries)
+    keys = now.lengths(call.keys)
+    if not any(queries):  # static text, which is cached
+        return 0, 0
+    others = work.all_heads(place) - heads
+    returned = groups(queries)[place["ring"]] - queries[rank]
+    travelling = groups(patch.lengths(call.keys))
     passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
     if work.buffered:
-        passed = gathered * (r - 1)
-    head = blocks * _samples(work) * work.head_size
-    return Counter(
-        ulysses=head * (3 * (work.all_heads(place) - heads) * own + heads * (gathered - own)),
-        ring=head * 2 * heads * passed,
-    )
+        passed = groups(keys)[place["ring"]] * (r - 1)
+    return others * (queries[rank] + 2 * keys[rank]) + heads * returned, 2 * heads * passed
 
 
 def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:

@@ -9,7 +9,8 @@ import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import LayerTokens, layer_tokens
+from ..models.blocks import IMAGE_ONLY
+from ..parallel.block_cost import LayerTokens, attention_calls, layer_tokens, query_width
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
@@ -46,9 +47,18 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 
 
 @dataclass(frozen=True)
+class AttentionCall:
+    """Kinds of tokens (Blocks.attention) of its queries and keys, and the features of all its heads."""
+
+    queries: str
+    keys: str
+    width: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
-    choices: quantized parameter -> how it multiplies. bits: as in describe."""
+    choices: quantized parameter -> how it multiplies. bits, latents: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -60,6 +70,7 @@ class Workload:
     calls: int
     choices: Mapping[str, Choice]
     bits: int = 0
+    latents: tuple[tuple[str, int], ...] = ()
 
     @property
     def family(self):
@@ -68,12 +79,22 @@ class Workload:
 
     def patches(self, place: Place) -> list[TokenShards]:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
-        position = self.family.blocks.text_position
-        sequence = Sequence(self.text_tokens if position else 0, self.image_tokens, position)
+        sequence = self.sequence
         ranks = (self.sp_rank(place), self.config.sp_degree, self.config.shares_of("ring", "ulysses"))
         if not self.buffered:
             return [whole_sequence(sequence, *ranks)]
         return patches(sequence, self.config.patches, *ranks)
+
+    @cached_property
+    def sequence(self) -> Sequence:
+        """The tokens of a forward; of latents that nobody has counted all tokens are the first one's."""
+        position = self.family.blocks.text_position
+        nested = self.family.latent.nested
+        latents = self.latents
+        if nested and not latents:
+            latents = tuple((name, 0 if i else self.image_tokens) for i, name in enumerate(nested.names))
+        text = self.text_tokens if position else 0
+        return Sequence(text, self.image_tokens, position, latents=latents)
 
     @property
     def buffered(self) -> bool:
@@ -195,21 +216,46 @@ class Workload:
         """Index of the rank at ``place`` among the sequence-parallel ones."""
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
-    def kv_bytes(self, place: Place, blocks: int, patches: list[TokenShards]) -> int:
+    def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
-        samples = self.batch * blocks * self.branches
+        samples = self.batch * len(blocks) * self.branches
         token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
         if not self.buffered:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
             return samples * token * cached if self.family.cache.static_text else 0
-        sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
             states = self.config.patches * self.state_bytes(place)
-            return buffers * samples * (states + sequence.image * self.width * self.dtype.itemsize)
-        return buffers * samples * token * sequence.joint
+            return buffers * samples * (states + self.image_tokens * self.width * self.dtype.itemsize)
+        numbers = sum(self.key_numbers[i] for i in blocks) * self.heads(place)
+        heads = self.family.blocks.heads(self.checkpoint.config)
+        return buffers * self.batch * self.branches * 2 * numbers // heads * self.dtype.itemsize
+
+    @cached_property
+    def attention(self) -> list[list[AttentionCall]]:
+        """The attention of every block within the sequence."""
+        found = []
+        for name in self.checkpoint.block_names:
+            is_image = self.family.blocks.lists[name.rpartition(".")[0]] == IMAGE_ONLY
+            calls = []
+            for kind, module in attention_calls(self.checkpoint.empty.get_submodule(name), self.family):
+                queries, keys = kind if isinstance(kind, tuple) else (kind, kind)
+                if is_image and kind == "joint":
+                    queries = keys = "image"
+                if kind != "cross":
+                    width = query_width(module, self.family, self.checkpoint.config)
+                    calls.append(AttentionCall(queries, keys, width))
+            found.append(calls)
+        return found
+
+    @cached_property
+    def key_numbers(self) -> list[int]:
+        """Numbers of the keys of every block, of all heads of one sample."""
+        return [
+            sum(call.width * self.sequence.length_of(call.keys) for call in calls) for calls in self.attention
+        ]
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
