@@ -292,7 +292,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("stopped", [None, 1])
 def test_no_process_outlives_a_killed_parent(stopped):
-    """Nor does a rank that is stopped, and so does not see the parent's end. Its folder stays for torchrun."""
+    """Nor does a rank that is stopped, and so does not see the parent's end. torchrun keeps its folder."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(root=str(Path(__file__).parents[2]))],
         stdout=subprocess.PIPE,
