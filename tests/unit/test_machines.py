@@ -50,7 +50,7 @@ def test_what_speaks_in_every_block_stays_inside():
     )
 
 
-@pytest.mark.parametrize("inner, outer", combinations(reversed(AXES), 2))
+@pytest.mark.parametrize("inner, outer", list(combinations(reversed(AXES), 2)))
 def test_the_slower_axis_of_two_crosses(inner, outer):
     """Two machines of two ranks: tp, Ulysses, ring, PipeFusion, CFG, data from the inside, by the groups that
     the mesh makes."""
