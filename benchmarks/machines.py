@@ -23,16 +23,14 @@ import common
 
 sys.path[:0] = [str(common.ROOT / "tests/support"), str(common.ROOT / "scripts")]
 import hosts
-from families_table import markdown
+from page_parts import Part, markdown
 from slow_cable import DEVICE, SlowCable
 
 from backend import protocol
 from backend.client.client import BackendClient
 from backend.config import ParallelConfig
 
-PAGE = common.ROOT / "docs/multi_node.md"
-BEGIN = "<!-- links: made by benchmarks/machines.py -->\n"
-END = "<!-- end of links -->\n"
+PART = Part("docs/multi_node.md", "links", "benchmarks/machines.py")
 TOKEN = "9" * 64
 #: The links: device of the cable, rate as tc calls it, seconds that a packet takes more.
 LINKS: dict[str, tuple[str, str, float]] = {
@@ -157,7 +155,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PART.page}")
     options = parser.parse_args()
     if why := hosts.why_not():
         sys.exit(f"There can be no hosts: {why}.")
@@ -174,8 +172,7 @@ def main():
     text = table(found)
     print(text)
     if options.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        PART.write(text)
 
 
 if __name__ == "__main__":

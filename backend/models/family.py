@@ -81,6 +81,12 @@ class Latent:
         latents = zip(latent_shapes, self.nested.patches(config))
         return NestedGrid(tuple(TokenGrid(tuple(each), patch) for each, patch in latents), self.nested.order)
 
+    def named(self, grid) -> tuple[tuple[str, int], ...]:
+        """Name the nested latents of a grid, and count their tokens, as they follow each other."""
+        if self.nested is None:
+            return ()
+        return tuple((self.nested.names[index], grid.grids[index].tokens) for index in self.nested.order)
+
 
 @dataclass(frozen=True)
 class Noise:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import opaque_ops
-from ..models.blocks import Kind
 from . import attention_kernels, comm, ulysses_ring
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
@@ -23,6 +22,9 @@ from .request_caches import Masks, Positions
 from .sequence import Span, TokenShards
 from .step_context import StepContext
 from .token_mixing import Mixing
+
+#: A kind of attention, or two of them: whose queries, whose keys.
+Kind = str | tuple[str, str]
 
 
 @dataclass

@@ -16,8 +16,8 @@ class BlockShape:
     tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
     divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
-    image pass layers of their own. keys: keys of its attention within the sequence, as a multiple of those of
-    one attention with all heads over all tokens.
+    image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
+    from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
     """
 
     image: float
@@ -32,7 +32,9 @@ class BlockShape:
     reduced_image: int = 0
     reduced_text: int = 0
     streams: int = 1
-    keys: float = 1.0
+    queries: int = 0
+    keys: int = 0
+    skips: int = 0
 
     def linear(self, image: int, text: int) -> float:
         """Count the multiplications of linear layers for so many tokens."""

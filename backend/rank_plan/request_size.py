@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..models.family import Family, Grid
-from ..models.latent_tokens import NestedGrid
+from ..models.family import Family
 from ..protocol import ModelCall, Sample
 from ..sampling.guidance import names
 from ..sampling.model_call import samples_at_once
@@ -20,7 +19,7 @@ from .describe import RankPlan, describe
 class RequestSize:
     """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
     longest prompt; batch, prompts: of all replicas and both sides of guidance; calls: of the model with each
-    prompt; latents: as in describe."""
+    prompt; latents: name and tokens of nested ones, as they follow each other."""
 
     image_tokens: int
     text_tokens: int
@@ -34,8 +33,8 @@ class RequestSize:
     ) -> list[RankPlan]:
         """Plan every rank; ``bits`` as in describe. Raises ConfigError and UnsupportedError."""
         size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
-        about = {"calls": self.calls, "bits": bits, "latents": self.latents}
-        return describe(config, checkpoint, *size, dtype=dtype, **about)
+        settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "latents": self.latents}
+        return describe(config, checkpoint, *size, **settings)
 
 
 def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
@@ -64,8 +63,8 @@ def _size_of_sample(sample: Sample, family: Family, model_config: dict) -> Reque
     text = max(_text_tokens(family, given) for given in prompts)
     references = max(family.conditioning.context_tokens(model_config, grid, given) for given in prompts)
     calls = len(sample.tensors["sigmas"]) - 1
-    tokens = grid.tokens + references
-    return RequestSize(tokens, text, shape[0], len(prompts), calls, _latents(family, grid))
+    latents = family.latent.named(grid)
+    return RequestSize(grid.tokens + references, text, shape[0], len(prompts), calls, latents)
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
@@ -79,16 +78,9 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     batch = min(-(-x.shape[0] // replicas), samples_at_once(grid.tokens))
     tokens = grid.tokens + references
     prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
-    text = _text_tokens(family, given)
-    latents = _latents(family, grid)
-    return RequestSize(tokens, text, batch * config.data_parallel_degree, prompts, 1, latents)
-
-
-def _latents(family: Family, grid: Grid) -> tuple[tuple[str, int], ...]:
-    """Name the latents of a request with several, and count their tokens."""
-    if family.latent.nested is None or not isinstance(grid, NestedGrid):
-        return ()
-    return tuple((family.latent.nested.names[i], grid.grids[i].tokens) for i in grid.order)
+    samples = batch * config.data_parallel_degree
+    latents = family.latent.named(grid)
+    return RequestSize(tokens, _text_tokens(family, given), samples, prompts, calls=1, latents=latents)
 
 
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:

@@ -1,5 +1,6 @@
 """The work of a request on a configuration's ranks and its memory: weights, keys and values, modulation."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,8 +10,7 @@ import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..models.blocks import IMAGE_ONLY
-from ..parallel.block_cost import LayerTokens, attention_calls, layer_tokens, query_width
+from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, latents_of, layer_tokens
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
@@ -47,15 +47,6 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """Kinds of tokens (Blocks.attention) of its queries and keys, and the features of all its heads."""
-
-    queries: str
-    keys: str
-    width: int
-
-
-@dataclass(frozen=True)
 class Workload:
     """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
     choices: quantized parameter -> how it multiplies. bits, latents: as in describe."""
@@ -85,14 +76,11 @@ class Workload:
             return [whole_sequence(sequence, *ranks)]
         return patches(sequence, self.config.patches, *ranks)
 
-    @cached_property
+    @property
     def sequence(self) -> Sequence:
-        """The tokens of a forward; of latents that nobody has counted all tokens are the first one's."""
+        """The tokens of a forward; of nested latents all are the first's where nothing else is known."""
         position = self.family.blocks.text_position
-        nested = self.family.latent.nested
-        latents = self.latents
-        if nested and not latents:
-            latents = tuple((name, 0 if i else self.image_tokens) for i, name in enumerate(nested.names))
+        latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
         text = self.text_tokens if position else 0
         return Sequence(text, self.image_tokens, position, latents=latents)
 
@@ -163,6 +151,25 @@ class Workload:
         return found
 
     @cached_property
+    def attention_calls(self) -> list[list[AttentionCall]]:
+        """The attention calls of every block."""
+        found = []
+        for block in self.checkpoint.block_names:
+            module = self.checkpoint.empty.get_submodule(block)
+            blocks = block.rpartition(".")[0]
+            found.append(attention_calls(module, blocks, self.family, self.checkpoint.config))
+        return found
+
+    def exchanged(self, blocks: range) -> Counter[AttentionCall]:
+        """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
+        calls = chain.from_iterable(self.attention_calls[index] for index in blocks)
+        return Counter(call for call in calls if not call.is_local)
+
+    def call_head_size(self, call: AttentionCall) -> int:
+        """Features of a head of an attention call."""
+        return call.width // self.family.blocks.heads(self.checkpoint.config)
+
+    @cached_property
     def block_sizes(self) -> dict[str, int]:
         """Block -> its parameters."""
         empty = self.checkpoint.empty
@@ -218,44 +225,25 @@ class Workload:
 
     def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
-        samples = self.batch * len(blocks) * self.branches
-        token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
+        samples = self.batch * self.branches
+        head = 2 * self.heads(place) * self.dtype.itemsize
         if not self.buffered:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
+            token = len(blocks) * head * self.head_size
             return samples * token * cached if self.family.cache.static_text else 0
+        sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
             states = self.config.patches * self.state_bytes(place)
-            return buffers * samples * (states + self.image_tokens * self.width * self.dtype.itemsize)
-        numbers = sum(self.key_numbers[i] for i in blocks) * self.heads(place)
-        heads = self.family.blocks.heads(self.checkpoint.config)
-        return buffers * self.batch * self.branches * 2 * numbers // heads * self.dtype.itemsize
-
-    @cached_property
-    def attention(self) -> list[list[AttentionCall]]:
-        """The attention of every block within the sequence."""
-        found = []
-        for name in self.checkpoint.block_names:
-            is_image = self.family.blocks.lists[name.rpartition(".")[0]] == IMAGE_ONLY
-            calls = []
-            for kind, module in attention_calls(self.checkpoint.empty.get_submodule(name), self.family):
-                queries, keys = kind if isinstance(kind, tuple) else (kind, kind)
-                if is_image and kind == "joint":
-                    queries = keys = "image"
-                if kind != "cross":
-                    width = query_width(module, self.family, self.checkpoint.config)
-                    calls.append(AttentionCall(queries, keys, width))
-            found.append(calls)
-        return found
-
-    @cached_property
-    def key_numbers(self) -> list[int]:
-        """Numbers of the keys of every block, of all heads of one sample."""
-        return [
-            sum(call.width * self.sequence.length_of(call.keys) for call in calls) for calls in self.attention
-        ]
+            tokens = sequence.image * self.width * self.dtype.itemsize
+            return buffers * samples * len(blocks) * (states + tokens)
+        calls = self.exchanged(blocks).items()
+        tokens = sum(n * self.call_head_size(call) * sequence.length_of(call.keys) for call, n in calls)
+        if self.family.cache.static_text:  # text attends among itself in the first steps
+            tokens += len(blocks) * self.head_size * sequence.text
+        return buffers * samples * head * tokens
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
