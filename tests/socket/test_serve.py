@@ -111,10 +111,11 @@ def test_metrics_have_prometheus_form():
     ranks = [
         {"rank": r, "machine": 0, "pid": 7, "weight_bytes": 10 + r, "resident_bytes": 20 + r} for r in (0, 1)
     ]
-    text = status.metrics(Report(9.5, {"a": "/a"}, ranks, "Sample", 1.5, 2, {"Load": 3}, ""))
+    text = status.metrics(Report(9.5, {"a": "/a"}, ranks, "Sample", 1.5, 2, {"Load": 3}, 'no "x"\nin C:\\m'))
     assert "# TYPE parallel_dit_answered_total counter" in text
     assert 'parallel_dit_answered_total{kind="Load"} 3' in text
     assert 'parallel_dit_rank_weight_bytes{rank="1"} 11' in text
+    assert 'parallel_dit_last_error_info{error="no \\"x\\"\\nin C:\\\\m"} 1' in text
     check_prometheus(text, {"parallel_dit_waiting": 2, "parallel_dit_up_seconds": 9.5})
 
 
