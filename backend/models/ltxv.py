@@ -86,8 +86,12 @@ def refusal(config, grid, cond):
             f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides "
             f"before the latent is changed."
         )
-    if "guide_weights" in cond and not (cond["guide_weights"] >= 0).all():
-        return "guide_weights has numbers that are not at least 0; let strength and mask of a guide be so."
+    weights = cond.get("guide_weights")
+    if weights is not None and (weights.shape[-1] != guides(cond) or not (weights >= 0).all()):
+        return (
+            f"guide_weights has {weights.shape[-1]} numbers, but must have one of at least 0 for each of the "
+            f"{guides(cond)} tokens of keyframe_idxs; add the guides again."
+        )
     return None
 
 

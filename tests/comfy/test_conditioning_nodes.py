@@ -1,7 +1,9 @@
 """ComfyUI's conditioning nodes input by input: with all that is optional, without each, and without any, the
 latent is KSampler's own of the same CONDITIONING. The inputs are read from the nodes' own schemas."""
 
+import asyncio
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ ELSEWHERE = {
     "TextEncodeJoyImageEdit": "of JoyImage, which is refused",
     "TextEncodeMageFlowEdit": "of Mage-Flow, which is refused",
     "Hunyuan3Dv2ConditioningMultiView": "of a model of shapes",
-    "ReferenceAudio": "of ACE-Step, a model of music",
+    "ReferenceTimbreAudio": "of ACE-Step, a model of music",
 }
 #: (Node, what is absent) that the node itself refuses: a guide of nothing.
 REFUSED = {("MiniMaxH3AddGuide", absent) for absent in ("*", "vae", "audio_vae")}
@@ -204,19 +206,20 @@ def with_optional_inputs() -> set[str]:
     for path in sorted((ROOT / "comfy_extras").glob("nodes_*.py")):
         if "Conditioning.Output" not in path.read_text():
             continue
-        module = importlib.import_module(f"comfy_extras.{path.stem}")
-        for node in vars(module).values():
-            if (
-                isinstance(node, type)
-                and hasattr(node, "define_schema")
-                and node.__module__ == module.__name__
-            ):
-                schema = node.define_schema()
-                outputs = {each.io_type for each in schema.outputs}
-                optional = {each.io_type for each in schema.inputs if each.optional} - WIDGETS
-                if "CONDITIONING" in outputs and optional:
-                    found.add(schema.node_id)
+        for node in asyncio.run(nodes_of(f"comfy_extras.{path.stem}")):
+            schema = node.define_schema()
+            outputs = {each.io_type for each in schema.outputs}
+            optional = {each.io_type for each in schema.inputs if each.optional} - WIDGETS
+            if "CONDITIONING" in outputs and optional:
+                found.add(schema.node_id)
     return found
+
+
+async def nodes_of(module: str) -> list[type]:
+    """The nodes that a module of ComfyUI's registers."""
+    extension = importlib.import_module(module).comfy_entrypoint()
+    extension = await extension if inspect.isawaitable(extension) else extension
+    return await extension.get_node_list()
 
 
 def test_every_conditioning_node_is_walked_or_says_why_not():
