@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from families import golden
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from page_examples import examples
 from published import FLUX
 from safetensors.torch import load_file, save_file
