@@ -128,9 +128,11 @@ def test_the_panel_shows_ranks_and_their_last_request(demo):
         assert sum(step[5] for step in times) > 0
 
 
-def test_the_report_stays(demo):
+@RENDERERS
+def test_the_report_stays(demo, nodes2):
     """Under its nodes, of which the loader was cached, when another tab was looked at, and when the page is
     loaded again."""
+    demo.use(nodes2)
     before = demo.reports()
     assert before.keys() == {"LoadParallelDiT", "ParallelSampler"}
     assert f"{STEPS} steps in " in before["ParallelSampler"]
@@ -141,6 +143,9 @@ def test_the_report_stays(demo):
     demo.load()
     demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
     assert demo.reports() == before
+    for node, text in before.items():
+        demo.show(node)
+        demo.has_text(text.splitlines()[0])
 
 
 def test_a_run_that_ends_in_another_tab_reports_to_its_own(demo):
@@ -179,7 +184,9 @@ def test_a_saved_graph_is_the_same_when_it_is_opened(demo):
     assert demo.evaluate(queued) == before
 
 
-def test_cancel_leaves_a_line_and_the_ranks(demo):
+@RENDERERS
+def test_cancel_leaves_a_line_and_the_ranks(demo, nodes2):
+    demo.use(nodes2)
     _begin(demo, 1000)
     demo.evaluate("fetch('/interrupt', { method: 'POST' })")
     demo.wait_for_queue()
@@ -189,6 +196,8 @@ def test_cancel_leaves_a_line_and_the_ranks(demo):
     demo.wait("Object.values(sessionStorage).includes('cancelled')", 30)
     demo.load()
     demo.wait_for_report("ParallelSampler", "cancelled")
+    demo.show("ParallelSampler")
+    demo.has_text("cancelled")
 
 
 @RENDERERS
