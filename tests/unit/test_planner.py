@@ -232,7 +232,7 @@ def test_bundled_workflows_are_parallel(path):
         if node["class_type"] == "ParallelConfig"
     )
     degrees = {name for name in config if name.endswith("_degree")}
-    assert config["ulysses_degree"] == 2 if path.stem == "demo" else config["method"] == AUTO
+    assert config["cfg_degree"] == 2 if path.stem == "demo" else config["method"] == AUTO
     assert path.stem == "demo" or not degrees
 
 
