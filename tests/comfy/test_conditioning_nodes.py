@@ -141,7 +141,8 @@ def value(kind: str, name: str, case: str):
         return pictures.TestClipVision().run(25, 1152 if case.startswith("hunyuan") else 1280, len(name))[0]
     if kind == "WAN_CAMERA_EMBEDDING":
         cameras = importlib.import_module("comfy_extras.nodes_camera_trajectory")
-        return cameras.WanCameraEmbedding.execute("Pan Left", 144, 112, 9).args[0]
+        sides = SIZE["width"], SIZE["height"], SIZE["length"]
+        return cameras.WanCameraEmbedding.execute("Pan Left", *sides).args[0]
     if kind == "LATENT":
         shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
         return {"samples": pictures.randn(shape, 3)} if case not in LATENTS else empty(case)
@@ -229,6 +230,20 @@ def test_every_conditioning_node_is_walked_or_says_why_not():
     assert with_optional_inputs() <= walked | ELSEWHERE.keys()
 
 
+def both(case: str, path) -> tuple:
+    """ComfyUI's MODEL of a case, written to ``path``, a PARALLEL_DIT of it, its rank and the prompts."""
+    told = facts(case) if case in FAMILIES else variants.described(case)
+    skip_without_class(told["comfy_class"])
+    write_checkpoint(path, case) if case in FAMILIES else variants.write(path, case)
+    model = pictures.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
+    rank = Rank(str(path))
+    loaded = client_protocol.Loaded("tiny", rank.engine.models["tiny"].family.name, rank.engine.facts("tiny"))
+    dit = ParallelDiT(ParallelConfig(), "", "default", loaded, weightless_patcher(loaded))
+    family = case if case in FAMILIES else variants.VARIANTS[case].family
+    stored = load_file(GOLDEN / f"{family}__euler_simple.safetensors")
+    return model, dit, rank, {name: _conditioning(stored, name) for name in ("positive", "negative")}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(case) -> (ComfyUI's MODEL, a PARALLEL_DIT whose rank is this process, prompts); the last."""
@@ -237,20 +252,7 @@ def models(tmp_path_factory):
     def made(case):
         if case not in kept:
             kept.clear()
-            told = facts(case) if case in FAMILIES else variants.described(case)
-            skip_without_class(told["comfy_class"])
-            path = tmp_path_factory.mktemp("model") / "model.safetensors"
-            write_checkpoint(path, case) if case in FAMILIES else variants.write(path, case)
-            model = pictures.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
-            rank = Rank(str(path))
-            loaded = client_protocol.Loaded(
-                "tiny", rank.engine.models["tiny"].family.name, rank.engine.facts("tiny")
-            )
-            dit = ParallelDiT(ParallelConfig(), "", "default", loaded, weightless_patcher(loaded))
-            family = case if case in FAMILIES else variants.VARIANTS[case].family
-            stored = load_file(GOLDEN / f"{family}__euler_simple.safetensors")
-            prompts = {name: _conditioning(stored, name) for name in ("positive", "negative")}
-            kept[case] = model, dit, rank, prompts
+            kept[case] = both(case, tmp_path_factory.mktemp("model") / "model.safetensors")
         return kept[case]
 
     return made
