@@ -262,6 +262,17 @@ PER_TOKEN = {
     "temb_ca_scale_shift": ("video", 1),
     "temb_ca_audio_scale_shift": ("audio", 1),
 }
+#: Layer of a block -> whose tokens pass it. Keys and values between both are of the other one.
+LATENT_LAYERS = {
+    "audio_to_video_attn.to_[kv]": "audio",
+    "video_to_audio_attn.to_[kv]": "video",
+    "video_to_audio_attn*": "audio",
+    "audio_to_video_attn*": "video",
+    "audio_*": "audio",
+    "*": "video",
+}
+#: Keys and values of the prompt.
+PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v")
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
@@ -272,6 +283,8 @@ FAMILY = Family(
         lists={"transformer_blocks": APART},
         adapter=VideoAndAudio(),
         attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
+        text_layers=PROMPT_LAYERS,
+        latent_layers=LATENT_LAYERS,
         per_token=PER_TOKEN,
         per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
     ),
@@ -292,7 +305,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(
-        prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
+        prompt_layers=PROMPT_LAYERS,
         prompt_modules=("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope"),
     ),
     build=Build(patch_module=patch_module),
