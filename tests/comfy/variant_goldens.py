@@ -18,7 +18,7 @@ import test_conditioning_nodes as walk  # noqa: E402
 import torch  # noqa: E402
 import variants  # noqa: E402
 
-SETTINGS = {"seed": 5, "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+SETTINGS = walk.STEPS | {"denoise": 1.0}
 
 
 #: Small videos: a camera's path has 24 numbers for each pixel.
