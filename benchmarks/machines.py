@@ -158,7 +158,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--only", nargs="+", default=[""], help="methods whose name has one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="methods whose name begins so")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PART.page}")
     options = parser.parse_args()
@@ -170,7 +170,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as model:
         common.save_model(model, **(SMALL if options.quick else {}))
         for count, methods in METHODS.items():
-            chosen = [name for name in methods if any(word in name for word in options.only)]
+            chosen = [name for name in methods if name.startswith(tuple(options.only))]
             if not chosen:
                 continue
             with ExitStack() as stack:
