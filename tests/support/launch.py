@@ -29,7 +29,7 @@ NICE = 19
 #: Longest time of a rank program: most of it may be spent giving way to others.
 SECONDS = 3000
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
-AT_ONCE = 2
+AT_ONCE = 3
 
 
 def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
