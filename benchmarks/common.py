@@ -287,6 +287,23 @@ class Contest:
     difference: float
     busy: list[float]
 
+    def facts(self, options: argparse.Namespace) -> dict:
+        """What a report holds of every contest."""
+        return dict(
+            difference=self.difference, rounds=self.seconds, busy_percent=self.busy, options=vars(options)
+        )
+
+
+def compete(script: str, contest: Callable, show: Callable, options: argparse.Namespace):
+    """Run ``contest(options, model)`` on ``options.ranks`` ranks, each of which runs the command ``script``
+    once more, and ``show(found, options)`` on the first."""
+    if not spawned():
+        spawn(script, options.ranks, options.device, options.model)
+    found = contest(options, os.environ[MODEL_VARIABLE])
+    if os.environ["RANK"] == "0":
+        show(found, options)
+    leave()
+
 
 def contest(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
     """Let functions take turns, after each has run once (which touches every weight)."""

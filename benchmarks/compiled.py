@@ -8,7 +8,6 @@ compiled blocks too. "by CPU" compares rank 0's CPU seconds, as in peers.py. Gra
 first round, by the CPU's or the GPU's inductor.
 """
 
-import os
 from dataclasses import replace
 
 import common
@@ -75,10 +74,7 @@ def show(found: common.Contest, options):
         [report.Bar(name, **ratio) for name, ratio in ratios.items()],
         ratio=ratios["ours, compiled"],
         by_cpu=by_cpu["ours, compiled"],
-        difference=found.difference,
-        rounds=found.seconds,
-        busy_percent=found.busy,
-        options=vars(options),
+        **found.facts(options),
     )
 
 
@@ -86,13 +82,7 @@ def main():
     parser = common.model_options(common.parser(__doc__, rounds=7))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    options = common.parse(parser)
-    if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
-    found = contest(options, os.environ[common.MODEL_VARIABLE])
-    if os.environ["RANK"] == "0":
-        show(found, options)
-    common.leave()
+    common.compete(__file__, contest, show, common.parse(parser))
 
 
 if __name__ == "__main__":

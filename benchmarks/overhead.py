@@ -53,10 +53,7 @@ def show(found: common.Contest, options):
         [report.Bar("engine", **ratio, goal=GOAL)],
         ratio=ratio,
         by_cpu=by_cpu,
-        difference=found.difference,
-        rounds=found.seconds,
-        busy_percent=found.busy,
-        options=vars(options),
+        **found.facts(options),
     )
 
 

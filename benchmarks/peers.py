@@ -9,8 +9,6 @@ raylight and xDiT are not compared here: they need CUDA and NCCL, so on the CPU 
 diffusers' ring attention does not run on the CPU either, and it has no PipeFusion and no CFG parallelism.
 """
 
-import os
-
 import common
 import loops
 import report
@@ -56,10 +54,7 @@ def show(found: common.Contest, options):
         [report.Bar("ours", **ratio, goal=GOAL)],
         ratio=ratio,
         by_cpu=by_cpu,
-        difference=found.difference,
-        rounds=found.seconds,
-        busy_percent=found.busy,
-        options=vars(options),
+        **found.facts(options),
     )
 
 
@@ -67,13 +62,7 @@ def main():
     parser = common.model_options(common.parser(__doc__, rounds=9))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    options = common.parse(parser)
-    if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
-    found = contest(options, os.environ[common.MODEL_VARIABLE])
-    if os.environ["RANK"] == "0":
-        show(found, options)
-    common.leave()
+    common.compete(__file__, contest, show, common.parse(parser))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import diffusers
+from page_parts import Part, markdown
 
 from backend import models
 from backend.models.family import Family
 
-BEGIN = "<!-- families: made by scripts/families_table.py -->\n"
-END = "<!-- end of families -->\n"
 SHORT_HEAD = ("model", "files", "notes")
 FULL_HEAD = (
     "model",
@@ -98,12 +97,6 @@ def short_row(module, family: Family) -> tuple[str, ...]:
     return (name, files_of(family), notes)
 
 
-def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Write a table, one line a row."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
 def short_table() -> str:
     """The table of README.md."""
     return markdown(SHORT_HEAD, [short_row(module, module.FAMILY) for module in models.MODULES])
@@ -116,19 +109,15 @@ def full_table() -> str:
 
 
 #: Page -> what makes its table.
-TABLES = {"README.md": short_table, "docs/models.md": full_table}
-
-
-def put_into(text: str, table: str) -> str:
-    """Return the text of a page with this table between the marks."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table + END + rest.partition(END)[2]
+TABLES = {
+    Part(page, "families", "scripts/families_table.py"): make
+    for page, make in {"README.md": short_table, "docs/models.md": full_table}.items()
+}
 
 
 if __name__ == "__main__":
-    for page, make in TABLES.items():
+    for part, make in TABLES.items():
         table = make()
         if "--write" in sys.argv[1:]:
-            path = ROOT / page
-            path.write_text(put_into(path.read_text(), table))
+            part.write(table)
         print(table)

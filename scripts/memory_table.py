@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-from families_table import markdown
+from page_parts import Part, markdown
 from released_forms import File, checkpoint_of
 
 from backend.config import ConfigError, ParallelConfig
@@ -19,9 +19,7 @@ from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
 from backend.rank_plan import describe
 
-PAGE = ROOT / "docs/memory.md"
-BEGIN = "<!-- memory: made by scripts/memory_table.py -->\n"
-END = "<!-- end of memory -->\n"
+PART = Part("docs/memory.md", "memory", "scripts/memory_table.py")
 RANKS = (2, 4, 8)
 #: Name -> fields of ParallelConfig for a number of ranks.
 METHODS = {
@@ -131,7 +129,5 @@ def tables(files: tuple[File, ...] = FILES) -> str:
 if __name__ == "__main__":
     made = tables()
     if "--write" in sys.argv[1:]:
-        text = PAGE.read_text()
-        before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+        PART.write(made)
     print(made)

@@ -13,12 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from page_parts import Part
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "scripts", "tests", "tests/support", "tests/unit", "tests/comfy")
 HEADERS = ROOT / "tests/headers"
-PAGE = ROOT / "docs/models.md"
-BEGIN = "<!-- released files: made by scripts/released_files.py -->\n"
-END = "<!-- end of released files -->\n"
+PART = Part("docs/models.md", "released files", "scripts/released_files.py")
 HEAD = ("file", "family", "ComfyUI's class", "parameters", "tensors left over", "sampling", "latent format")
 LORA_HEAD = ("LoRA", "model", "tensors changed", "by ComfyUI", "keys left over")
 
@@ -113,8 +113,7 @@ def main():
     lists = import_module("test_lora_lists")
     with TemporaryDirectory() as folder:
         write("lora_patches.json", {name: lists.found(name, Path(folder)) for name in lists.LISTS})
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + listed() + END + rest.partition(END)[2])
+    PART.write(listed())
 
 
 if __name__ == "__main__":

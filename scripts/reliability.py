@@ -20,16 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests/support")]
-from families_table import markdown
 from fault_table import FAULTS
-from faults import CONFIG, Fault, Scene
+from faults import CONFIG, FINISHED, Fault, Scene
+from page_parts import Part, markdown
 from tiny import error_in_std, golden_request, to_vae_units
 
 from backend.client import pool
 
-PAGE = ROOT / "docs/reliability.md"
-BEGIN = "<!-- faults: made by scripts/reliability.py -->\n"
-END = "<!-- end of faults -->\n"
+PART = Part("docs/reliability.md", "faults", "scripts/reliability.py")
 HEAD = ("fault", "told after", "message", "next run", "left over")
 #: Largest distance of a golden latent, in its standard deviations.
 EXACT = 1e-4
@@ -55,6 +53,8 @@ def tried(fault: Fault, scene: Scene) -> Row:
     told: list[str] = []
     fresh = pool.backend_for(CONFIG, warn=told.append)
     message = " ".join(told) or outcome.message
+    if told and outcome.message == FINISHED:
+        message = f"{FINISHED}, and the request gives its result; the next one: {message}"
     _, golden = golden_request("euler_simple")
     result = fresh.sample(scene.request())
     error = error_in_std(to_vae_units(result.tensors["samples"]), golden) if result else float("inf")
@@ -108,8 +108,8 @@ def shown(message: str) -> str:
 
 def lines() -> dict[str, tuple[str, ...]]:
     """Return the cells of the page's table by the name of their fault."""
-    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    cells = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()[2:]]
+    table = PART.read().splitlines()[2:]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table]
     return {each[0]: each for each in cells}
 
 
@@ -117,8 +117,7 @@ def write(row: Row):
     """Put a row into the page, in the place of what was there of its fault."""
     known = lines() | {row.cells[0]: row.cells}
     table = markdown(HEAD, [known[fault.name] for fault in FAULTS if fault.name in known])
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
+    PART.write(table)
 
 
 def main():
@@ -126,7 +125,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help=f"put each row into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"put each row into {PART.page}")
     parser.add_argument("--only", nargs="+", help="faults whose name has one of these")
     options = parser.parse_args()
     faults = [f for f in FAULTS if not options.only or any(word in f.name for word in options.only)]

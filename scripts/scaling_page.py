@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmarks", "tests/support"))]
 import dry_run
 import torch
-from families_table import markdown
+from page_parts import Part, markdown
 from published import A100, CASES, H100, L40, RTX4090, Case
 from released_sizes import RELEASED, checkpoint_of, request_of
 
@@ -34,9 +34,7 @@ from backend.rank_plan.request_size import RequestSize, size_of
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling.validation import check_degrees
 
-PAGE = ROOT / "docs/scaling.md"
-BEGIN = "<!-- scaling: made by scripts/scaling_page.py -->\n"
-END = "<!-- end of scaling -->\n"
+PART = Part("docs/scaling.md", "scaling", "scripts/scaling_page.py")
 #: The cost model follows published times to this median error.
 GOAL = 0.10
 #: Seconds of the host for a stream of a block, and those that a divided block adds: Machine's default, and a
@@ -318,7 +316,5 @@ def tables() -> str:
 if __name__ == "__main__":
     made = tables()
     if "--write" in sys.argv[1:]:
-        text = PAGE.read_text()
-        before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+        PART.write(made)
     print(made)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
+from .common import guide_weights
 from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
@@ -34,7 +35,8 @@ ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_at
 
 
 def patch_module(transformer, config):
-    """ComfyUI's order of attention and its gates, modulation of each noise level once, and the connectors."""
+    """ComfyUI's order of attention and its gates, modulation of each noise level once, weighed guides, and
+    the connectors."""
     gate_by_highest_level(transformer, config)
     levels = (
         transformer.time_embed,
@@ -44,6 +46,8 @@ def patch_module(transformer, config):
     )
     for embed in levels:
         embed.__class__ = Levels
+    transformer.rope.__class__ = guide_weights.AudioVideoPositions
+    transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
         block.__class__, block.levels = Block, levels
         block.watch()
@@ -294,9 +298,10 @@ FAMILY = Family(
             "audio_denoise_mask",
             "keyframe_idxs",
             "generated_keyframes",
+            "guide_weights",
         ),
         widths=lambda config: {},
-        precise=("frame_rate",),
+        precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),
     cache=Cache(

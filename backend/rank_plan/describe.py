@@ -104,8 +104,8 @@ def describe(
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
     prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
     quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
-    in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones,
-    in the order of their tokens; without them all tokens are the first's. Raises ConfigError and
+    in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones, in
+    the order of their tokens; without them all tokens are the first's. Raises ConfigError and
     UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)

@@ -241,6 +241,8 @@ class Workload:
             return buffers * samples * len(blocks) * (states + tokens)
         calls = self.exchanged(blocks).items()
         tokens = sum(n * self.call_head_size(call) * sequence.length_of(call.keys) for call, n in calls)
+        if self.family.cache.static_text:  # text attends among itself in the first steps
+            tokens += len(blocks) * self.head_size * sequence.text
         return buffers * samples * head * tokens
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
