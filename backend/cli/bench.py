@@ -17,7 +17,7 @@ from ..client.client import BackendClient
 from ..client.pool import Backend
 from ..config import ConfigError, ParallelConfig
 from ..protocol import Ping
-from .sample import SETTINGS, read_config
+from .sample import read_config
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message
 from .status import connect, options
@@ -56,7 +56,7 @@ def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, r
     path, weight_dtype, matmul = request.wanted
     loras = [tuple(lora) for lora in request.loras]
     load, loaded = timed(lambda: backend.load(path, weight_dtype, loras=loras, matmul=matmul))
-    message = sample_message(request, loaded, {name: getattr(config, name) for name in SETTINGS})
+    message = sample_message(request, loaded, config.per_request)
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1

@@ -21,9 +21,6 @@ from ..start import own_token
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message, write_result
 
-#: Settings of a configuration that travel with a request.
-SETTINGS = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
-
 
 def main(arguments: list[str]) -> int:
     """Sample the requests of a file; raises ConfigError, RefusedError or BackendError, in one sentence."""
@@ -52,8 +49,7 @@ def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    result = backend.sample(sample_message(request, loaded, settings), _show)
+    result = backend.sample(sample_message(request, loaded, config.per_request), _show)
     assert result is not None  # nothing cancels it
     write_result(request, result.tensors["samples"], result.stats)
     print(f"{request.out}: {result.stats['seconds']:.2f} s", flush=True)

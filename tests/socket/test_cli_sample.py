@@ -15,10 +15,11 @@ from page_examples import examples
 from safetensors.torch import load_file, save_file
 
 from backend.cli import __main__ as cli
-from backend.cli.sample import read_config
+from backend.cli.sample import read_config, run
 from backend.cli.sample_request import read_requests
 from backend.cli.sample_tensors import noise_levels, write_result
 from backend.config import ConfigError
+from backend.protocol import Loaded, Result
 from demo import shapes
 
 ROOT = Path(__file__).parents[2]
@@ -156,3 +157,21 @@ def test_a_vae_configuration_scales_by_channel(tmp_path):
     assert load_file(tmp_path / "o.safetensors")["samples"].flatten().tolist() == [1.5, 1.0]
     with pytest.raises(ConfigError, match="scales 2 channels, but the latent has 3"):
         write_result(wanted, torch.ones(1, 3, 1, 1), {})
+
+
+def test_settings_of_the_configuration_travel(tmp_path):
+    """All that a Sample takes of a ParallelConfig."""
+    save_file({"cross_attn": torch.zeros(1, 2, 4)}, tmp_path / "p")
+    sent = []
+
+    class Ranks:
+        def load(self, path, weight_dtype, **named):
+            return Loaded("m", "flux", {"prediction": "flow", "conditioning": ["c_crossattn"]})
+
+        def sample(self, message, show):
+            sent.append(message)
+            return Result({"seconds": 1.0}, {"samples": message.tensors["noise"]})
+
+    settings = {"compile": "blocks", "attention": "sdpa", "warmup_steps": 2, "stale_kv": "extrapolate"}
+    run(Ranks(), request(tmp_path), read_config(json.dumps(settings)))  # pyright: ignore[reportArgumentType]
+    assert {name: getattr(sent[0], name) for name in settings} == settings
