@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
 from .client import BackendClient
 from .connect import connect
-from .idle import IdleClock, watch
+from .idle import watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room
 
@@ -38,7 +38,7 @@ class Backend:
         self.process = process
         self.models: dict[Wanted, str] = {}
         self.closed = False
-        self.clock = IdleClock()
+        self.last_used = time.monotonic()
         self._busy = threading.Lock()
 
     @property
@@ -176,7 +176,8 @@ class Backend:
 
     def is_idle(self, seconds: float) -> bool:
         """Return whether it is ours, and nobody has used it for so long."""
-        return self.process is not None and not self._busy.locked() and self.clock.idle_for(seconds)
+        is_unused = not self._busy.locked() and time.monotonic() - self.last_used >= seconds
+        return self.process is not None and is_unused
 
     def loss(self) -> str:
         """Return one sentence on why a backend that is not alive has ended between two requests; empty where
@@ -205,7 +206,7 @@ class Backend:
                 raise BackendError(f"{error}; the next run connects again.") from error
             raise self.process.failure() from error
         finally:
-            self.clock.used()
+            self.last_used = time.monotonic()
             if self.client.closed:
                 self.close()
 
@@ -233,7 +234,7 @@ def backend_for(
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
-            backend.clock.used()
+            backend.last_used = time.monotonic()
             return backend
         _report_losses(warn)
         _drop(key)
