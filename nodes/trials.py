@@ -4,6 +4,7 @@ import copy
 import os
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -49,7 +50,7 @@ def trials(graph: dict, selected: str = "") -> dict:
 def options_to_try(question: Question) -> list[Option]:
     """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
     ranks that start anew for it come last."""
-    fitting = sorted((each for each in question.options() if each.fits), key=_by_score)
+    fitting = sorted((each for each in question.options() if each.fits), key=attrgetter("score"))
     found: dict[frozenset, Option] = {}
     for option in fitting:
         if option.plan.world_size == question.gpus > 1:
@@ -65,10 +66,6 @@ def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dic
     placed = auto.placed(plan, devices, device)
     planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
     return {"method": MANUAL, "gpus": placed.gpus, **planned}
-
-
-def _by_score(option: Option) -> float:
-    return option.score
 
 
 def _first_sampler(graph: dict) -> str:
