@@ -27,9 +27,9 @@ import launches
 import torch
 import torch.nn.functional as F
 from meta_device import META, Count, meta_device, tensors_in
+from meta_shapes import Mode, compute
 from released_sizes import RELEASED, checkpoint_of, request_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from backend.config import ConfigError, ParallelConfig
@@ -78,7 +78,7 @@ class DryRun:
     peak: int
 
 
-class Meter(TorchDispatchMode):
+class Meter(Mode):
     """Adds up multiplications while ``active``, and the bytes of all storages that live."""
 
     def __init__(self, held: Iterator[Tensor]):
@@ -105,7 +105,7 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        out = compute(func, args, kwargs)
         for tensor in tensors_in(out):
             self._watch(tensor, tensor.untyped_storage().nbytes())
         if self.active:

@@ -1,12 +1,13 @@
-"""Which method bears which network: two "hosts" on this machine, joined by a cable of limited bandwidth.
+"""Which method bears which network: two "hosts" on this machine, joined by a cable of limited bandwidth, or
+by one that adds latency too.
 
     python benchmarks/machines.py [--rounds 3] [--steps 4] [--write]
 
 The hosts are network namespaces (tests/support/hosts.py), each with half of the ranks, on the CPU, with a
-Flux of random weights (177M parameters; --quick: a small one). tc limits the cable's bandwidth (tbf) and adds
-no latency. Printed for each method: megabytes that cross the cable in a step, counted by the network, and
-seconds of a step on each link, the best of the rounds. --write puts the table into docs/multi_node.md. Linux,
-root.
+Flux of random weights (177M parameters; --quick: a small one). tc limits the cable's bandwidth (tbf). Latency
+is a second cable's, whose packets a thread of this program holds (slow_cable.py), since not every kernel has
+netem. Printed for each method: megabytes that cross the cable in a step, counted by the network, and seconds
+of a step on each link, the best of the rounds. --write puts the table into docs/multi_node.md. Linux, root.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import common
 sys.path[:0] = [str(common.ROOT / "tests/support"), str(common.ROOT / "scripts")]
 import hosts
 from page_parts import Part, markdown
+from slow_cable import DEVICE, SlowCable
 
 from backend import protocol
 from backend.client.client import BackendClient
@@ -30,8 +32,13 @@ from backend.config import ParallelConfig
 
 PART = Part("docs/multi_node.md", "links", "benchmarks/machines.py")
 TOKEN = "9" * 64
-#: Bits per second of the links, and how tc calls them.
-LINKS: dict[str, float] = {"10gbit": 1e10, "1gbit": 1e9}
+#: The links: device of the cable, rate as tc calls it, seconds that a packet takes more.
+LINKS: dict[str, tuple[str, str, float]] = {
+    "no limit": (hosts.INTERFACE, "", 0.0),
+    "10 Gbit/s": (hosts.INTERFACE, "10gbit", 0.0),
+    "1 Gbit/s": (hosts.INTERFACE, "1gbit", 0.0),
+    "1 Gbit/s, 1 ms": (DEVICE, "1gbit", 1e-3),
+}
 #: Ranks -> what they run, and what of it crosses the cable. The first one is how they start.
 METHODS: dict[int, dict[str, dict]] = {
     2: {
@@ -50,6 +57,8 @@ METHODS: dict[int, dict[str, dict]] = {
         },
     },
 }
+#: A method bears a link that makes a step longer by at most this part.
+BORNE = 0.1
 SMALL: dict = dict(num_layers=1, num_single_layers=2, num_attention_heads=4)
 
 
@@ -71,6 +80,8 @@ class Ranks:
         (self.folder / "token").chmod(0o600)
         self.hosts = hosts.Hosts()
         stack.callback(self.hosts.close)
+        self.slow_cable = SlowCable(self.hosts, 0.0)
+        stack.callback(self.slow_cable.close)
         self.model = str(model)
         first = next(iter(METHODS[count].values()))
         given = ({"device": "cpu", **first}, "--models", self.model)
@@ -97,6 +108,11 @@ class Ranks:
         sample()  # caches, connections
         return sample
 
+    def connect(self, link: str):
+        """Send by a link of LINKS from now on."""
+        device, rate, self.slow_cable.seconds = LINKS[link]
+        self.hosts.shape(rate, device)
+
 
 SIDE, TEXT = [64], [128]
 
@@ -108,25 +124,25 @@ def measured(ranks: Ranks, name: str, degrees: dict, rounds: int) -> Method:
     seconds = {"no limit": sample()}
     megabytes = (ranks.hosts.sent() - before) / ranks.steps / 1e6
     for _ in range(rounds):
-        for link in ("no limit", *LINKS):
-            ranks.hosts.shape("" if link == "no limit" else link)
+        for link in LINKS:
+            ranks.connect(link)
             seconds[link] = min(seconds.get(link, float("inf")), sample())
-    ranks.hosts.shape("")
+    ranks.connect("no limit")
     print(f"{name}: {megabytes:.2f} MB a step, {json.dumps(seconds)}", file=sys.stderr, flush=True)
     return Method(name, megabytes, seconds)
 
 
 def table(found: list[Method]) -> str:
     """Return the page's table. The least that a link adds is megabytes over its rate, both ways at once."""
-    head = ["method", "MB a step", "s a step, no limit"]
-    head += [f"on {link}" for link in LINKS]
+    first, *limited = LINKS
+    head = ["method", "MB a step", f"s a step, {first}", *(f"at {link}" for link in limited), "bears"]
     rows = []
     for each in found:
-        cells = [each.name, f"{each.megabytes:.2f}", f"{each.seconds['no limit']:.2f}"]
-        for link in LINKS:
-            added = each.seconds[link] / each.seconds["no limit"] - 1
-            cells.append(f"{each.seconds[link]:.2f} ({added:+.0%})")
-        rows.append(tuple(cells))
+        added = {link: each.seconds[link] / each.seconds[first] - 1 for link in limited}
+        cells = [each.name, f"{each.megabytes:.2f}", f"{each.seconds[first]:.2f}"]
+        cells += [f"{each.seconds[link]:.2f} ({added[link]:+.0%})" for link in limited]
+        borne = [link for link in limited if added[link] <= BORNE]
+        rows.append((*cells, "; ".join(borne) or "none of them"))
     return markdown(tuple(head), rows)
 
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from meta_shapes import Mode, compute
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,7 +50,7 @@ def place() -> str:
     return "?"
 
 
-class Count(TorchDispatchMode):
+class Count(Mode):
     """Counts while it is ``active``. waits: (what, file.function) -> how often; device, host: operation ->
     how often."""
 
@@ -70,7 +71,7 @@ class Count(TorchDispatchMode):
             self.waits[f"{what} in {place()}"] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        out = compute(func, args, kwargs)
         if self.active:
             given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
             self._note(func, given, list(tensors_in(out)))
@@ -235,6 +236,8 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(torch, "unique", _unique)
         for name, value in READERS.items():
             replace(Tensor, name, _reader(count, name, getattr(Tensor, name), value))
+        replace(Tensor, "__invert__", _inverted(Tensor.__invert__))
+        replace(Tensor, "__getitem__", _chosen(count, Tensor.__getitem__))
         replace(Tensor, "to", _to_host(count, Tensor.to))
         replace(torch, "tensor", _from_host(count, torch.tensor))
         replace(Tensor, "new_tensor", _new_tensor(count, Tensor.new_tensor))
@@ -249,6 +252,28 @@ def _reader(count: Count, name: str, own, value):
         return value(self)
 
     return read
+
+
+def _inverted(own):
+    """Every mask is true, so what it leaves out are no tokens."""
+
+    def invert(self):
+        out = own(self)
+        if out.device.type == "meta" and out.dtype == torch.bool:
+            out.is_nowhere = True
+        return out
+
+    return invert
+
+
+def _chosen(count: Count, own):
+    def choose(self, index):
+        if getattr(index, "is_nowhere", False):
+            count.wait("index")
+            return own(self, slice(0, 0))
+        return own(self, index)
+
+    return choose
 
 
 def _to_host(count: Count, own):

@@ -32,7 +32,7 @@ RUN_SECONDS = 150.0
 #: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
 BLOCKS = 2
 #: Fields of ParallelConfig that travel with each request.
-PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention")
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
 
 Made = TypeVar("Made")
 
@@ -76,11 +76,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A request's latent (float32, the model's space), its seconds at the client, and what the load said."""
+    """A request's latent (float32, the model's space), its seconds at the client, what the load said, and
+    notes of the run."""
 
     samples: Tensor
     seconds: float
     info: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 class Lab:
@@ -135,7 +137,8 @@ class Lab:
         if result is None:
             self.check()
             raise TimeoutError(f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang")
-        return Run(result.tensors["samples"], time.monotonic() - began, loaded.info)
+        notes = result.stats.get("notes", [])
+        return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, notes)
 
     def step_seconds(
         self, config: ParallelConfig, path: Path, request: Callable[[int], Sample], **how
@@ -220,6 +223,18 @@ class Lab:
             raise OSError(done.stderr.strip().rpartition("\n")[2] or f"waits.py ended with {done.returncode}")
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files for run in json.loads(file.read_text())]
+
+    def kernel_rows(self) -> tuple[list[dict], str]:
+        """Run benchmarks/kernels.py; return its rows, and why it ended early, "" where it did not."""
+        self.fresh()  # its calls want the first GPU's memory
+        path = self.folder / "kernels.jsonl"
+        path.write_text("")
+        command = [sys.executable, BENCHMARKS / "kernels.py", "--device", self.device, "--json", str(path)]
+        left = max(1.0, min(RUN_SECONDS, self.end - time.monotonic()))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        last = done.stderr.strip().rpartition("\n")[2]
+        return rows, (last or f"exit status {done.returncode}") if done.returncode else ""
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""

@@ -11,11 +11,12 @@ import psutil
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_facts import Facts
+from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
 from doctor_steps import shapes, waits
 
 from backend import protocol
-from backend.config import AXES, CHOICES, ParallelConfig
+from backend.config import AXES, ParallelConfig
 from backend.protocol import RefusedError
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
@@ -30,8 +31,6 @@ COMFYUI = 2e-3
 BF16_RATIO = 3.0
 #: Bytes/s between two GPUs below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
-#: Attention kernels that are timed: all but auto, which is one of them.
-KERNELS = CHOICES["attention"][1:]
 QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
 POLL_SECONDS = 0.02
 
@@ -186,29 +185,6 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float) -> Found
         yield Finding("speed", OK, text, values)
 
 
-def kernels(lab: Lab) -> Found:
-    """Attention kernels on one rank: seconds and distance from torch's."""
-    path = lab.flux()
-    request = partial(lab.request, path)
-    wanted = lab.run(ParallelConfig(), path, request(2)).samples
-    for kernel in KERNELS:
-        yield from findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab)
-
-
-def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
-    path = lab.flux()
-    config = ParallelConfig(attention=kernel)
-    try:
-        seconds, _ = lab.step_seconds(config, path, partial(lab.request, path))
-        distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
-    except RefusedError as refusal:
-        yield Finding("kernels", OK, f"{kernel}: not usable ({refusal})")
-        return
-    status = OK if distance < STALE else PROBLEM
-    text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"
-    yield Finding("kernels", status, text, {"kernel": kernel, "seconds": seconds, "distance": distance})
-
-
 def quantized(lab: Lab) -> Found:
     """A quantized file that multiplies natively, against itself weight only; and the seconds of bf16."""
     for kind in QUANTIZED:
@@ -307,6 +283,7 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
     "kernels": kernels,
+    "compiled": compiled,
     "quantized": quantized,
     "speed of one rank": speed_of_one,
     "methods": all_methods,

@@ -50,21 +50,26 @@ from backend.client.silence import process_state
 from backend.protocol import framing
 
 ROOT = Path(__file__).resolve().parents[1]
-#: A process that launches a backend, or connects to the one of another process, and samples for minutes.
-PROGRAM = """
-import os, sys; sys.path[:0] = [{root!r}, {root!r} + "/scripts", {root!r} + "/tests/support"]
+#: A process that launches a backend and samples for minutes.
+LAUNCHER = """
+import sys; sys.path[:0] = [{root!r}, {root!r} + "/scripts", {root!r} + "/tests/support"]
 from pathlib import Path
 from faults import MINUTES, Scene
-from backend.client.client import BackendClient
 scene = Scene(Path({folder!r}))
-if {address!r}:
-    client = BackendClient({address!r}, {token!r})
-    sample = scene.request_for({model!r}, MINUTES)
-    client.sample(sample, lambda progress: print("", flush=True))
-else:
-    backend = scene.backend
-    print(*backend.welcome.pids, scene.agent(), backend.process.folder, flush=True)
-    backend.sample(scene.request(MINUTES), lambda progress: print("", flush=True))
+backend = scene.backend
+print(*backend.welcome.pids, scene.agent(), backend.process.folder, flush=True)
+backend.sample(scene.request(MINUTES), lambda progress: print("", flush=True))
+"""
+#: A process that connects to the backend of another one and sends it the request in a file.
+SCRIPT = """
+import sys; sys.path.insert(0, {root!r})
+from pathlib import Path
+from backend.client.client import BackendClient
+client = BackendClient({address!r}, {token!r})
+client._socket.sendall(Path({frame!r}).read_bytes())
+while True:
+    if client._next() is not None:
+        print("", flush=True)
 """
 
 
@@ -79,12 +84,10 @@ def killed_script(scene: Scene) -> Outcome:
     """A script that samples is killed: its request ends, and the next one begins."""
     backend = scene.backend
     assert backend.process is not None
-    program = PROGRAM.format(
-        root=str(ROOT),
-        folder=str(scene.folder),
-        address=backend.process.address,
-        token=backend.process._token,
-        model=scene.request().model,
+    frame = scene.folder / "script.frame"
+    frame.write_bytes(b"".join(framing.encode(scene.request(MINUTES))))
+    program = SCRIPT.format(
+        root=str(ROOT), address=backend.process.address, token=backend.process._token, frame=str(frame)
     )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as script:
@@ -161,7 +164,7 @@ def killed_parent(stopped: bool):
     """Kill what launched a backend, such as ComfyUI, in a sample; ``stopped``: rank 1 cannot see it."""
 
     def make(scene: Scene) -> Outcome:
-        program = PROGRAM.format(root=str(ROOT), folder=str(scene.folder), address="", token="", model="")
+        program = LAUNCHER.format(root=str(ROOT), folder=str(scene.folder))
         command = [sys.executable, "-c", program]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None

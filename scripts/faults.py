@@ -22,8 +22,8 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 
 CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
-#: Steps that take seconds, and minutes.
-SECONDS, MINUTES = 300, 10_000
+#: Steps that take seconds, also where other processes want the machine, and minutes.
+SECONDS, MINUTES = 100, 10_000
 #: A Flux of 177M parameters.
 LARGE: dict = dict(
     in_channels=64,
@@ -35,6 +35,8 @@ LARGE: dict = dict(
     pooled_projection_dim=768,
     axes_dims_rope=(8, 28, 28),
 )
+#: The message of a request that gives its result.
+FINISHED = "none"
 #: Longest wait for what has to come.
 PATIENCE = 90.0
 
@@ -107,7 +109,7 @@ def measured(action: Callable[[], object], began: Callable[[], float]) -> Outcom
     """Return what ``action`` says or raises, since the time that ``began`` gives then."""
     try:
         result = action()
-        message = "interrupted" if result is None else result if isinstance(result, str) else "none"
+        message = "interrupted" if result is None else result if isinstance(result, str) else FINISHED
     except (protocol.BackendError, protocol.RefusedError) as error:
         message = str(error)
     return Outcome(message, time.monotonic() - began())
@@ -153,7 +155,7 @@ def noticed_when_idle(backend: Backend, hit: Once) -> Outcome:
     deadline = time.monotonic() + PATIENCE
     while backend.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return Outcome("none", time.monotonic() - hit.at)
+    return Outcome("nobody asked", time.monotonic() - hit.at)
 
 
 def rank(number: int) -> Callable[[Scene], int]:

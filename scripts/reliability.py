@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests/support")]
 from fault_table import FAULTS
-from faults import CONFIG, Fault, Scene
+from faults import CONFIG, FINISHED, Fault, Scene
 from page_parts import Part, markdown
 from tiny import error_in_std, golden_request, to_vae_units
 
@@ -53,6 +53,8 @@ def tried(fault: Fault, scene: Scene) -> Row:
     told: list[str] = []
     fresh = pool.backend_for(CONFIG, warn=told.append)
     message = " ".join(told) or outcome.message
+    if told and outcome.message == FINISHED:
+        message = f"{FINISHED}, and the request gives its result; the next one: {message}"
     _, golden = golden_request("euler_simple")
     result = fresh.sample(scene.request())
     error = error_in_std(to_vae_units(result.tensors["samples"]), golden) if result else float("inf")

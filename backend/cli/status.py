@@ -23,6 +23,7 @@ METRICS = {
     "running_seconds": "Seconds of the request under way, 0 for none.",
     "waiting": "Requests that wait.",
     "answered_total": "Requests that were answered.",
+    "last_error_info": "1, with the last refusal as a label; absent without one.",
 }
 
 
@@ -86,11 +87,18 @@ def metrics(report: Report) -> str:
         "waiting": {"": report.waiting},
         "answered_total": {f'{{kind="{kind}"}}': count for kind, count in report.answered.items()},
     }
+    if report.last_error:
+        values["last_error_info"] = {f'{{error="{_escaped(report.last_error)}"}}': 1}
     for name in ("weight_bytes", "resident_bytes"):
         values[f"rank_{name}"] = {f'{{rank="{rank["rank"]}"}}': rank[name] for rank in report.ranks}
     lines = []
     for name, text in METRICS.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP parallel_dit_{name} {text}", f"# TYPE parallel_dit_{name} {kind}"]
-        lines += [f"parallel_dit_{name}{labels} {value}" for labels, value in values[name].items()]
+        lines += [f"parallel_dit_{name}{labels} {value}" for labels, value in values.get(name, {}).items()]
     return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Escape a label's value."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -158,6 +158,7 @@ class BackendProcess:
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,
+                pass_fds=self._private.inherited,
             )
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:

@@ -1,8 +1,10 @@
 """The private folder of a launched backend: made for one launcher, removed with it, or by the next launcher
 where the first one was killed. Standard library only.
 
-The launcher holds a lock (flock) on a file of its folder. The system releases it however the launcher ends,
-so a folder whose lock is free is nobody's. What the file holds tells whether somebody was told of the log.
+The launcher holds a lock (flock) on a file of its folder, and the agent inherits it, which meets its ranks
+through files in there and outlives a killed launcher for as long as it needs to end them. The system releases
+it however they end, so a folder whose lock is free is nobody's. A size above 0 tells that somebody was told
+of the log.
 """
 
 import os
@@ -52,7 +54,13 @@ class PrivateFolder:
         """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
         self._kept = True
         if self._lock is not None:
-            os.pwrite(self._lock, b"named", 0)
+            os.ftruncate(self._lock, 1)  # a hole, for which a full disk has room, too
+            os.utime(self._lock)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """The descriptors with which a process holds the folder, too (Popen's pass_fds)."""
+        return () if self._lock is None else (self._lock,)
 
     def close(self):
         """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine."""

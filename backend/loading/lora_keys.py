@@ -64,6 +64,8 @@ ALIASES = (
     ("_processor_to_", "_to_"),
     ("_to_out", "_to_out_0"),
 )
+#: Of how many names of a file it is looked whether they are a LoRA's.
+SAMPLE = 256
 #: Modules that read the latent, under the names of single files and of diffusers.
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
 #: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).
@@ -203,8 +205,9 @@ def _is_use(lora) -> bool:
 
 
 def is_lora(names: Collection[str]) -> bool:
-    """Return whether most tensors of a file have the names of a LoRA's factors."""
-    return 2 * sum(KEY.fullmatch(name) is not None for name in names) > len(names)
+    """Return whether most tensors of a file, of many a sample, have the names of a LoRA's factors."""
+    sample = list(names)[:: 1 + len(names) // SAMPLE]
+    return 2 * sum(KEY.fullmatch(name) is not None for name in sample) > len(sample)
 
 
 def open_lora(path: str, targets: Targets, model: str) -> Lora:

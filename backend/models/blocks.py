@@ -112,7 +112,8 @@ class Blocks:
     attention_calls: block -> how many of these calls it makes, if not all.
     heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
     between blocks, if they are not those of all heads.
-    text_layers: layers of a block (patterns) that text tokens alone pass through.
+    text_layers: layers of a block (patterns) that text tokens alone pass through. latent_layers: the same
+    (patterns) -> which of nested latents passes through, where blocks keep these apart.
     flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
     all.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
@@ -135,6 +136,7 @@ class Blocks:
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None
     text_layers: tuple[str, ...] = ()
+    latent_layers: Mapping[str, str] = field(default_factory=dict)
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
     whole_only: str | None = None
     last: str | None = None
@@ -147,6 +149,11 @@ class Blocks:
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""
         return any(fnmatchcase(name, pattern) for pattern in self.text_layers)
+
+    def latent_of(self, name: str) -> str:
+        """Name the nested latent that passes the layer ``name`` of a block; "" for the whole stream."""
+        found = self.latent_layers.items()
+        return next((latent for pattern, latent in found if fnmatchcase(name, pattern)), "")
 
     def flop_share(self, name: str, config: Mapping) -> float:
         """Return the share of the FLOPs of the layer ``name`` of a block that a token costs."""

@@ -113,6 +113,10 @@ FAMILY = Family(
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,
-    cache=Cache(prompt_modules=("context_embedder", "pos_embed"), image_modules=("x_embedder",)),
+    cache=Cache(
+        prompt_modules=("context_embedder", "pos_embed"),
+        step_modules=("distilled_guidance_layer",),
+        image_modules=("x_embedder",),
+    ),
     layout=LAYOUT,
 )

@@ -81,6 +81,12 @@ class Latent:
         latents = zip(latent_shapes, self.nested.patches(config))
         return NestedGrid(tuple(TokenGrid(tuple(each), patch) for each, patch in latents), self.nested.order)
 
+    def named(self, grid) -> tuple[tuple[str, int], ...]:
+        """Name the nested latents of a grid, and count their tokens, as they follow each other."""
+        if self.nested is None:
+            return ()
+        return tuple((self.nested.names[index], grid.grids[index].tokens) for index in self.nested.order)
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -165,8 +171,9 @@ class Cache:
     modulation: their input is silu of the block's argument ``modulation_argument`` (B, D): computed ahead.
     modulation_per_sample: False where that argument is (tokens, D), the same for all samples of a batch.
     prompt_layers: their input is the prompt alone: computed once a request. prompt_modules: the same of
-    modules of the transformer before its blocks, for the prompt and for positions. image_modules: those that
-    embed the latent's tokens, one for one.
+    modules of the transformer before its blocks, for the prompt and for positions. step_modules: those whose
+    input is the timestep and the prompt: computed once an evaluation, for all patches. image_modules: those
+    that embed the latent's tokens, one for one.
     static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
     evaluation alone, and their keys and values are cached.
     """
@@ -176,6 +183,7 @@ class Cache:
     modulation_per_sample: bool = True
     prompt_layers: tuple[str, ...] = ()
     prompt_modules: tuple[str, ...] = ()
+    step_modules: tuple[str, ...] = ()
     image_modules: tuple[str, ...] = ()
     static_text: bool = False
 

@@ -124,6 +124,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope", "context_embedder_2"),
+        step_modules=("context_embedder",),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

@@ -159,6 +159,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope",),
+        step_modules=("context_embedder",),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

@@ -157,6 +157,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope", "context_embedder_2", "image_embedder"),
+        step_modules=("context_embedder",),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear"),
     ),

@@ -107,7 +107,9 @@ class Layout:
     def spell(self, key: str, separator: str = ".") -> str:
         """A key of another spelling in this one; ``separator``: what stands for dots in it."""
         for theirs, ours in self.spellings:
-            key = key.replace(theirs.replace(".", separator), ours.replace(".", separator))
+            if separator != ".":
+                theirs, ours = theirs.replace(".", separator), ours.replace(".", separator)
+            key = key.replace(theirs, ours)
         return key
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from . import ltxv
 from .blocks import APART, Blocks
+from .common import guide_weights
 from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
@@ -34,7 +35,8 @@ ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_at
 
 
 def patch_module(transformer, config):
-    """ComfyUI's order of attention and its gates, modulation of each noise level once, and the connectors."""
+    """ComfyUI's order of attention and its gates, modulation of each noise level once, weighed guides, and
+    the connectors."""
     gate_by_highest_level(transformer, config)
     levels = (
         transformer.time_embed,
@@ -44,6 +46,8 @@ def patch_module(transformer, config):
     )
     for embed in levels:
         embed.__class__ = Levels
+    transformer.rope.__class__ = guide_weights.AudioVideoPositions
+    transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
         block.__class__, block.levels = Block, levels
         block.watch()
@@ -258,6 +262,17 @@ PER_TOKEN = {
     "temb_ca_scale_shift": ("video", 1),
     "temb_ca_audio_scale_shift": ("audio", 1),
 }
+#: Layer of a block -> whose tokens pass it. Keys and values between both are of the other one.
+LATENT_LAYERS = {
+    "audio_to_video_attn.to_[kv]": "audio",
+    "video_to_audio_attn.to_[kv]": "video",
+    "video_to_audio_attn*": "audio",
+    "audio_to_video_attn*": "video",
+    "audio_*": "audio",
+    "*": "video",
+}
+#: Keys and values of the prompt.
+PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v")
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
@@ -268,6 +283,8 @@ FAMILY = Family(
         lists={"transformer_blocks": APART},
         adapter=VideoAndAudio(),
         attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),
+        text_layers=PROMPT_LAYERS,
+        latent_layers=LATENT_LAYERS,
         per_token=PER_TOKEN,
         per_feature=("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb"),
     ),
@@ -281,13 +298,14 @@ FAMILY = Family(
             "audio_denoise_mask",
             "keyframe_idxs",
             "generated_keyframes",
+            "guide_weights",
         ),
         widths=lambda config: {},
-        precise=("frame_rate",),
+        precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),
     cache=Cache(
-        prompt_layers=("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v"),
+        prompt_layers=PROMPT_LAYERS,
         prompt_modules=("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope"),
     ),
     build=Build(patch_module=patch_module),

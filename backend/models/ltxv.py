@@ -4,9 +4,10 @@ the prompt read through cross-attention."""
 import torch
 
 from .blocks import APART, Blocks
+from .common import guide_weights
 from .common.header_config import transformer_config
 from .common.once import once
-from .family import Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
 #: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
@@ -20,7 +21,8 @@ def guides(cond):
 
 def corners(grid, cond, device, causal, side=0):
     """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``: the
-    video starts with a single frame. Guides, the last tokens, bring theirs."""
+    video starts with a single frame. Guides, the last tokens, bring theirs. Two axes more say how much they
+    are attended to, if that differs (guide_weights.features)."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
     axes = [
         (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
@@ -32,13 +34,26 @@ def corners(grid, cond, device, causal, side=0):
     if guides(cond):
         stated = cond["keyframe_idxs"][..., side].float().trunc()
         found = torch.cat([found[:, :, : -guides(cond)].expand(stated.shape[0], -1, -1), stated], dim=2)
-    return torch.cat([found[:, :1] * (1.0 / frame_rate), found[:, 1:]], dim=1)
+    places = [found[:, :1] * (1.0 / frame_rate), found[:, 1:]]
+    if "guide_weights" in cond:
+        weighed = guide_weights.features(cond["guide_weights"], found.shape[2])
+        batch = max(weighed.shape[0], found.shape[0])
+        places = [x.expand(batch, -1, -1) for x in (*places, weighed)]
+    return torch.cat(places, dim=1)
 
 
 def times(grid, mask, sigma, batch):
     """Noise levels (B,), or (B, tokens) where a mask keeps some: the level times the mask's first value."""
     levels = sigma.expand(batch)
     return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
+
+
+def patch_module(transformer, config):
+    """Attention that weighs guides."""
+    transformer.rope.__class__ = guide_weights.VideoPositions
+    transformer.rope.heads = config["num_attention_heads"]
+    for block in transformer.transformer_blocks:
+        block.attn1.set_processor(guide_weights.VideoAttention())
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -70,6 +85,12 @@ def refusal(config, grid, cond):
         return (
             f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides "
             f"before the latent is changed."
+        )
+    weights = cond.get("guide_weights")
+    if weights is not None and (weights.shape[-1] != guides(cond) or not (weights >= 0).all()):
+        return (
+            f"guide_weights has {weights.shape[-1]} numbers, but must have one of at least 0 for each of the "
+            f"{guides(cond)} tokens of keyframe_idxs; add the guides again."
         )
     return None
 
@@ -136,9 +157,16 @@ FAMILY = Family(
         per_feature=("image_rotary_emb",),
     ),
     conditioning=Conditioning(
-        accepted=("c_crossattn", "attention_mask", "frame_rate", "denoise_mask", "keyframe_idxs"),
+        accepted=(
+            "c_crossattn",
+            "attention_mask",
+            "frame_rate",
+            "denoise_mask",
+            "keyframe_idxs",
+            "guide_weights",
+        ),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},
-        precise=("frame_rate",),
+        precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),
     cache=Cache(
@@ -146,5 +174,6 @@ FAMILY = Family(
         image_modules=("proj_in",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),
+    build=Build(patch_module=patch_module),
     layout=LAYOUT,
 )

@@ -4,12 +4,12 @@ tokens, after two refiner blocks for each."""
 import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
-from .blocks import JOINED, Blocks
-from .family import Build, Conditioning, Family, Latent, ModelIO
+from .blocks import IMAGE_ONLY, JOINED, Blocks
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
 #: Text and image are padded to a multiple of this many tokens.
-TEXT_MULTIPLE = 32
+MULTIPLE = 32
 
 
 def patch_module(transformer, config):
@@ -32,10 +32,20 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
+def text_tokens(cond):
+    """Tokens of the padded prompt."""
+    return -(-cond["c_crossattn"].shape[1] // MULTIPLE) * MULTIPLE
+
+
+def padding(config, grid, cond):
+    """Tokens that pad the image: the engine takes them for references."""
+    return -grid.tokens % MULTIPLE
+
+
 def refusal(config, grid, cond):
     """Position tables have an end; the text, padded, comes first, and the image stands after it."""
     most = tuple(config["axes_lens"])
-    needed = (-(-cond["c_crossattn"].shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE + 2, *grid.counts[1:])
+    needed = (text_tokens(cond) + 2, *grid.counts[1:])
     if all(a <= b for a, b in zip(needed, most)):
         return None
     return (
@@ -104,9 +114,9 @@ FAMILY = Family(
         output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
     ),
     blocks=Blocks(
-        lists={"layers": JOINED},
+        lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
         image="x",
-        text_position="last",  # tokens that pad the image to a multiple of 32 count as text
+        text_position="last",
         flop_shares={"adaLN_modulation.*": lambda config: 0},
         per_token={"freqs_cis": ("joint", 1)},
         heads=lambda config: config["n_heads"],
@@ -116,7 +126,14 @@ FAMILY = Family(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        text_tokens=text_tokens,
+        context_tokens=padding,
         refusal=refusal,
+    ),
+    cache=Cache(
+        prompt_modules=("cap_embedder", "context_refiner.[0-9]"),
+        step_modules=("t_embedder",),
+        image_modules=("all_x_embedder.*",),
     ),
     build=Build(
         patch_module=patch_module,

@@ -21,30 +21,82 @@ IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 QUERY_LAYERS = (*QUERIES, "to_qkv_mlp_proj")
 
 
+#: Kinds of keys that are no tokens of the sequence: the prompt's, and the state of linear attention.
+PROMPT, STATE = "prompt", "state"
+#: Latent -> its tokens, of nested latents that blocks keep apart.
+Latents = Mapping[str, int]
+
+
 def block_costs(
     transformer: nn.Module, family, config: Mapping, image: int = IMAGE_TOKENS, text: int = TEXT_TOKENS
 ) -> list[int]:
     """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens. Latents
     of several kinds count as tokens of the first."""
+    latents = latents_of(family, image)
     return [
-        _linear(block, blocks, family, config, image, text)
-        + _attention(block, blocks, family, config, image, text)
+        _linear(block, blocks, family, config, image, text, latents)
+        + _attention(block, blocks, family, config, image, text, latents)
         for blocks in family.blocks.lists
         for block in block_list(transformer, blocks)
     ]
 
 
+def latents_of(family, image: int) -> dict[str, int]:
+    """Count all tokens as the first of nested latents."""
+    names = family.latent.nested.names if family.latent.nested else ()
+    return {name: 0 if index else image for index, name in enumerate(names)}
+
+
 @dataclass(frozen=True)
 class LayerTokens:
-    """Which tokens of one step pass a layer: of the image stream, of the text, or none where it is computed
-    once a request."""
+    """Which tokens of one step pass a layer: of the image stream or of one ``latent`` in it, of the text, or
+    none where it is computed once a request."""
 
     image: bool
     text: bool
+    latent: str = ""
 
-    def count(self, image: int, text: int) -> int:
+    def count(self, image: int, text: int, latents: Latents) -> int:
         """Count them, of so many."""
-        return self.image * image + self.text * text
+        own = latents[self.latent] if self.latent else image
+        return self.image * own + self.text * text
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of attention in a block. queries, keys: kinds of tokens (Sequence.length_of), PROMPT or STATE.
+    width: features of the queries of all heads."""
+
+    queries: str
+    keys: str
+    width: int
+
+    @property
+    def is_local(self) -> bool:
+        """Has every rank all of its keys and values?"""
+        return self.keys in (PROMPT, STATE)
+
+    def pairs(self, image: int, text: int, latents: Latents, head_size: int) -> int:
+        """Count queries times keys; linear attention has the head size for keys."""
+        known = {"joint": image + text, "text": text, PROMPT: text, STATE: head_size, **latents}
+        return known.get(self.queries, image) * known.get(self.keys, image)
+
+
+def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> list[AttentionCall]:
+    """Return the attention calls of a ``block`` of the list ``blocks``: one kind for each of its attention
+    modules, in order."""
+    modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
+    kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
+    found = []
+    for (name, module), kind in zip(modules, kinds):
+        queries, keys = (kind, kind) if isinstance(kind, str) else kind
+        if kind in ("cross", "sum"):
+            queries = family.blocks.latent_of(f"{name}.{QUERIES[0]}") or "image"
+            keys = PROMPT if kind == "cross" else STATE
+        if family.blocks.lists[blocks] == IMAGE_ONLY:
+            queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
+        found.append(AttentionCall(queries, keys, query_width(module, family, config)))
+    return found
 
 
 def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
@@ -65,7 +117,7 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
         elif name in of_text:
             found[name] = LayerTokens(False, True)
         else:
-            found[name] = LayerTokens(True, not apart)
+            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name))
     return found
 
 
@@ -73,7 +125,7 @@ def _matches(name: str, patterns) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _linear(block, blocks, family, config, image, text) -> int:
+def _linear(block, blocks, family, config, image, text, latents) -> int:
     layers = {
         name: module.weight
         for name, module in block.named_modules()
@@ -81,18 +133,17 @@ def _linear(block, blocks, family, config, image, text) -> int:
     }
     tokens = layer_tokens(block, blocks, family)
     return sum(
-        round(weight.numel() * family.blocks.flop_share(name, config)) * tokens[name].count(image, text)
+        round(weight.numel() * family.blocks.flop_share(name, config))
+        * tokens[name].count(image, text, latents)
         for name, weight in layers.items()
     )
 
 
-def _attention(block, blocks, family, config, image, text) -> int:
-    """Multiplications of a block's attention: one kind for each of its attention modules, in order."""
-    modules = [module for module in block.modules() if is_attention(module)]
-    kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
+def _attention(block, blocks, family, config, image, text, latents) -> int:
+    size = family.blocks.head_size(config)
     return sum(
-        query_width(module, family, config) * _pairs(kind, blocks, family, config, image, text)
-        for module, kind in zip(modules, kinds)
+        2 * call.width * call.pairs(image, text, latents, size)
+        for call in attention_calls(block, blocks, family, config)
     )
 
 
@@ -107,15 +158,3 @@ def query_width(module: nn.Module, family, config: Mapping) -> int:
     if layer is not None:
         return layer.out_features
     return family.blocks.heads(config) * family.blocks.head_size(config)
-
-
-def _pairs(kind, blocks, family, config, image, text) -> int:
-    """Multiplications of an attention call per feature; "sum" has the head size for keys."""
-    joint = image if family.blocks.lists[blocks] == IMAGE_ONLY else image + text
-    queries, keys = {
-        "joint": (joint, joint),
-        ("image", "joint"): (image, joint),
-        "cross": (image, text),
-        "sum": (image, family.blocks.head_size(config)),
-    }.get(kind, (image, image))
-    return 2 * queries * keys

@@ -147,10 +147,12 @@ class Forward:
         return found if enters else self._own(found)
 
     def sequence(self, index: int, streams: Streams) -> Sequence:
-        """Measure the sequence of streams that enter at block ``index``; references come with the text."""
+        """Measure the sequence of streams that enter at block ``index``; references come with the text, or
+        with the image where the model has put them after it before."""
         text = streams["text"]
         image = streams["image"]
-        reference = self.reference if index == self.structure.entry else 0
+        is_entry = index == self.structure.entry
+        reference = self.reference if is_entry else min(self.reference, image.shape[1] - self.latent)
         return Sequence(
             0 if text is None else text.shape[1],
             image.shape[1] - reference,
@@ -269,10 +271,15 @@ class Forward:
         return text.new_zeros(text.shape[0], self.tokens.sequence.text, text.shape[2])
 
     def whole(self, image: Tensor) -> Tensor:
-        """Return the whole image stream, of which this forward's tokens of the latent carry values."""
+        """Return the whole image stream, of which this forward's tokens carry values."""
         if self.tokens.is_whole:
             return image
+        sequence = self.tokens.sequence
         span = self.tokens.local.image
-        full = image.new_zeros(image.shape[0], self.tokens.sequence.stream, image.shape[2])
+        reference = self.tokens.local.reference
+        full = image.new_zeros(image.shape[0], sequence.stream, image.shape[2])
         full[:, span.lo : span.hi] = image[:, : len(span)]
+        if len(reference):
+            start = sequence.image + reference.lo
+            full[:, start : start + len(reference)] = image[:, len(span) :]
         return full

@@ -59,6 +59,7 @@ def _wanted(
         wanted.append((f"{block}.", "modulation", family.cache.modulation))
         wanted.append((f"{block}.", "prompt", family.cache.prompt_layers))
     wanted.append(("", "prompt", family.cache.prompt_modules))
+    wanted.append(("", "step", family.cache.step_modules))
     if not is_first_stage:
         wanted.append(("", "prompt", family.cache.image_modules))
     return [

@@ -68,9 +68,9 @@ class TableIndex:
 class CachedLayer(nn.Module):
     """Returns cached answers in the place of ``layer``.
 
-    kind: "modulation" (once an evaluation) or "prompt" (once a request). shared: what is computed ahead holds
-    for all samples of a batch. table: modulation computed ahead, (rows, features). known: (branch, samples,
-    which call of a forward) -> the answer.
+    kind: "modulation" or "step" (once an evaluation) or "prompt" (once a request). shared: what is computed
+    ahead holds for all samples of a batch. table: modulation computed ahead, (rows, features). known:
+    (branch, samples, which call of a forward) -> the answer.
     """
 
     keeps_answers = True
@@ -220,6 +220,7 @@ class LayerCache:
     def end_request(self):
         """Answer nothing from the cache until the next request."""
         self._forget_modulation()
+        self._forget_step()
         self.plan, self.index.context = None, None
         for layer in self.layers:
             layer.known.clear()
@@ -227,6 +228,7 @@ class LayerCache:
 
     def begin_evaluation(self, evaluation: int):
         """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""
+        self._forget_step()
         if self.plan is None:
             self._forget_modulation()
         elif evaluation >= self.plan.computed:
@@ -288,6 +290,11 @@ class LayerCache:
         for cached in self.modulations:
             cached.known.clear()
             cached.store(None)
+
+    def _forget_step(self):
+        for cached in self.layers:
+            if cached.kind == "step":
+                cached.known.clear()
 
     def _send_hosted(self, inputs: Tensor):
         """Compute for other stages, and receive what they computed for this one."""

@@ -66,6 +66,8 @@ class Stage:
             if index not in blocks and self.structure.passes(index)
         }
         self.receives_whole = True
+        #: Do references enter before the text does?
+        self.references_first = False
         self.last = None
         if family.blocks.last:
             self.last = transformer.get_submodule(family.blocks.last).register_forward_hook(self._fill)
@@ -205,7 +207,10 @@ class Stage:
     def _enter(self, forward: Forward, index: int, call: dict, streams: Streams) -> Streams:
         """Measure the sequence where streams enter, and cut them to this rank's tokens."""
         forward.latents = self.adapter.latents(call)
-        self.sequences[forward.context.branch] = forward.sequence(index, streams)
+        sequence = forward.sequence(index, streams)
+        if index < self.structure.entry:
+            self.references_first = sequence.reference > 0
+        self.sequences[forward.context.branch] = sequence
         forward.entered = self._tokens(forward.context)
         return forward.enter(streams)
 
@@ -271,10 +276,10 @@ class Stage:
 
     def _received(self, tokens: TokenShards) -> tuple[int, int]:
         """(text tokens, tokens of the image stream) that come from the stage before: the latent's alone if
-        text and references enter with this stage's first block."""
+        text and references enter with this stage's first block, without text where only this does."""
         if self.blocks.start > self.structure.entry:
             return tokens.carried_text, tokens.local.stream
-        return 0, len(tokens.local.image)
+        return 0, tokens.local.stream if self.references_first else len(tokens.local.image)
 
     def _send(self, forward: Forward, pipe: Pipe, streams: Streams):
         text = streams["text"]

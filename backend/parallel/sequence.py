@@ -56,7 +56,7 @@ class Sequence:
     def length_of(self, kind: str) -> int:
         """Count the tokens that a ``kind`` of attention reads."""
         latent = self.latent_span(kind)
-        if latent:
+        if latent is not None:
             return len(latent)
         return {"joint": self.joint, "text": self.text}.get(kind, self.stream)
 
@@ -140,7 +140,7 @@ class TokenShards:
         if kind == "text":
             return len(shard.text)
         latent = self.sequence.latent_span(kind)
-        if latent:
+        if latent is not None:
             return max(0, min(shard.image.hi, latent.hi) - max(shard.image.lo, latent.lo))
         return len(shard) if kind == "joint" and self.sequence.text_position else shard.stream
 
@@ -166,7 +166,7 @@ class TokenShards:
         if kind == "text":
             return text
         latent = whole.latent_span(kind)
-        if latent:
+        if latent is not None:
             lo = min(max(shard.image.lo, latent.lo), latent.hi)
             return torch.arange(lo - latent.lo, max(lo, min(shard.image.hi, latent.hi)) - latent.lo)
         where = whole.text_position if kind == "joint" else None

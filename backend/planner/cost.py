@@ -100,8 +100,8 @@ class Cost:
         products = max(linear / (self.machine.gemm * efficiency), self._read(blocks))
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
         device = products + self._dequantize(blocks)
-        device += self._ring(attention / (self.machine.attention * efficiency), len(blocks), patches)
-        device += self._exchange(len(blocks), patches) + self._reduce(blocks, patches)
+        device += self._ring(attention / (self.machine.attention * efficiency), blocks, patches)
+        device += self._exchange(blocks, patches) + self._reduce(blocks, patches)
         gathered = self._gather_weights(blocks)
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
@@ -129,43 +129,53 @@ class Cost:
         size = sum(block.unpacked + block.weights for block in blocks if block.unpacked)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth / self._speed
 
-    def _activation(self, patches: int) -> float:
-        """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group."""
-        return self._samples * self._sequence * self.shape.width * self.shape.itemsize / patches
+    def _activation(self, patches: int, features: int = 0) -> float:
+        """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many
+        features, or of the model's width."""
+        width = features or self.shape.width
+        return self._samples * self._sequence * width * self.shape.itemsize / patches
 
-    def _ring(self, attention: float, blocks: int, patches: int) -> float:
+    def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
+        return sum(block.keys or self.shape.width for block in blocks)
+
+    def _queries(self, blocks: tuple[BlockShape, ...]) -> int:
+        return sum(block.queries or self.shape.width for block in blocks)
+
+    def _ring(self, attention: float, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of attention whose keys and values travel: hidden as far as it computes meanwhile."""
         plan = self.plan
         r = plan.ring_degree
         if r == 1:
             return attention
         width = plan.ulysses_degree * plan.tensor_parallel_degree
-        sent = 2 * self._activation(patches) * blocks * (r - 1) / (r * width)
-        travelling = sent / self.machine.p2p + (r - 1) * self.machine.latency * blocks
+        sent = 2 * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
+        travelling = sent / self.machine.p2p + (r - 1) * self.machine.latency * len(blocks)
         if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
             return attention + travelling
         hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
         if self.machine.on_host:
             hidden = attention + travelling
-        return hidden + (r - 1) * blocks * self._merge(patches)
+        return hidden + (r - 1) * self._merge(blocks, patches)
 
-    def _merge(self, patches: int) -> float:
-        """Seconds to merge the attention over one block of keys into that over others."""
+    def _merge(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+        """Seconds to merge the attention over one part of the keys into that over others."""
         plan = self.plan
         width = plan.sp_degree * plan.tensor_parallel_degree
-        outputs = self._activation(patches) / self.shape.itemsize * FLOAT32 / width
+        queries = self._activation(patches, self._queries(blocks))
+        outputs = queries / self.shape.itemsize * FLOAT32 / width
         passes = MERGE_PASSES * outputs / self.machine.bandwidth
-        return (passes + self.machine.launch * MERGE_KERNELS / LAUNCHES) / self._speed
+        return (passes + self.machine.launch * len(blocks) * MERGE_KERNELS / LAUNCHES) / self._speed
 
-    def _exchange(self, blocks: int, patches: int) -> float:
+    def _exchange(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of Ulysses' all-to-all before and after attention."""
         plan = self.plan
         u = plan.ulysses_degree
         if u == 1:
             return 0.0
-        own = self._activation(patches) / plan.ring_degree / plan.tensor_parallel_degree
-        sent = 4 * own * (u - 1) / u**2 * blocks
-        return sent / self.machine.exchange(u) + 2 * self.machine.latency * blocks
+        features = 2 * (self._queries(blocks) + self._keys(blocks))  # and values; outputs
+        own = self._activation(patches, features) / plan.ring_degree / plan.tensor_parallel_degree
+        sent = own * (u - 1) / u**2
+        return sent / self.machine.exchange(u) + 2 * self.machine.latency * len(blocks)
 
     def _reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of tensor parallelism's sums."""
@@ -191,7 +201,11 @@ class Cost:
         """Seconds in which a patch goes to the next stage."""
         if self.plan.pipefusion_degree == 1:
             return 0.0
-        return self.machine.latency + self._activation(patches) / self.plan.sp_degree / self.machine.p2p
+        carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
+        return (
+            self.machine.latency
+            + carried * self._activation(patches) / self.plan.sp_degree / self.machine.p2p
+        )
 
     def _combine(self) -> float:
         """Seconds in which CFG ranks exchange their predictions."""

@@ -77,10 +77,12 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part)
     branches = math.ceil(request.prompts / plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
     heads = math.ceil(shape.heads / ranks * part.matrices * part.heads)
-    blocks = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
-    token = 2 * heads * shape.head_size * shape.itemsize
+    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
+    width = shape.heads * shape.head_size
+    keys = sum(block.keys or width for block in shape.blocks[own.start : own.stop])
+    token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * branches * part.samples * len(blocks) * token * tokens
+    return buffers * branches * part.samples * token * tokens
 
 
 def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:

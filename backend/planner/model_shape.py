@@ -16,7 +16,8 @@ class BlockShape:
     tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
     divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
-    image pass layers of their own.
+    image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
+    from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
     """
 
     image: float
@@ -31,6 +32,9 @@ class BlockShape:
     reduced_image: int = 0
     reduced_text: int = 0
     streams: int = 1
+    queries: int = 0
+    keys: int = 0
+    skips: int = 0
 
     def linear(self, image: int, text: int) -> float:
         """Count the multiplications of linear layers for so many tokens."""

@@ -11,9 +11,9 @@ between 0.75 and 1.45 times as much (the counts below were chosen for that).
 from collections import Counter
 from dataclasses import dataclass
 
-from ..parallel.block_cost import QUERY_LAYERS, is_attention, layer_tokens, query_width
+from ..parallel.block_cost import QUERY_LAYERS, Latents, is_attention, layer_tokens, query_width
 from ..parallel.block_streams import BlockStructure
-from ..parallel.sequence import Sequence, whole_sequence
+from ..parallel.sequence import whole_sequence
 from ..parallel.stage_split import Stages
 from .workload import Place, Workload
 
@@ -48,15 +48,17 @@ class Live:
 
 def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
-    position = work.family.blocks.text_position
-    sequence = Sequence(work.text_tokens if position else 0, work.image_tokens, position)
+    sequence = work.sequence
+    position = sequence.text_position
     uneven = work.config.shares_of("ring", "ulysses")
-    own = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven).local
+    shards = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven)
+    own = shards.local
+    latents = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.text_tokens
     stream = work.width * work.dtype.itemsize
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
-    inside = [_live(work, name, place, own.stream, text).bytes for name in blocks.values()]
+    inside = [_live(work, name, place, own.stream, text, latents).bytes for name in blocks.values()]
     within = max(inside, default=0) + STREAMS * stream * (own.stream + text)
     within += _skips(work, stages.blocks[place["pp"]]) * stream * own.stream
     outside = STREAMS_OUTSIDE * stream * (sequence.joint if position else work.image_tokens + text)
@@ -80,8 +82,8 @@ def _kind(work: Workload, name: str, place: Place) -> tuple:
     return (name.rpartition(".")[0], place["tp"], work.block_sizes[name])
 
 
-def _live(work: Workload, name: str, place: Place, image: int, text: int) -> Live:
-    """Measure a block's layers with so many tokens of the image stream and of text."""
+def _live(work: Workload, name: str, place: Place, image: int, text: int, latents: Latents) -> Live:
+    """Measure a block's layers with so many tokens of the image stream, of text and of nested latents."""
     block = work.checkpoint.empty.get_submodule(name)
     config = work.checkpoint.config
     itemsize = work.dtype.itemsize
@@ -97,7 +99,7 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int) -> Liv
     outputs: set[int] = set()
     passing = layer_tokens(block, name.rpartition(".")[0], work.family)
     for inner, layer in block.named_modules():
-        tokens = passing[inner].count(image, text)
+        tokens = passing[inner].count(image, text, latents)
         weight = getattr(layer, "weight", None)
         if weight is None or weight.ndim < 2 or getattr(layer, "groups", 1) > 1 or not tokens:
             continue

@@ -97,14 +97,16 @@ def describe(
     calls: int = CALLS,
     choices: Mapping[str, Choice] | None = None,
     bits: int = 0,
+    latents: tuple[tuple[str, int], ...] = (),
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer at ``model``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
     prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
     quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
-    in blocks, were the file quantized; 0 for the file as it is. Raises ConfigError and UnsupportedError as
-    loading does.
+    in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones, in
+    the order of their tokens; without them all tokens are the first's. Raises ConfigError and
+    UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
@@ -113,7 +115,7 @@ def describe(
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     request = (image_tokens, text_tokens, samples[0], branches)
-    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits)
+    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents)
     works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)
     ranks = enumerate(places(config))
@@ -154,7 +156,7 @@ def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
         weights.scratch,
         weights.gathered,
         weights.host,
-        work.kv_bytes(place, len(blocks), patches),
+        work.kv_bytes(place, blocks, patches),
         work.modulation_bytes(place, stages),
         activation_bytes(work, place, stages),
         {name: size for name, size in traffic.items() if size},

@@ -13,7 +13,8 @@ from .describe import RankPlan
 #: sizes and GPUs were not measured: half, and the larger end.
 LEAST_ACTIVATIONS = 0.5
 LIKELY_ACTIVATIONS = 4 / 3
-#: Tiny models of 27 families hold between 0.9 and 1.5 times the keys and values that are planned.
+#: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
+#: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.
 LEAST_KV = 0.9
 #: Memory of one NCCL communicator on a GPU: its channels' buffers (NCCL_BUFFSIZE, 4 MB, for each protocol and
 #: channel). Not measured here.

@@ -20,20 +20,22 @@ from .describe import RankPlan, describe
 class RequestSize:
     """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
     longest prompt; batch, prompts: of all replicas and both sides of guidance; calls: of the model with each
-    prompt."""
+    prompt; latents: name and tokens of nested ones, as they follow each other."""
 
     image_tokens: int
     text_tokens: int
     batch: int
     prompts: int
     calls: int
+    latents: tuple[tuple[str, int], ...] = ()
 
     def plans(
         self, config: ParallelConfig, checkpoint: Checkpoint, dtype: torch.dtype, bits: int = 0
     ) -> list[RankPlan]:
         """Plan every rank; ``bits`` as in describe. Raises ConfigError and UnsupportedError."""
         size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
-        return describe(config, checkpoint, *size, dtype=dtype, calls=self.calls, bits=bits)
+        settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "latents": self.latents}
+        return describe(config, checkpoint, *size, **settings)
 
 
 def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
@@ -67,7 +69,8 @@ def _size_of_sample(
     count = len(prompts)
     if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
         count = config.cfg_degree * max(Counter(map(guidance_of, names(sample))).values())
-    return RequestSize(grid.tokens + references, text, shape[0], count, calls)
+    latents = family.latent.named(grid)
+    return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents)
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
@@ -81,9 +84,9 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     batch = min(-(-x.shape[0] // replicas), samples_at_once(grid.tokens))
     tokens = grid.tokens + references
     prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
-    return RequestSize(
-        tokens, _text_tokens(family, given), batch * config.data_parallel_degree, prompts, calls=1
-    )
+    samples = batch * config.data_parallel_degree
+    latents = family.latent.named(grid)
+    return RequestSize(tokens, _text_tokens(family, given), samples, prompts, calls=1, latents=latents)
 
 
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:

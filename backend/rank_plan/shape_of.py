@@ -11,7 +11,8 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
-from ..parallel.block_cost import block_costs, layer_tokens
+from ..parallel.block_cost import block_costs, latents_of, layer_tokens
+from ..parallel.block_streams import BlockStructure
 from ..planner.model_shape import BlockShape, ModelShape
 from ..quantization.kernels import Choice
 from .activations import activation_bytes
@@ -135,7 +136,8 @@ class _Measured:
             family = self.checkpoint.family
             numbers = cut.reduced_features * family.blocks.flop_share(inner, self.checkpoint.config)
             for stream, tokens in enumerate(((1, 0), (0, 1))):
-                found[stream] += round(tokens_of[inner].count(*tokens) * numbers)
+                latents = latents_of(family, tokens[0])
+                found[stream] += round(tokens_of[inner].count(*tokens, latents) * numbers)
         return found[0], found[1]
 
     def _block(self, index: int) -> BlockShape:
@@ -157,7 +159,20 @@ class _Measured:
             reduced_image=reduced_image,
             reduced_text=reduced_text,
             streams=2 if streams == APART and text else 1,
+            queries=self._features(index, "queries"),
+            keys=self._features(index, "keys"),
+            skips=len(self._structure.crossing(index + 1)),
         )
+
+    @cached_property
+    def _structure(self) -> BlockStructure:
+        return BlockStructure.of(self.checkpoint.empty, self.checkpoint.family)
+
+    def _features(self, index: int, side: str) -> int:
+        """Features of the attention calls of a block whose ``side`` is of image tokens."""
+        latents = latents_of(self.checkpoint.family, 1)
+        calls = self._work().exchanged(range(index, index + 1))
+        return sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
 
     def _activations(self) -> tuple[float, float]:
         """Bytes of activations of each image token and each text token, by the estimate for many of them."""

@@ -4,6 +4,8 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from ..parallel.block_cost import AttentionCall
+from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
 from .workload import Place, Workload
@@ -12,17 +14,17 @@ from .workload import Place, Workload
 def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
     found: Counter[str] = Counter()
-    blocks = len(stages.blocks[place["pp"]])
+    blocks = stages.blocks[place["pp"]]
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
         found += (
-            _mixing(work, place, blocks, now)
+            _mixing(work, place, len(blocks), now)
             if work.is_linear
             else _attention(work, place, blocks, now, patch)
         )
         if place["pp"] < work.config.pipefusion_degree - 1:
-            found["pipeline"] += _samples(work) * len(now.local) * work.width
+            found["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
         found += _outputs(work, place, len(now.local.image), len(now.image))
     prompts = work.branches * work.dtype.itemsize
     found["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
@@ -36,28 +38,45 @@ def _samples(work: Workload) -> int:
     return work.batch * work.branches * work.dtype.itemsize
 
 
+def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:
+    """Count the tokens that go on to the next stage: the patch's, and those of long skips."""
+    structure = BlockStructure.of(work.checkpoint.empty, work.family)
+    return len(patch.local) + len(structure.crossing(boundary)) * patch.local.stream
+
+
 def _attention(
-    work: Workload, place: Place, blocks: int, now: TokenShards, patch: TokenShards
+    work: Workload, place: Place, blocks: range, now: TokenShards, patch: TokenShards
 ) -> Counter[str]:
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
+    found: Counter[str] = Counter()
+    for call, count in work.exchanged(blocks).items():
+        head = count * _samples(work) * work.call_head_size(call)
+        ulysses, ring = _call(work, place, call, now, patch)
+        found += Counter(ulysses=head * ulysses, ring=head * ring)
+    return found
+
+
+def _call(
+    work: Workload, place: Place, call: AttentionCall, now: TokenShards, patch: TokenShards
+) -> tuple[int, int]:
+    """Count the heads of tokens that one attention call sends, in Ulysses and around the ring."""
     u = work.config.ulysses_degree
     r = work.config.ring_degree
     heads = work.heads(place)
+    others = work.all_heads(place) - heads
 
-    def groups(lengths):
+    def groups(lengths: list[int]) -> list[int]:
         return [sum(lengths[i * u : (i + 1) * u]) for i in range(r)]
 
-    own = len(now.local)
-    gathered = groups(now.lengths("joint"))[place["ring"]]
-    travelling = groups(patch.lengths("joint"))
+    queries = now.lengths(call.queries)
+    keys = now.lengths(call.keys)
+    own = queries[now.sp_rank]
+    ulysses = others * (own + 2 * keys[now.sp_rank]) + heads * (groups(queries)[place["ring"]] - own)
+    travelling = groups(patch.lengths(call.keys))
     passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
     if work.buffered:
-        passed = gathered * (r - 1)
-    head = blocks * _samples(work) * work.head_size
-    return Counter(
-        ulysses=head * (3 * (work.all_heads(place) - heads) * own + heads * (gathered - own)),
-        ring=head * 2 * heads * passed,
-    )
+        passed = groups(keys)[place["ring"]] * (r - 1)
+    return ulysses, 2 * heads * passed
 
 
 def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:
@@ -95,6 +114,10 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
     """Count the numbers that tensor parallelism sends for one prompt and its samples."""
     text = sum(len(patch.local.text) for patch in patches)
     image = sum(patch.local.stream for patch in patches)
+    latents = {
+        name: sum(patch.lengths(name)[patch.sp_rank] for patch in patches)
+        for name, _ in work.sequence.latents
+    }
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
         text = work.text_tokens * len(patches)
     own = place["pp"]
@@ -105,7 +128,7 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
             continue
         # modulation has one embedding
         one = module in work.modulation
-        tokens = 1.0 if one else work.batch * work.layer_tokens[module].count(image, text)
+        tokens = 1.0 if one else work.batch * work.layer_tokens[module].count(image, text, latents)
         if not one:  # of a token's experts, those that are chosen
             inner = module.removeprefix(f"{work.checkpoint.block_names[work.blocks[module]]}.")
             tokens *= work.family.blocks.flop_share(inner, work.checkpoint.config)

@@ -1,5 +1,6 @@
 """The work of a request on a configuration's ranks and its memory: weights, keys and values, modulation."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +10,7 @@ import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import LayerTokens, layer_tokens
+from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, latents_of, layer_tokens
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
@@ -48,7 +49,7 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 @dataclass(frozen=True)
 class Workload:
     """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
-    choices: quantized parameter -> how it multiplies. bits: as in describe."""
+    choices: quantized parameter -> how it multiplies. bits, latents: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -60,6 +61,7 @@ class Workload:
     calls: int
     choices: Mapping[str, Choice]
     bits: int = 0
+    latents: tuple[tuple[str, int], ...] = ()
 
     @property
     def family(self):
@@ -68,12 +70,19 @@ class Workload:
 
     def patches(self, place: Place) -> list[TokenShards]:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
-        position = self.family.blocks.text_position
-        sequence = Sequence(self.text_tokens if position else 0, self.image_tokens, position)
+        sequence = self.sequence
         ranks = (self.sp_rank(place), self.config.sp_degree, self.config.shares_of("ring", "ulysses"))
         if not self.buffered:
             return [whole_sequence(sequence, *ranks)]
         return patches(sequence, self.config.patches, *ranks)
+
+    @property
+    def sequence(self) -> Sequence:
+        """The tokens of a forward; of nested latents all are the first's where nothing else is known."""
+        position = self.family.blocks.text_position
+        latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
+        text = self.text_tokens if position else 0
+        return Sequence(text, self.image_tokens, position, latents=latents)
 
     @property
     def buffered(self) -> bool:
@@ -142,6 +151,25 @@ class Workload:
         return found
 
     @cached_property
+    def attention_calls(self) -> list[list[AttentionCall]]:
+        """The attention calls of every block."""
+        found = []
+        for block in self.checkpoint.block_names:
+            module = self.checkpoint.empty.get_submodule(block)
+            blocks = block.rpartition(".")[0]
+            found.append(attention_calls(module, blocks, self.family, self.checkpoint.config))
+        return found
+
+    def exchanged(self, blocks: range) -> Counter[AttentionCall]:
+        """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
+        calls = chain.from_iterable(self.attention_calls[index] for index in blocks)
+        return Counter(call for call in calls if not call.is_local)
+
+    def call_head_size(self, call: AttentionCall) -> int:
+        """Features of a head of an attention call."""
+        return call.width // self.family.blocks.heads(self.checkpoint.config)
+
+    @cached_property
     def block_sizes(self) -> dict[str, int]:
         """Block -> its parameters."""
         empty = self.checkpoint.empty
@@ -195,21 +223,27 @@ class Workload:
         """Index of the rank at ``place`` among the sequence-parallel ones."""
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
-    def kv_bytes(self, place: Place, blocks: int, patches: list[TokenShards]) -> int:
+    def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
-        samples = self.batch * blocks * self.branches
-        token = 2 * self.heads(place) * self.head_size * self.dtype.itemsize
+        samples = self.batch * self.branches
+        head = 2 * self.heads(place) * self.dtype.itemsize
         if not self.buffered:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
+            token = len(blocks) * head * self.head_size
             return samples * token * cached if self.family.cache.static_text else 0
         sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
             states = self.config.patches * self.state_bytes(place)
-            return buffers * samples * (states + sequence.image * self.width * self.dtype.itemsize)
-        return buffers * samples * token * sequence.joint
+            tokens = sequence.image * self.width * self.dtype.itemsize
+            return buffers * samples * len(blocks) * (states + tokens)
+        calls = self.exchanged(blocks).items()
+        tokens = sum(n * self.call_head_size(call) * sequence.length_of(call.keys) for call, n in calls)
+        if self.family.cache.static_text:  # text attends among itself in the first steps
+            tokens += len(blocks) * self.head_size * sequence.text
+        return buffers * samples * head * tokens
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""

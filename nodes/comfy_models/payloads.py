@@ -92,11 +92,25 @@ def _minimax_references(payload: dict, layout, references: list[tuple[int, int, 
 
 
 def ltxv(arguments: dict) -> dict:
-    """Drop what changes nothing: plain guides, and frames that only later versions mark."""
-    guides = arguments.get("guide_attention_entries", [])
-    plain = all(guide["strength"] == 1.0 and guide.get("pixel_mask") is None for guide in guides)
-    dropped = ("generated_keyframes", *(["guide_attention_entries"] if plain else []))
-    return {key: value for key, value in arguments.items() if key not in dropped}
+    """Return the weight of every guide's token as a tensor, unless all are 1. Frames that only later versions
+    mark are dropped."""
+    dropped = ("generated_keyframes", "guide_attention_entries")
+    found = {key: value for key, value in arguments.items() if key not in dropped}
+    weights = [_guide_weights(guide) for guide in arguments.get("guide_attention_entries", [])]
+    if any((each != 1.0).any() for each in weights):
+        found["guide_weights"] = torch.cat(weights, dim=1)
+    return found
+
+
+def _guide_weights(guide: dict) -> torch.Tensor:
+    """Return (1, tokens): a guide's strength, times its attention mask as ComfyUI's own model reduces it."""
+    mask = guide.get("pixel_mask")
+    if mask is None:
+        return torch.full((1, guide["pre_filter_count"]), guide["strength"], dtype=torch.float32)
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    reduced = LTXVModel._downsample_mask_to_latent(mask.float(), *guide["latent_shape"])
+    return reduced[:1, : guide["pre_filter_count"]] * guide["strength"]
 
 
 def qwen_image21(arguments: dict) -> dict:

@@ -48,7 +48,8 @@ def ltx_image(g, positive, negative):
 def ltx_guides(g, positive, negative):
     vae = g.vae(128, 32, 8)
     latent = g.latent(1, 128, 3, 5, 7, empty=True)
-    for frame, seed in ((0, 1), (-1, 2)):
+    weighed = {"strength": 0.7, "attention_mask": g.one("TestMask", width=224, height=160)}
+    for frame, seed, weight in ((0, 1, {"strength": 1.0}), (-1, 2, weighed)):
         positive, negative, latent = g.three(
             "LTXVAddGuide",
             positive=positive,
@@ -57,7 +58,7 @@ def ltx_guides(g, positive, negative):
             latent=latent,
             image=g.image(224, 160, seed=seed),
             frame_idx=frame,
-            strength=1.0,
+            **weight,
         )
     return positive, negative, latent
 

@@ -7,9 +7,12 @@ main(FOLDER-OF-CHECKPOINTS, [ids of runs], OUT.json)
 import gc
 import json
 import os
+from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
@@ -21,8 +24,11 @@ from ranks.family_cases import Run, runs
 from safetensors.torch import load_file
 from tiny import relative, save_whole, write_checkpoint
 
+from backend import engine as engine_module
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.checkpoint import Checkpoint
+from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.parallel import compiled_blocks, mesh
 from backend.protocol import Sample
@@ -97,8 +103,21 @@ def write(folder: str, case: str):
         variants.write(path, name) if name in variants.VARIANTS else write_checkpoint(path, name)
 
 
+@cache
+def opened(path: str) -> Checkpoint:
+    return open_checkpoint(path)
+
+
+def open_once(path: str, *unused) -> Checkpoint:
+    """A checkpoint whose headers are read and checked for its first load alone."""
+    checkpoint = copy(opened(path))
+    vars(checkpoint).pop("empty")  # which a load fills
+    return checkpoint
+
+
 def load(engine: Engine, family: str, folder: str):
-    engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
+    with mock.patch.object(engine_module, "open_checkpoint", open_once):
+        engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
 
 
 def run(engine: Engine, family: str, rows: int, samples: bool = True):

@@ -99,6 +99,16 @@ COMPILED = (
     dict(tensor_parallel_degree=2),
     dict(ulysses_degree=2),
 )
+#: With CFG and in hybrids: families that stand for the others, as joined text, cross-attention, two latents
+#: and linear attention. World size -> configurations.
+COMPILED_HYBRIDS = {
+    2: [dict(cfg_degree=2)],
+    4: [
+        dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
+        dict(tensor_parallel_degree=2, ulysses_degree=2),
+    ],
+}
+STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
 #: Those of the fast tier.
 FAST_COMPILED = {
     "sana": dict(ring_degree=2),
@@ -165,6 +175,8 @@ class Run:
         tier a few of them."""
         if EVERY_COMPILED in os.environ:
             return self.ranks == 2 and self.samples
+        if self.case in STAND_FOR_OTHERS and dict(self.degrees) in COMPILED_HYBRIDS[self.ranks]:
+            return not self.is_fast
         if self.ranks != 2 or self.case not in FAMILIES:
             return False
         if self.case in FAST_COMPILED:

@@ -222,7 +222,7 @@ def with_shares(chosen: list[Run], path: str, rank: int) -> list[dict]:
             of = of_call if each.variant == CALL else of_request
             row = of(engine, each, reference)
             if row:
-                found.append(row | {"id": each.id})
+                found.append(row | {"id": each.id, "kept": False})
         mesh.close(engine.mesh)
     return found
 

@@ -135,7 +135,7 @@ def part_of_weights(config) -> float:
 def test_degrees_that_leave_the_weights_where_they_are_read_nothing(runs, rank_programs):
     """Other process groups around the same weights (and as exact as anything: above)."""
     found = rank_programs[__name__, runs[0].ranks].result()
-    assert len({run.label for run in runs if found[run.id].get("kept")}) == KEPT[runs[0].ranks]
+    assert len({run.label for run in runs if found[run.id]["kept"]}) == KEPT[runs[0].ranks]
 
 
 @pytest.mark.parametrize("ranks", KEPT)

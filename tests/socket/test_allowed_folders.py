@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401
 from odd_files import index, transformer
 from tiny import write_checkpoint
 

@@ -12,7 +12,7 @@ from live_backend import (  # noqa: F401 (fixtures)
     CONFIG,
     backend,
     checkpoint,
-    close_at_the_end,
+    free_at_the_end,
     request_for,
     with_tensors,
 )

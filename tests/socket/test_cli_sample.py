@@ -10,7 +10,7 @@ from pathlib import Path
 import interpreters
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from page_examples import examples
 from safetensors.torch import load_file, save_file
 

@@ -11,6 +11,7 @@ import pytest
 from backend.client import machine_link
 from backend.client.exit_report import RankFailure, cause_among
 from backend.client.machines import Machines
+from backend.client.silence import SILENT_SECONDS
 from backend.protocol import BackendError
 
 TOKEN = "4" * 64
@@ -84,7 +85,8 @@ def test_all_machines_say_the_same_cause(joined):
         assert silence == "" and "rank 1 on machine 1 (b) was killed by SIGKILL" in str(cause_among(failures))
 
 
-def test_a_machine_that_is_not_heard_of_is_silent(joined, monkeypatch):
+def test_a_machine_that_is_not_heard_of_is_silent(joined):
+    assert joined[0]._limit == SILENT_SECONDS == 10
     joined[0]._limit = 1.0
     ends = Ends()
     joined[0].watch(ends, lambda: None)  # machine 1 says nothing

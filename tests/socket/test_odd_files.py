@@ -6,7 +6,7 @@ import time
 import tracemalloc
 
 import pytest
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401
 from odd_files import ODD, header, index, transformer
 from safetensors.torch import load_file
 from tiny import write_checkpoint

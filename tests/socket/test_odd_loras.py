@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from odd_loras import COLUMNS, ODD, RANK, ROWS, STEM, write_good, write_odd
 from safetensors.torch import load_file, save_file
 from tiny import error_in_std, to_vae_units, write_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, close_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from tiny import error_in_std, to_vae_units
 
 from backend.protocol import (

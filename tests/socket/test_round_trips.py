@@ -40,12 +40,9 @@ def test_a_warm_run_is_load_then_sample(warm):
     received = []
 
     def ranks(connection):
-        try:
-            while True:
-                received.append(type(framing.receive(connection)))
-                reply(connection, Loaded("m", "flux") if received[-1] is Load else Result())
-        except ConnectionError:
-            pass  # the test is over
+        while True:
+            received.append(type(framing.receive(connection)))
+            reply(connection, Loaded("m", "flux") if received[-1] is Load else Result())
 
     backend = warm(ranks)
     backend.load("/m.safetensors")

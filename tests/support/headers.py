@@ -98,6 +98,7 @@ def write_sparse(path: Path, tensors: Tensors, metadata: dict | None = None) -> 
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as released files do: values are where their types may be
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + offset)

@@ -35,7 +35,7 @@ def why_not() -> str:
         return "needs the commands ip, tc and unshare"
     try:
         Hosts().close()
-        _run("unshare", "--pid", "--fork", "--mount-proc", "true")
+        run("unshare", "--pid", "--fork", "--mount-proc", "true")
     except subprocess.CalledProcessError as error:
         return f"network namespaces are not allowed here ({error.stderr.strip()})"
     return ""
@@ -49,14 +49,14 @@ class Hosts:
         self.processes: list[subprocess.Popen] = []
         try:
             for name in self.names:
-                _run("ip", "netns", "add", name)
-                _run("ip", "-n", name, "link", "set", "lo", "up")
+                run("ip", "netns", "add", name)
+                run("ip", "-n", name, "link", "set", "lo", "up")
             first, second = self.names
             ends = ["name", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE]
-            _run("ip", "link", "add", *ends, "netns", second)
+            run("ip", "link", "add", *ends, "netns", second)
             for name, address in zip(self.names, ADDRESSES):
-                _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
-                _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+                run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+                run("ip", "-n", name, "link", "set", INTERFACE, "up")
         except BaseException:
             self.close()
             raise
@@ -82,27 +82,28 @@ class Hosts:
 
     def cut(self):
         """Cut the cable: what is sent is lost, and nobody is told."""
-        _run("ip", "-n", self.names[0], "link", "set", INTERFACE, "down")
+        run("ip", "-n", self.names[0], "link", "set", INTERFACE, "down")
 
-    def shape(self, rate: str):
-        """Limit the cable to ``rate`` (10gbit, 1gbit) each way; packets queue as at a switch. Empty: no
-        limit."""
-        for name in self.names:
-            where = ["dev", INTERFACE, "root"]
+    def shape(self, rate: str, device: str = INTERFACE):
+        """Send by the cable ``device`` from now on, at most at ``rate`` (10gbit, 1gbit) each way; packets
+        queue as at a switch. Empty: no limit."""
+        for name, own, other in zip(self.names, ADDRESSES, reversed(ADDRESSES)):
+            run("ip", "-n", name, "route", "replace", f"{other}/32", "dev", device, "src", own)
+            where = ["dev", device, "root"]
             subprocess.run(["tc", "-n", name, "qdisc", "del", *where], capture_output=True)
             if rate:
                 bucket = ["rate", rate, "burst", "1mb", "latency", "400ms"]
-                _run("tc", "-n", name, "qdisc", "add", *where, "tbf", *bucket)
+                run("tc", "-n", name, "qdisc", "add", *where, "tbf", *bucket)
 
     def sent(self) -> int:
         """Return how many bytes have crossed the cable so far, both ways."""
-        found = _run("ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", INTERFACE)
+        found = run("ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", INTERFACE)
         counts = json.loads(found)[0]["stats64"]
         return counts["tx"]["bytes"] + counts["rx"]["bytes"]
 
     def listening(self, index: int) -> set[tuple[str, int]]:
         """Return (address, port) of every TCP port that is open on a host; "any" for every interface."""
-        tables = _run("ip", "netns", "exec", self.names[index], "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        tables = run("ip", "netns", "exec", self.names[index], "cat", "/proc/net/tcp", "/proc/net/tcp6")
         found = set()
         for words in map(str.split, tables.splitlines()):
             if words[3] != LISTENS:
@@ -121,5 +122,6 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
+    """Run a command and return its output. Raises CalledProcessError."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

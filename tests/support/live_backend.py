@@ -1,4 +1,5 @@
-"""A live backend of two ranks and requests for it: the same one for every test that leaves it alive."""
+"""A live backend of two ranks and requests for it: the same one for every test that leaves it alive, also for
+the next module's."""
 
 from dataclasses import replace
 
@@ -23,10 +24,14 @@ def backend(checkpoint):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_at_the_end():
-    """The next module's tests look at what a backend has loaded."""
+def free_at_the_end():
+    """The next module's tests look at what a backend has loaded; its ranks serve them too."""
     yield
-    pool.close_all()
+    live = pool.launched()
+    if live is not None:
+        for model in live.client.request(protocol.Ping()).models:
+            live.client.request(protocol.Unload(model))
+        live.models.clear()
 
 
 def request_for(backend, checkpoint, case="euler_simple", **changes) -> tuple[protocol.Sample, object]:

@@ -77,7 +77,9 @@ VIDEO_VARIANTS = {
         arguments={
             "denoise_mask": frames_given(128, 3, 8, 8),
             "keyframe_idxs": torch.arange(64 * 6).reshape(1, 3, 64, 2),
+            "guide_weights": torch.linspace(0, 1.2, 64)[None],
         },
+        negative={"guide_weights": None},
         mask=frames_given(128, 3, 8, 8),
     ),
     "ltx2-i2v": Variant("ltx2", arguments=AV_GIVEN, mask=AV_MASK),
@@ -93,7 +95,12 @@ VIDEO_VARIANTS = {
         },
         "LTXAV",
         {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
-        arguments=AV_GIVEN | {"generated_keyframes": torch.tensor([[1, 1]])},
+        arguments=AV_GIVEN
+        | {
+            "generated_keyframes": torch.tensor([[1, 1]]),
+            "guide_weights": torch.linspace(0, 1.2, 30)[None],
+        },
+        negative={"guide_weights": None},
         mask=AV_MASK,
     ),
     "minimax-h3-guides": Variant("minimax-h3", arguments=GIVEN_ROWS, negative=dict.fromkeys(GIVEN_ROWS)),

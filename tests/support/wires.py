@@ -12,12 +12,12 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
 from meta_device import tensors_in  # noqa: E402 (a script, in no package)
+from meta_shapes import Mode, compute  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RecordedWork:
         return False  # so that nobody relies on it
 
 
-class Watch(TorchDispatchMode):
+class Watch(Mode):
     """Counts a rank's operations, and looks whether what was waited for is used at once."""
 
     def __init__(self, log: Log):
@@ -96,16 +96,15 @@ class Watch(TorchDispatchMode):
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
-        if func._schema.name.partition("::")[2] not in ("empty", "new_empty"):
-            self.look(func._schema.name, given, func.is_view)
-        self.log.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if (self.log.fresh or self.log.unused) and name not in ("aten::empty", "aten::new_empty"):
+            given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
+            self.look(name, given, func.is_view)
+        self.log.names.append(name)
+        return compute(func, args, kwargs)
 
     def look(self, name: str, given: list[Tensor], is_view: bool):
         """Is the first operation after a wait one with what has come? Views of others compute nothing."""
-        if not self.log.fresh and not self.log.unused:
-            return
         used = {x.untyped_storage()._cdata for x in given}
         waited, self.log.unused = self.log.unused, []
         for operation, after in waited:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from fake_memory import GB, FakeMemory, on_ranks
-from families import golden
+from families import LATENT_FORMATS, golden
 from headers import opened
 from live_memory import LiveMemory
 from tiny import golden_request, write_checkpoint
@@ -20,7 +20,7 @@ from backend.engine import Engine
 from backend.parallel import mesh
 from backend.parallel.kv_buffers import KVBuffers
 from backend.protocol import ModelCall
-from backend.rank_plan.need import LEAST_KV, Need
+from backend.rank_plan.need import Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
@@ -29,6 +29,9 @@ BF16 = torch.bfloat16
 #: Wan 2.2 A14B at 1280 x 720 and 81 frames, with CFG on eight stages: K/V of 14.4 GB a rank (issue).
 WAN = "wan2.2-i2v-A14B"
 WAN_SIZE = RequestSize(21 * 45 * 80, 512, batch=1, prompts=2, calls=40)
+#: Keys and values that a request holds, as a multiple of those that are planned: of families that pad text,
+#: or give it to every block anew.
+MORE_KV = {"z-image-turbo": 1.27, "hidream": 1.29, "hunyuan-video15": 1.05}
 FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
 
 
@@ -193,10 +196,10 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     assert found == [None]
 
 
-@pytest.mark.parametrize("family", ["flux3", "lumina2", "sana", "wan21-vace"])
-def test_no_family_holds_less_keys_and_values_than_refuse_it(tmp_path, family, monkeypatch):
-    """Those whose buffers are furthest from what is planned, over all 27, and one of linear attention. Two
-    patches in one process hold what two stages hold together."""
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, monkeypatch):
+    """Of every attention call: VACE's control blocks and LTX-2's two latents have their own. Two patches in
+    one process hold what two stages hold together."""
     made = []
 
     def recorded(*arguments):
@@ -216,7 +219,7 @@ def test_no_family_holds_less_keys_and_values_than_refuse_it(tmp_path, family, m
     config = ParallelConfig(pipefusion_degree=2)
     plans = size_of(sample, config, model.family, model.config).plans(config, pristine, model.dtype)
     planned = sum(plan.kv_bytes for plan in plans)
-    assert LEAST_KV * planned <= made[0].bytes <= 1.55 * planned
+    assert planned <= made[0].bytes <= MORE_KV.get(family, 1.0) * planned
 
 
 def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(flux):

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch._inductor.config
 from families import golden
-from tiny import golden_request, relative, write_checkpoint
+from quantized import write_scaled
+from safetensors.torch import load_file
+from tiny import batch_request, golden_request, relative, write_checkpoint
 
 from backend import opaque_ops
 from backend.config import ParallelConfig
@@ -18,6 +20,7 @@ from backend.parallel import compiled_blocks, mesh, static_addresses
 from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kv_buffers import KVBuffers
 from backend.parallel.pipeline_stage import StagedBlock
+from backend.quantization.packed_weight import PackedWeight
 from backend.sampling.step_loop import Callbacks
 
 #: Double and single blocks of Flux.
@@ -188,3 +191,42 @@ def test_staged_blocks_are_told_apart_from_compiled_ones(tmp_path, monkeypatch):
     staged = [module for module in model.transformer.modules() if isinstance(module, StagedBlock)]
     assert staged and not any("forward" in vars(each.block) for each in staged)
     assert vars(opaque_ops.RUNNING) == vars(opaque_ops.Running())
+
+
+#: Quantized formats whose layers dequantize, or multiply float8 as it is stored.
+STORED = ("float8_e4m3fn", "int8_tensorwise", "plain float8")
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_quantized_layers_are_one_node_of_a_graph(kind, tmp_path, monkeypatch, compiler):
+    """As many graphs as plain layers have, the same latent, and none more for a second request."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    state = load_file(write_checkpoint(tmp_path / "plain.safetensors"))
+    path = write_scaled(tmp_path / f"{kind.replace(' ', '_')}.safetensors", state, kind)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    packed = [each for each in engine.models["tiny"].transformer.modules() if isinstance(each, PackedWeight)]
+    assert len(packed) > 10
+    sample = steps(golden_request("euler_simple")[0], 2)
+    plain, _ = engine.sample(sample, Callbacks())
+    compiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert relative(compiled, plain) <= 1e-5
+    assert compiler.graphs == FLUX_KINDS and not compiler.failed
+    assert not [note for note in stats["notes"] if "uncompiled" in note]
+    engine.sample(replace(sample, seed=7, compile="blocks"), Callbacks())
+    assert compiler.graphs == FLUX_KINDS
+
+
+def test_batches_have_graphs_of_their_own_at_most_once(tmp_path, monkeypatch, compiler):
+    """A batch of one is a constant of a graph; two and three samples share the next. The first of Flux's
+    single blocks is given text that lies by itself, the others text beside the image: a graph more."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    engine = loaded(tmp_path)
+    found = []
+    for batch in (1, 2, 3):
+        sample = steps(batch_request(batch), 2, sampler="euler")
+        plain, _ = engine.sample(sample, Callbacks())
+        compiled, _ = engine.sample(replace(sample, compile="blocks"), Callbacks())
+        assert relative(compiled, plain) <= 1e-5 and compiled.shape[0] == batch
+        found.append(compiler.graphs)
+    assert found == [FLUX_KINDS, 2 * FLUX_KINDS + 1, 2 * FLUX_KINDS + 1] and not compiler.failed

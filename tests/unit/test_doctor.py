@@ -219,6 +219,10 @@ class StubLab:
     def waits(self):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
 
+    def kernel_rows(self):
+        case = {"kernel": "sdpa", "head_size": 256, "masked": True}
+        return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ""
+
     def plain_request(self, steps):
         return self.tiny("flux")[1]
 
@@ -266,6 +270,8 @@ def test_full_compares_every_method_and_one_failure_stops_no_other():
     assert [each.status for each in found if each.check == "memory"] == [PROBLEM, PROBLEM]
     speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
     assert speeds["wan21-t2v, ulysses"]["speedup"] == 2.0
+    compiled = {each.values["method"] for each in found if each.check == "compiled"}
+    assert compiled == {"one rank, compiled", "ulysses, compiled"}
     assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
     refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
     assert len(refused) == len(doctor_runs.QUANTIZED) and "comfy-kitchen" in refused[0].text

@@ -1,14 +1,16 @@
 """What scripts/doctor.py says of steady steps: their waits, their seconds at released shapes, the chart."""
 
 import doctor_checks
+import doctor_kernels
 import doctor_lab
 import doctor_steps
+import kernels
 import pytest
 import released_sizes
 import tiny
 import torch
 import waits
-from doctor_checks import OK, WARNING
+from doctor_checks import OK, PROBLEM, WARNING
 
 from backend.config import ParallelConfig
 from backend.parallel import mesh
@@ -66,3 +68,71 @@ def test_a_released_model_is_timed_with_few_blocks(family):
     assert all(whole.shapes[name] == shape for name, shape in shapes.items())
     sample = released_sizes.random_request(family)
     assert sample.tensors["noise"].is_contiguous() and sample.tensors["noise"].std() > 0.9
+
+
+class Kernels:
+    """A GPU on which benchmarks/kernels.py has these rows, and may end early."""
+
+    device = "cuda"
+
+    def __init__(self, distance, ended=""):
+        self.distance = distance
+        self.ended = ended
+
+    def kernel_rows(self):
+        cases = [{"kernel": "flash-attn", "head_size": size, "masked": False} for size in (64, 256)]
+        run = {"seconds": 0.001, "distance": self.distance, "own": True}
+        return [{**cases[0], **run}, {**cases[1], "unavailable": "no such heads"}], self.ended
+
+
+@pytest.mark.parametrize(
+    "lab, statuses, says",
+    [
+        (Kernels(1e-3), [OK], "256 not possible"),
+        (Kernels(0.5), [PROBLEM], "5e-01 off"),
+        (Kernels(float("nan")), [PROBLEM], "nan off"),
+        (Kernels(1e-3, "Segmentation fault"), [OK, PROBLEM], "flash-attn, heads of 256: Segmentation fault"),
+    ],
+    ids=["right", "wrong", "no numbers", "a crash"],
+)
+def test_kernels_are_told_by_head_size(lab, statuses, says):
+    found = list(doctor_kernels._head_sizes(lab))
+    assert [each.status for each in found] == statuses and says in found[-1].text
+
+
+@pytest.mark.parametrize("head_size", kernels.HEAD_SIZES)
+def test_torchs_kernel_runs_on_every_head_size_and_with_a_mask(head_size):
+    for masked in (False, True):
+        row = kernels.row("sdpa", "cpu", head_size, masked)
+        assert row["seconds"] > 0 and row["distance"] < 1e-5 and row["own"]
+        q, k, v, mask = kernels.inputs("cpu", head_size, masked)
+        assert masked == (mask is not None and not mask.all())
+    assert "unavailable" in kernels.row("flash-attn", "cpu", head_size, False)
+
+
+@pytest.mark.parametrize(
+    "distance, notes, status", [(0.0, [], OK), (1.0, [], PROBLEM), (0.0, ["x"], WARNING)]
+)
+def test_compiled_blocks_are_compared_with_eager_ones(distance, notes, status):
+    class Lab:
+        device, ranks = "cpu", 1
+
+        def check(self):
+            """In time."""
+
+        def flux(self):
+            return "flux"
+
+        def request(self, path, steps):
+            return steps
+
+        def step_seconds(self, config, path, request):
+            return (0.5 if config.compile == "blocks" else 1.0), None
+
+        def run(self, config, path, sample):
+            is_compiled = config.compile == "blocks"
+            said = [f"blocks run uncompiled: {note}" for note in notes]
+            return doctor_lab.Run(torch.ones(4) + distance * is_compiled, 1.0, {}, said)
+
+    (found,) = doctor_kernels.compiled(Lab())
+    assert found.status == status and found.values["eager"] == 2 * found.values["seconds"]

@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from backend.cli import start
 from backend.client.launcher import agent_command
 from backend.client.machines import Machines, crossing, placement
 from backend.config import AXES, ConfigError, ParallelConfig
+from backend.parallel import mesh
 
 EXAMPLES = examples("multi_node.md")
 TWO = Machines(2, 1, "10.0.0.1:29500", "lo")
@@ -47,6 +48,20 @@ def test_what_speaks_in_every_block_stays_inside():
     assert "inside a machine tensor_parallel_degree 2, ulysses_degree 4; across machines cfg_degree 2" in (
         placement(degrees, 2)
     )
+
+
+@pytest.mark.parametrize("inner, outer", list(combinations(reversed(AXES), 2)))
+def test_the_slower_axis_of_two_crosses(inner, outer):
+    """Two machines of two ranks: tp, Ulysses, ring, PipeFusion, CFG, data from the inside, by the groups that
+    the mesh makes."""
+    config = ParallelConfig(**{AXES[inner]: 2, AXES[outer]: 2})
+    ranks = mesh.layout(config)
+    for axis, crosses in ((inner, False), (outer, True)):
+        members = ranks.movedim(list(AXES).index(axis), -1).reshape(-1, 2) // 2
+        assert [len(set(machines)) > 1 for machines in members.tolist()] == [crosses, crosses]
+    text = placement(config.degrees, 2)
+    assert f"inside a machine {AXES[inner]} 2; across machines {AXES[outer]} 2." in text
+    assert "Every block waits" not in text or outer == "ulysses"
 
 
 def test_the_report_warns_where_every_block_waits():

@@ -27,6 +27,15 @@ HIDDEN_BEHIND = {"ulysses": ("ulysses", "aten::mul"), "tensor_parallel": ("tp", 
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 
+RING_TP = OF_FAMILIES[1]
+#: (family, methods) -> what a block computes between a layer's sum, which ends in the layer, and its use.
+EARLY = {
+    ("hidream", RING_TP): "aten::index",  # the tokens of an expert, from what the router chose
+    ("minimax-h3", RING_TP): "aten::index_select",  # the gate of each latent's tokens
+    ("flux2-dev", RING_TP): "aten::linear",  # the output layer of the text stream
+    ("lumina2", RING_TP): "aten::tanh",  # the gate
+}
+
 
 def configuration(methods: tuple[str, ...], **settings) -> ParallelConfig:
     degrees = Counter(methods)
@@ -52,13 +61,15 @@ def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
     return log
 
 
-def check(logs: list[Log], apart: str = "none"):
-    """``apart``: the axis whose waits may be followed by other work."""
+def check(logs: list[Log], excused: str = ""):
+    """``excused``: what may follow a wait of tensor parallelism before its sum is used."""
     assert wires.differences(logs) == []
     assert wires.deadlock(logs) is None
     forgotten = [op.group for log in logs for op in log.operations if op.received and op.waited is None]
     assert forgotten == []
-    assert [early for log in logs for early in log.early_waits if not early[0].startswith(apart)] == []
+    early = [(group, name) for log in logs for group, name in log.early_waits]
+    assert [each for each in early if not (each[0].startswith("tp:") and each[1] == excused)] == []
+    assert any(name == excused for _, name in early) or not excused, "an excuse that is not needed"
 
 
 PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or a in METHODS[1:4]]
@@ -74,9 +85,8 @@ def test_flux_under_all_hybrids(methods):
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_every_family(family):
-    """A layer under tensor parallelism ends its sum itself, and some blocks compute a gate next."""
     for methods in OF_FAMILIES:
-        check(run(family, configuration(methods)), "tp:")
+        check(run(family, configuration(methods)), EARLY.get((family, methods), ""))
 
 
 def test_activations_come_while_the_stage_computes():

@@ -18,13 +18,7 @@ ONCE = ("modulation",)
 #: outside of blocks multiply more than is counted: the page says how much.
 SENT, KV, MACS = (0.92, 1.03), (0.92, 1.03), 0.97
 #: Families that are counted wrongly -> how; the page says so. An entry that is not needed any more fails.
-UNLIKE = {
-    "ltx2": "audio tokens count as video's, and a block's attention between both is not counted as sent",
-    "ltx23": "as ltx2",
-    "wan21-vace": "the bytes of its control blocks are not all counted",
-    "hunyuan-dit": "long skips travel to later stages and are not counted as sent",
-    "hunyuan-image21": "bytes of its glyph text are not counted",
-}
+UNLIKE: dict[str, str] = {}
 #: Cheap ones of the fast tier.
 SMALL = ("flux-dev", "sana")
 RUNS = dry_run.stored()

@@ -20,6 +20,7 @@ DIMENSIONS = {
     "audio_denoise_mask": ("batch", "masked channels of audio", "... of audio"),
     "keyframe_idxs": ("batch", 3, "tokens of guides", 2),
     "generated_keyframes": ("batch", 2),
+    "guide_weights": ("batch", "tokens of guides"),
     "text_tags": ("batch", "tokens"),
     "given_video": ("batch", "given tokens of video", "width"),
     "given_audio": ("batch", "given tokens of audio", "width"),
@@ -47,6 +48,7 @@ FLOATING = (
     "given_audio",
     "vace_context",
     "vace_strength",
+    "guide_weights",
 )
 #: Arguments that are one number, or one for each sample.
 NUMBERS = (

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 
 from ..blocks import BlockAdapter
 from ..family import Nested
+from . import guide_weights
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
@@ -84,13 +85,18 @@ class Attention(LTX2AudioVideoAttnProcessor):
         q = attn.norm_q(attn.to_q(hidden_states))
         k = attn.norm_k(attn.to_k(source))
         v = attn.to_v(source)
+        weighed = None
         if query_rotary_emb is not None:
+            query_rotary_emb, weighed = guide_weights.divided(query_rotary_emb, attn.heads)
             rotate = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
             q = rotate(q, query_rotary_emb) if q.shape[1] else q
             k = rotate(k, key_rotary_emb or query_rotary_emb) if k.shape[1] else k
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
         mask = None if attention_mask is None else attention_mask[:, None]
-        out = F.scaled_dot_product_attention(q, k, v, mask)
+        if weighed is None:
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+        else:
+            out = guide_weights.attend(q, k, v, weighed)
         if attn.to_gate_logits is not None:
             out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))

@@ -1,0 +1,104 @@
+"""What scripts/doctor.py --full runs of kernels: attention in the mid-size Flux and by itself on every head
+size, and compiled blocks against eager ones."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings
+from doctor_lab import Lab, relative
+
+from backend.config import CHOICES, ParallelConfig
+from backend.protocol import RefusedError
+
+#: Attention kernels that are timed: all but auto, which is one of them.
+KERNELS = CHOICES["attention"][1:]
+#: Largest relative distance of a latent from torch's kernel: random weights are sharp.
+LATENT = 0.25
+#: The same of one call: int8 and fp4 kernels round their inputs; others round their outputs to bf16.
+APPROXIMATE, EXACT = 0.2, 2e-2
+#: Compiled blocks add in another order: distance of latents in float32, and in bf16.
+COMPILED = {"cpu": 1e-5, "cuda": 5e-2}
+
+Found = Iterator[Finding]
+
+
+def kernels(lab: Lab) -> Found:
+    """Attention kernels on one rank: seconds and distance from torch's; then each head size by itself."""
+    path = lab.flux()
+    wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
+    for kernel in KERNELS:
+        yield from findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab)
+    lab.check()
+    yield from findings("kernels", _head_sizes, lab)
+
+
+def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
+    path = lab.flux()
+    config = ParallelConfig(attention=kernel)
+    try:
+        seconds, _ = lab.step_seconds(config, path, partial(lab.request, path))
+        distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
+    except RefusedError as refusal:
+        yield Finding("kernels", OK, f"{kernel}: not usable ({refusal})")
+        return
+    status = OK if distance < LATENT else PROBLEM
+    text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"
+    yield Finding("kernels", status, text, {"kernel": kernel, "seconds": seconds, "distance": distance})
+
+
+def _head_sizes(lab: Lab) -> Found:
+    """benchmarks/kernels.py, which a kernel that crashes ends alone."""
+    rows, ended = lab.kernel_rows()
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        own = [row for row in rows if row["kernel"] == kernel]
+        run = [row for row in own if "seconds" in row]
+        if not run:
+            continue  # said above
+        most = APPROXIMATE if kernel.startswith("sage") else EXACT
+        status = PROBLEM if any(not row["distance"] < most for row in run) else OK
+        cells = ", ".join(_cell(row) for row in own)
+        yield Finding("kernels", status, f"{kernel} by head size: {cells}", {"rows": own})
+    if ended:
+        last = f"{rows[-1]['kernel']}, heads of {rows[-1]['head_size']}" if rows else "its start"
+        yield Finding("kernels", PROBLEM, f"benchmarks/kernels.py ended after {last}: {ended}")
+
+
+def _cell(row: dict) -> str:
+    """Write one row in short."""
+    name = f"{row['head_size']}{' masked' if row['masked'] else ''}"
+    if "seconds" not in row:
+        return f"{name} not possible"
+    by_torch = "" if row["own"] else " (torch's)"
+    return f"{name} {row['seconds'] * 1e3:.2f} ms{by_torch}, {row['distance']:.0e} off"
+
+
+def compiled(lab: Lab) -> Found:
+    """Compiled blocks against eager ones, on one rank and over all: seconds a step, latents, notes."""
+    configs = {"one rank": ParallelConfig()}
+    if lab.ranks > 1:
+        configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
+    for name, config in configs.items():
+        lab.check()
+        yield from findings("compiled", partial(_compiled, name=name, config=config), lab)
+
+
+def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
+    path = lab.flux()
+    request = partial(lab.request, path)
+    eager, _ = lab.step_seconds(config, path, request)
+    seconds, _ = lab.step_seconds(replace(config, compile="blocks"), path, request)
+    runs = [lab.run(replace(config, compile=each), path, request(2)) for each in ("off", "blocks")]
+    distance = relative(runs[1].samples, runs[0].samples)
+    notes = [note for note in runs[1].notes if "uncompiled" in note]
+    values = {"method": f"{name}, compiled", "seconds": seconds, "eager": eager, "distance": distance}
+    if notes:
+        yield Finding("compiled", WARNING, f"{name}: {notes[0]}", values)
+        return
+    text = f"{name}: {seconds:.4f} s a step with compiled blocks, {eager:.4f} s without, "
+    text += f"{eager / seconds:.2f} times as fast; latent {distance:.1e} off"
+    status = OK if distance <= COMPILED[lab.device] else PROBLEM
+    if status == OK and seconds > eager:
+        status = WARNING
+    yield Finding("compiled", status, text, values)
