@@ -39,6 +39,7 @@ class LoadParallelDiT(io.ComfyNode):
         return schema(
             *ALIASES,
             node_id="LoadParallelDiT",
+            reports=True,
             display_name="Load Parallel DiT",
             description="Starts the ranks of a Parallel Config and loads a diffusion transformer on them.",
             inputs=[

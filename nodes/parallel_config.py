@@ -1,13 +1,11 @@
 """The ParallelConfig node: how many ranks each parallel method gets."""
 
-from dataclasses import replace
-
 import torch
 from comfy_api.latest import io
 
-from ..backend.config import AXES, CHOICES, ConfigError, ParallelConfig
-from ..backend.planner.auto_config import AutoConfig, sets_degrees
-from ..backend.planner.choose import AUTO, MANUAL, METHODS
+from ..backend.config import AXES, CHOICES, ParallelConfig
+from ..backend.planner.auto_config import AutoConfig, config_of
+from ..backend.planner.choose import AUTO, METHODS
 from .host.queued import queued, validated, values
 from .host.refusals import on_node
 from .host.schema import ALIASES, schema
@@ -106,25 +104,7 @@ class ParallelConfigNode(io.ComfyNode):
     @classmethod
     @on_node
     def execute(cls, **inputs) -> io.NodeOutput:
-        return io.NodeOutput(config_of(**inputs))
-
-
-def config_of(method: str = AUTO, gpus: str = "", shares: str = "", **inputs) -> ParallelConfig | AutoConfig:
-    """Return the configuration of a node's inputs; ConfigError for one that cannot run on this machine."""
-    if method not in METHODS:
-        raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
-    config = ParallelConfig(**inputs).validate()
-    gpus_here = torch.cuda.device_count()
-    if method != MANUAL and not config.address and not sets_degrees(config):
-        auto = AutoConfig(method, gpus, config, shares)
-        auto.devices(gpus_here)
-        return auto
-    # one number is how many, which the degrees say too
-    listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
-    config = replace(config, gpus=listed, shares=shares).validate()
-    if not config.address:
-        config.resolve_device(gpus_here)
-    return config
+        return io.NodeOutput(config_of(torch.cuda.device_count(), **inputs))
 
 
 def config_in(graph: dict, node: str | None) -> ParallelConfig | AutoConfig | None:
@@ -134,4 +114,4 @@ def config_in(graph: dict, node: str | None) -> ParallelConfig | AutoConfig | No
     inputs = values(graph, node or "")
     if known.get("class_type") != "ParallelConfig" or len(inputs) < len(known["inputs"]):
         return None
-    return config_of(**inputs)
+    return config_of(torch.cuda.device_count(), **inputs)

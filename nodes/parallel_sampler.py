@@ -17,6 +17,7 @@ class ParallelSampler(io.ComfyNode):
         return schema(
             *ALIASES,
             node_id="ParallelSampler",
+            reports=True,
             display_name="Parallel Sampler",
             description="KSampler with the denoising loop on several GPUs: same inputs, same latent.",
             inputs=[

@@ -18,6 +18,7 @@ class ParallelSamplerAdvanced(io.ComfyNode):
         return schema(
             *ALIASES,
             node_id="ParallelSamplerAdvanced",
+            reports=True,
             display_name="Parallel Sampler (Advanced)",
             description="KSampler (Advanced) with the denoising loop on several GPUs: a part of the steps, "
             "for models in two stages.",

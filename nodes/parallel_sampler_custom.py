@@ -21,6 +21,7 @@ class ParallelSamplerCustom(io.ComfyNode):
         return schema(
             *ALIASES,
             node_id="ParallelSamplerCustom",
+            reports=True,
             display_name="Parallel Sampler (Custom)",
             description="The custom sampler with the denoising loop on several GPUs: noise from a NOISE "
             "node, any SIGMAS.",

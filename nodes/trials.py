@@ -11,7 +11,7 @@ import torch
 from ..backend.client import pool
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import PLANNED, AutoConfig
-from ..backend.planner.choose import MANUAL, Option, Question
+from ..backend.planner.choose import EXACT, MANUAL, Option, Question
 from .host.auto_plan import question_of
 from .host.graph import request_of_graph
 from .host.model_files import model_folders, model_paths
@@ -37,20 +37,20 @@ def trials(graph: dict, selected: str = "") -> dict:
     if loader is None:
         raise ConfigError("the graph has no Parallel Sampler on a Load Parallel DiT; add them and try again.")
     config = source(graph, loader, "config")
-    auto = _auto(config_in(graph, config) or AutoConfig())
+    auto = _auto(_config_of(graph, config))
     found = []
     question, devices = _question(graph, loader, auto)
-    for option in options_to_try(question):
+    for option in options_to_try(question, auto.method == EXACT):
         inputs = inputs_of(auto, option.plan, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
         found.append({"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds})
     return {"sampler": sampler, "loader": loader, "config": config or "", "trials": found}
 
 
-def options_to_try(question: Question) -> list[Option]:
+def options_to_try(question: Question, exact: bool = False) -> list[Option]:
     """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
-    ranks that start anew for it come last."""
-    fitting = sorted((each for each in question.options() if each.fits), key=attrgetter("score"))
+    ranks that start anew for it come last. ``exact``: of those whose result is one rank's."""
+    fitting = sorted((each for each in question.options(exact) if each.fits), key=attrgetter("score"))
     found: dict[frozenset, Option] = {}
     for option in fitting:
         if option.plan.world_size == question.gpus > 1:
@@ -73,8 +73,21 @@ def _first_sampler(graph: dict) -> str:
     return next((key for key in samplers if loader_of(graph, key)), "")
 
 
+def _config_of(graph: dict, node: str | None) -> ParallelConfig | AutoConfig:
+    """Return what the graph's Parallel Config says. ConfigError where a link hides some of it: trials would
+    go without it, and the best of them would be written over it."""
+    linked = [name for name in graph.get(node or "", {}).get("inputs", {}) if source(graph, node or "", name)]
+    if linked:
+        raise ConfigError(
+            f"{', '.join(linked)} of Parallel Config {'is' if len(linked) == 1 else 'are'} linked, so the "
+            f"value is known only when the graph runs; type it in and try again."
+        )
+    return config_in(graph, node) or AutoConfig()
+
+
 def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
-    """Return what leaves the degrees open on as many ranks. ConfigError for ranks of somebody else."""
+    """Return what leaves the degrees open on as many ranks, with the shares of their GPUs that it has.
+    ConfigError for ranks of somebody else."""
     if isinstance(config, AutoConfig):
         return config
     if config.address:
@@ -83,9 +96,10 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
             f"are fixed, so there is nothing to try; clear address."
         )
     on_gpus = config.resolve_device(torch.cuda.device_count()) == "cuda"
-    gpus = config.gpus or ("" if on_gpus else str(config.world_size))
-    base = replace(config, gpus="", **{name: getattr(ParallelConfig, name) for name in PLANNED})
-    return AutoConfig(gpus=gpus, base=base)
+    is_open = on_gpus and not config.shares  # shares are of as many as there are degrees for
+    gpus = config.gpus or ("" if is_open else str(config.world_size))
+    opened = {name: getattr(ParallelConfig, name) for name in (*PLANNED, "shares")}
+    return AutoConfig(gpus=gpus, base=replace(config, gpus="", **opened), shares=config.shares)
 
 
 def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:

@@ -128,8 +128,11 @@ class ComfyServer:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or "{}")
 
-    def run(self, prompt: dict, at_step=lambda step: None, seconds: float = 240) -> Run:
-        """Queue ``prompt`` and follow it to its end; ``at_step(step)`` is called after every step."""
+    def run(
+        self, prompt: dict, at_step=lambda step: None, seconds: float = 240, at_text=lambda text: None
+    ) -> Run:
+        """Queue ``prompt`` and follow it to its end; ``at_step(step)`` is called after every step,
+        ``at_text(text)`` with every text under a node."""
         client, run, began = uuid.uuid4().hex, Run(), time.monotonic()
         websocket = WebSocket("127.0.0.1", self.port, f"/ws?clientId={client}")
         try:
@@ -144,7 +147,10 @@ class ComfyServer:
                 assert time.monotonic() - began < seconds, f"the graph still runs after {seconds} s"
                 received = websocket.receive(1.0)
                 if received is not None:
+                    texts = len(run.texts)
                     self._take(run, prompt, reply["prompt_id"], *received, at_step)
+                    for text in run.texts[texts:]:
+                        at_text(text)
         finally:
             websocket.close()
         run.seconds = time.monotonic() - began

@@ -44,8 +44,8 @@ DIRECTORIES = {
 }
 #: File -> where it is published, as in the templates of ComfyUI.
 URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())
-#: Nodes under which a report of several lines stands.
-REPORTING = ("LoadParallelDiT", "ParallelSampler")
+#: Nodes under which a report of several lines stands -> room for it (MOST of web/report.js for the first).
+REPORTS = {"LoadParallelDiT": 240, "ParallelSampler": 120}
 COLOURS = {
     "CLIP": "#ffd500",
     "VAE": "#ff6e6e",
@@ -57,8 +57,8 @@ COLOURS = {
 }
 WIDTH, GAP, TITLE = 340, 80, 30
 #: Heights of a slot and of a widget in the renderer that takes more (Nodes 2.0), of a box of text and of a
-#: picture, of a report, and what a node has besides.
-SLOT, WIDGET, TEXT, PICTURE, REPORT, FRAME = 24, 30, 90, 260, 90, 40
+#: picture, and what a node has besides.
+SLOT, WIDGET, TEXT, PICTURE, FRAME = 24, 30, 90, 260, 40
 ROW = 24
 
 
@@ -130,7 +130,7 @@ def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int
         + rows
         + TEXT * texts
         + PICTURE * kind.startswith(("Save", "LoadImage", "ParallelSampler", "SamplerCustom", "KSampler"))
-        + REPORT * kind.startswith(REPORTING)
+        + sum(height for name, height in REPORTS.items() if kind.startswith(name))
     )
 
 

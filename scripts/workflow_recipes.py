@@ -32,11 +32,11 @@ RECIPES = IMAGE_RECIPES | VIDEO_RECIPES | FEW_STEP_RECIPES
 WRITTEN = {
     "demo": (
         "Parallel DiT demo",
-        "Two processes share every denoising step of a small Flux, on the CPU, so this runs "
-        "anywhere.\n\nWith "
-        "two GPUs set `device` to `auto`. Try `pipefusion_degree` 2 and `ulysses_degree` 1, or both 2 (four "
-        "ranks). The model knows circles, squares and triangles, left of, right of, above and below "
-        "each other.",
+        "Two ranks share every denoising step of a small Flux: two GPUs, or two processes on the CPU where "
+        "there is none. With one GPU set `device` to `cpu`.\n\nHow they share is set by hand here: `method` "
+        "is manual, and `cfg_degree` 2, an advanced input, gives each rank one of the two prompts. Try "
+        "`ulysses_degree` 2 or `pipefusion_degree` 2 in its place, or with it (four ranks). The model knows "
+        "circles, squares and triangles, left of, right of, above and below each other.",
     ),
     "flux_txt2img": ("Flux.1 dev on several GPUs", FLUX_FILES + "\n\n" + FITS),
     "flux_img2img": (

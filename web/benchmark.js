@@ -76,7 +76,7 @@ export async function* benchmark(isStopped) {
 }
 
 // A node of the page by its id in the API form, where "7:3" is node 3 of the subgraph 7.
-function nodeOf(id) {
+export function nodeOf(id) {
   return String(id)
     .split(":")
     .reduce((found, part) => (found?.subgraph ?? found)?.getNodeById(Number(part)), app.graph);

@@ -1,28 +1,48 @@
-// Keeps the report under a node of this pack when tabs are switched and when the page is loaded again.
+// Keeps the report under a node of this pack: when tabs are switched, also during a run, when the page is
+// loaded again, and when a run is cancelled or fails.
 import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { nodeOf } from "./benchmark.js";
 
 const CATEGORY = "Parallel DiT";
 // ComfyUI's own name of the widget for progress texts: one widget shows both.
 const WIDGET = "$$node-text-preview";
+const LINE = 15; // pixels
+const LETTER = 5.6; // mean width in pixels
+const MARGIN = 30; // of a line in its node, pixels
+const LEAST = 58; // ComfyUI's own height, pixels
+const MOST = 240; // pixels; longer reports scroll
 
-const storageKey = (node) => `parallel-dit:${node.graph?.id ?? app.graph?.id}:${node.id}`;
+const isOurs = (node) => node?.constructor?.nodeData?.category === CATEGORY;
+const keyOf = (graph, id) => `parallel-dit:${graph}:${id}`;
+const storageKey = (node) => keyOf(node.graph?.id ?? app.graph?.id, node.id);
+const widgetOf = (node) => node.widgets?.find(({ name }) => name === WIDGET);
+
+// Room for all lines, wrapped: the element cannot be measured while its node is out of sight.
+function heightOf(text, width) {
+  const letters = Math.max(20, (width - MARGIN) / LETTER);
+  const rows = text.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / letters)), 0);
+  return Math.min(MOST, Math.max(LEAST, rows * LINE + 10));
+}
 
 function addWidget(node) {
   const element = document.createElement("div");
-  element.style.cssText =
-    "white-space: pre-wrap; overflow: auto; font-size: 11px; line-height: 1.35; padding: 2px 6px; user-select: text;";
+  element.className = "pdit-report";
+  element.style.cssText = `white-space: pre-wrap; overflow: auto; font-size: 11px; line-height: ${LINE}px; padding: 2px 6px; user-select: text; box-sizing: border-box;`;
+  const height = () => heightOf(element.textContent, node.size[0]);
   return node.addDOMWidget(WIDGET, "report", element, {
     getValue: () => element.textContent,
     setValue: (value) => {
       element.textContent = value;
+      element.style.minHeight = `${height()}px`; // Nodes 2.0 asks the element
     },
-    getMinHeight: () => 58,
+    getMinHeight: height,
     serialize: false,
   });
 }
 
 function show(node, text) {
-  let widget = node.widgets?.find(({ name }) => name === WIDGET);
+  let widget = widgetOf(node);
   if (widget && !widget.isReport) {
     // ComfyUI's own, which puts all lines into one
     widget.onRemove?.();
@@ -35,26 +55,60 @@ function show(node, text) {
     widget.isReport = true;
   }
   widget.value = text;
+  const needed = node.computeSize?.()[1] ?? 0;
+  if (node.size[1] < needed) node.setSize([node.size[0], needed]);
   node.setDirtyCanvas?.(true, true);
+}
+
+// Queued prompt -> promise of the id of its graph: another one may be open when it ends.
+const graphs = new Map();
+
+async function graphOf(prompt) {
+  if (!graphs.has(prompt)) graphs.set(prompt, findGraph(prompt));
+  return (await graphs.get(prompt)) ?? app.graph.id;
+}
+
+async function findGraph(prompt) {
+  const get = async (path) => (await api.fetchApi(path)).json();
+  const { queue_running, queue_pending } = await get("/queue");
+  const item = [...queue_running, ...queue_pending].find((each) => each[1] === prompt);
+  const extra = item?.[3] ?? (await get(`/history/${prompt}`))[prompt]?.prompt[3];
+  return extra?.extra_pnginfo?.workflow?.id;
+}
+
+// Keeps `text(node)` for the node `id` of a prompt, and shows it if its graph is open; else what the node in
+// its place in the open graph had: ComfyUI has put the prompt's progress there.
+async function keep(prompt, id, text) {
+  const graph = await graphOf(prompt);
+  const node = nodeOf(id);
+  if (graph !== app.graph.id) {
+    sessionStorage.setItem(keyOf(graph, id), text(null));
+    if (isOurs(node) && widgetOf(node)) show(node, sessionStorage.getItem(storageKey(node)) ?? "");
+  } else if (isOurs(node)) {
+    sessionStorage.setItem(storageKey(node), text(node));
+    show(node, text(node));
+  }
 }
 
 app.registerExtension({
   name: "ParallelDiT.Report",
 
-  beforeRegisterNodeDef(nodeType, nodeData) {
-    if (nodeData.category !== CATEGORY) return;
-    const executed = nodeType.prototype.onExecuted;
-    nodeType.prototype.onExecuted = function (output) {
-      executed?.apply(this, arguments);
-      const text = output?.parallel_dit?.join("\n");
-      if (!text) return;
-      sessionStorage.setItem(storageKey(this), text);
-      show(this, text);
+  setup() {
+    api.addEventListener("execution_start", ({ detail }) => graphOf(detail.prompt_id));
+    api.addEventListener("executed", ({ detail }) => {
+      const text = detail.output?.parallel_dit?.join("\n");
+      if (text) keep(detail.prompt_id, detail.display_node ?? detail.node, () => text);
+    });
+    const ended = (sentence) => ({ detail }) => {
+      const shown = (node) => (node && widgetOf(node)?.value) || sentence(detail);
+      keep(detail.prompt_id, detail.node_id, shown);
     };
+    api.addEventListener("execution_interrupted", ended(() => "cancelled"));
+    api.addEventListener("execution_error", ended((detail) => detail.exception_message));
   },
 
   loadedGraphNode(node) {
     const text = sessionStorage.getItem(storageKey(node));
-    if (text && node.constructor?.nodeData?.category === CATEGORY) show(node, text);
+    if (text && isOurs(node)) show(node, text);
   },
 });

@@ -17,7 +17,7 @@ from ..client.client import BackendClient
 from ..client.pool import Backend
 from ..config import ConfigError, ParallelConfig
 from ..protocol import Ping
-from .sample import read_config
+from .sample import read_settings
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message
 from .status import connect, options
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         raise ConfigError(f"--rounds is {chosen.rounds}; measure at least once.")
-    config = read_config(chosen.config)
+    config = read_settings(chosen.config)
     requests = read_requests(chosen.request.read_text(), chosen.request.absolute().parent)
     client = connect(chosen)
     print(json.dumps({"degrees": client.welcome.degrees, "device": client.welcome.device, **pings(client)}))

@@ -1,25 +1,35 @@
 """The command ``sample``: prompt embeddings in, latents out, without ComfyUI.
 
-    python -m backend.cli sample request.json --config '{"ulysses_degree": 2}'
+    python -m backend.cli sample request.json --config '{"gpus": 2}'
 
 A request is an object of JSON, or a list of them, which run one after the other on the same ranks
-(docs/headless.md has the entries). Without --address it starts the ranks and ends them.
+(docs/headless.md has the entries). Without --address it starts the ranks and ends them; --config has the
+inputs of Parallel Config, whose degrees are chosen for each request unless one of them is set.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from ..client import pool
 from ..client.client import BackendClient
+from ..client.planning import plan_for
 from ..client.preflight import check_headers
-from ..config import ConfigError, ParallelConfig
+from ..config import PER_REQUEST, ConfigError, ParallelConfig
+from ..planner.auto_config import AutoConfig, config_of
 from ..protocol import Progress
 from ..start import own_token
 from .sample_request import SampleRequest, read_requests
-from .sample_tensors import sample_message, write_result
+from .sample_tensors import planned_request, sample_message, write_result
+
+FIELDS = tuple(each.name for each in fields(ParallelConfig))
+Plan = ParallelConfig | AutoConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -27,18 +37,35 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     text, folder = _source(options.request)
     requests = read_requests(text, folder)
-    config = read_config(options.config)
+    config = read_settings(options.config) if options.address else read_plan(options.config)
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
     try:
-        if not options.address:
+        if isinstance(config, ParallelConfig) and options.address:
+            backend = pool.Backend(config, BackendClient(options.address, own_token(options.token_file)))
             for request in requests:
-                check_headers(config, *request.wanted, pool.folders())
-        backend = _backend(options, config)
-        for request in requests:
-            run(backend, request, config)
+                run(backend, request, config)
+            return 0
+        plans = [planned(config, request) for request in requests]
+        for request, plan in zip(requests, plans):
+            check_headers(plan, *request.wanted, pool.folders())
+        for request, plan in zip(requests, plans):
+            run(pool.backend_for(plan, show=_line), request, plan)
     finally:
         pool.close_all()
     return 0
+
+
+def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
+    """Return the ranks for a request: those that ``config`` says, or those that the planner chooses, whose
+    reasons are printed. Raises ConfigError where nothing fits, RefusedError and BackendError."""
+    if isinstance(config, ParallelConfig):
+        return config
+    plan, lines = plan_for(config, request.wanted, partial(planned_request, request), show=_line)
+    if lines:
+        _line("")
+    for line in lines:
+        print(line, file=sys.stderr)
+    return plan
 
 
 def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
@@ -49,31 +76,46 @@ def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)
-    result = backend.sample(sample_message(request, loaded, config.per_request), _show)
+    message = sample_message(request, loaded, config.per_request)
+    result = backend.sample(message, _show)
     assert result is not None  # nothing cancels it
-    write_result(request, result.tensors["samples"], result.stats)
+    write_result(request, result.tensors["samples"], result.stats, message.latent_shapes)
     print(f"{request.out}: {result.stats['seconds']:.2f} s", flush=True)
 
 
 def read_config(text: str) -> ParallelConfig:
     """Return the ParallelConfig of a JSON object of its fields. Raises ConfigError."""
+    return ParallelConfig(**_entries(text, FIELDS)).validate()
+
+
+def read_settings(text: str) -> ParallelConfig:
+    """Return the configuration of requests to a backend that runs, whose degrees are its own. ConfigError for
+    other entries than PER_REQUEST."""
+    found = _entries(text, PER_REQUEST, ", since the ranks at --address run already")
+    return ParallelConfig(**found).validate()
+
+
+def read_plan(text: str) -> Plan:
+    """Return the configuration of a JSON object of Parallel Config's inputs: degrees, or what leaves them to
+    auto. Raises ConfigError."""
+    found = _entries(text, ("method", *FIELDS))
+    if type(found.get("gpus")) is int:  # as the node's is written
+        found["gpus"] = str(found["gpus"])
+    return config_of(torch.cuda.device_count(), **found)
+
+
+def _entries(text: str, names: Sequence[str], why: str = "") -> dict:
+    """Return a JSON object with entries of these ``names`` alone. Raises ConfigError."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise ConfigError(
             f"--config is no JSON ({error}); write it like '{{\"ulysses_degree\": 2}}'."
         ) from error
-    names = [each.name for each in fields(ParallelConfig)]
     unknown = [name for name in found if name not in names] if isinstance(found, dict) else [text]
     if unknown:
-        raise ConfigError(f"--config has {unknown[0]!r:.80}; its entries are {', '.join(names)}.")
-    return ParallelConfig(**found).validate()
-
-
-def _backend(options: argparse.Namespace, config: ParallelConfig) -> pool.Backend:
-    if not options.address:
-        return pool.backend_for(config, show=lambda line: _line(line))
-    return pool.Backend(config, BackendClient(options.address, own_token(options.token_file)))
+        raise ConfigError(f"--config has {unknown[0]!r:.80}; its entries are {', '.join(names)}{why}.")
+    return found
 
 
 def _source(name: str) -> tuple[str, Path]:
@@ -99,7 +141,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("request", help="a file of JSON, or - for standard input")
-    parser.add_argument("--config", default="{}", help="fields of ParallelConfig as JSON")
+    parser.add_argument("--config", default="{}", help="inputs of Parallel Config as JSON")
     parser.add_argument("--address", default="", help="a backend that runs: unix:PATH or tcp:HOST:PORT")
     parser.add_argument("--token-file", help="its token; without it PARALLEL_DIT_TOKEN counts")
     return parser.parse_args(arguments)

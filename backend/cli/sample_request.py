@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,10 +24,11 @@ IN_WORDS: dict[Any, str] = {str: "a text", int: "a whole number", float: "a numb
 @dataclass(frozen=True)
 class SampleRequest:
     """model: a file or a diffusers folder. positive, negative: safetensors files of model arguments, by
-    ComfyUI's names. latent: the size of an empty one, [C, [T,] H, W], or a file of one to start from.
-    out: the file to write. loras: [path, strength] of each. sigmas: noise levels, steps + 1, instead of
-    those of ``steps``, ``shift`` and ``scheduler``. vae: the config.json whose scaling takes latents to the
-    VAE's units and back. Paths are absolute."""
+    ComfyUI's names. latent: the size of an empty one, [C, [T,] H, W], or a list of sizes where the model
+    denoises several at once (video and audio), or a file to start from. out: the file to write. loras:
+    [path, strength] of each. sigmas: noise levels, steps + 1, instead of those of ``steps``, ``shift`` and
+    ``scheduler``. vae: the config.json whose scaling takes latents to the VAE's units and back. Paths are
+    absolute."""
 
     model: str
     positive: str
@@ -51,6 +52,13 @@ class SampleRequest:
     def wanted(self) -> tuple[str, str, str]:
         """What the backend loads for it (pool.Wanted)."""
         return self.model, self.weight_dtype, self.matmul
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """[C, [T,] H, W] of each empty latent; none where a file has them."""
+        if isinstance(self.latent, str):
+            return []
+        return self.latent if isinstance(self.latent[0], list) else [self.latent]
 
     def allowed_folders(self) -> list[str]:
         """Return from below which folders its model and LoRAs are read."""
@@ -126,20 +134,13 @@ def _lora(name: str, lora, folder: Path) -> list:
 
 def _check(request: SampleRequest, name: str):
     """Refuse what no model can run."""
-    sizes = request.latent
-    is_size = isinstance(sizes, list) and len(sizes) in (3, 4)
-    is_size = is_size and all(isinstance(n, int) and n > 0 for n in sizes)
-    if not is_size and not isinstance(sizes, str):
-        raise ConfigError(
-            f"{name}'s latent is {quoted(sizes)}; write the latent's size, [channels, height, width] or "
-            f"[channels, frames, height, width], or name a file with one."
-        )
+    _check_latent(request, name)
     if request.steps < 1 or request.batch < 1 or request.shift < 0:
         values = f"{request.steps} steps, batch {request.batch}, shift {request.shift:g}"
         raise ConfigError(f"{name} has {values}; steps and batch are at least 1, shift at least 0.")
     if not 0 <= request.seed < 1 << 64:
         raise ConfigError(f"{name}'s seed is {request.seed}; it is from 0 to 2**64 - 1, as ComfyUI's.")
-    size = 4 * request.batch * (math.prod(sizes) if isinstance(sizes, list) else 0)
+    size = 4 * request.batch * sum(map(math.prod, request.sizes))
     if size > framing.MAX_BODY:
         raise ConfigError(
             f"{name}'s latent has {size / 2**30:,.0f} GiB, more than a message may; make it smaller."
@@ -150,6 +151,41 @@ def _check(request: SampleRequest, name: str):
         raise ConfigError(f"{name}'s out is {quoted(request.out)}; it ends with {' or '.join(SUFFIXES)}.")
     if not Path(request.out).parent.is_dir():
         raise ConfigError(f"{name}'s out is {quoted(request.out)}, in a folder that does not exist; make it.")
+
+
+def _check_latent(request: SampleRequest, name: str):
+    """Refuse what is neither a file nor sizes of latents, and several where only one can be."""
+    latent = request.latent
+    if isinstance(latent, str):
+        return
+    several = isinstance(latent, list) and bool(latent) and isinstance(latent[0], list)
+    sizes = latent if several else [latent]
+    if not all(_is_size(size) for size in sizes):
+        raise ConfigError(
+            f"{name}'s latent is {quoted(latent)}; write the latent's size, [channels, height, width] or "
+            f"[channels, frames, height, width], or a list of sizes, or name a file."
+        )
+    if several and request.vae:
+        raise ConfigError(f"{name} has {len(sizes)} latents and a vae, which is of one; leave vae out.")
+    if several and Path(request.out).suffix == SUFFIXES[0]:
+        raise ConfigError(
+            f"{name} has {len(sizes)} latents, and out is {quoted(request.out)}, which has one; end its name "
+            f"with {SUFFIXES[1]}."
+        )
+
+
+def _is_size(size) -> bool:
+    """Is this [C, [T,] H, W]?"""
+    return isinstance(size, list) and len(size) in (3, 4) and all(type(n) is int and n > 0 for n in size)
+
+
+def read_shapes(path: str) -> dict[str, list[int]]:
+    """Return the shape of every tensor of a safetensors file. ConfigError for another one."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{quoted(path)} cannot be read ({error}); name a safetensors file.") from error
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:

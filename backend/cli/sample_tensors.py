@@ -1,6 +1,8 @@
 """Tensors of a request of the command ``sample``: noise levels, latents, and the files of results."""
 
 import json
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -9,25 +11,51 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..models import discrete_schedule
+from ..planner.machine import Request, tokens_of
+from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
-from .sample_request import SampleRequest, read_json, read_prompt, read_tensors
+from .sample_request import CONDITIONING, SampleRequest, read_json, read_prompt, read_shapes, read_tensors
 
 #: Names under which files hold a latent: ComfyUI's SaveLatent, and ours.
-LATENT_NAMES = ("latent_tensor", "samples", "latent")
+LATENTS = "samples"
+LATENT_NAMES = ("latent_tensor", LATENTS, "latent")
 
 
 def sample_message(request: SampleRequest, loaded: Loaded, settings: dict) -> Sample:
     """Return the Sample of a request; ``settings``: fields of it that are the configuration's. Noise is drawn
-    as ComfyUI draws it: on the CPU, for the whole batch. Raises ConfigError."""
-    latent = _latent(request)
-    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(request.seed))
+    as ComfyUI draws it: on the CPU, for the whole batch, one latent after the other. Raises ConfigError."""
+    latents = _latents(request)
+    generator = torch.Generator().manual_seed(request.seed)
+    noises = [torch.randn(latent.shape, generator=generator) for latent in latents]
     levels = noise_levels(request, loaded.info["prediction"])
-    tensors = {"noise": noise, "latent": latent, "sigmas": levels}
+    tensors = {"noise": _packed(noises), "latent": _packed(latents), "sigmas": levels}
     prompts = {"positive": request.positive} | ({"negative": request.negative} if request.cfg != 1.0 else {})
     for side, path in prompts.items():
         arguments = read_prompt(path, loaded.info["conditioning"])
         tensors |= {f"{side}.{name}": tensor for name, tensor in arguments.items()}
-    return Sample(loaded.model, request.sampler, request.cfg, request.seed, tensors=tensors, **settings)
+    shapes = [list(latent.shape[1:]) for latent in latents] if len(latents) > 1 else []
+    about = (loaded.model, request.sampler, request.cfg, request.seed)
+    return Sample(*about, latent_shapes=shapes, tensors=tensors, **settings)
+
+
+def planned_request(request: SampleRequest, shape: ModelShape) -> Request:
+    """Return what the planner has to know of a request for a model of this ``shape``. Raises ConfigError."""
+    size, batch = _first_size(request)
+    frames = size[1] if len(size) == 4 else 1
+    prompt = {CONDITIONING.get(name, name): each for name, each in read_shapes(request.positive).items()}
+    text = prompt.get("c_crossattn", [1, 0])[1]
+    steps = len(request.sigmas) - 1 if request.sigmas else request.steps
+    prompts = 1 if request.cfg == 1.0 else 2
+    return Request(tokens_of((frames, size[-2], size[-1]), shape.patch), text, max(1, steps), prompts, batch)
+
+
+def _first_size(request: SampleRequest) -> tuple[list[int], int]:
+    """Return [C, [T,] H, W] of the latent, of the first of several, and the batch."""
+    if request.sizes:
+        return request.sizes[0], request.batch
+    shapes = read_shapes(request.latent)
+    batch, *size = shapes[_latent_names(request.latent, shapes)[0]]
+    return size, max(batch, request.batch)
 
 
 def noise_levels(request: SampleRequest, prediction: str) -> Tensor:
@@ -65,18 +93,33 @@ def _given(levels: list) -> Tensor:
     return torch.tensor(levels, dtype=torch.float32)
 
 
-def _latent(request: SampleRequest) -> Tensor:
-    """Return the latent to start from, in the model's space: (B, C, [T,] H, W), zeros for an empty one."""
-    if not isinstance(request.latent, str):
-        return torch.zeros(request.batch, *request.latent)
+def _latents(request: SampleRequest) -> list[Tensor]:
+    """Return the latents to start from, in the model's space, (B, C, [T,] H, W) each: zeros for empty ones.
+    ConfigError for a file without one."""
+    if request.sizes:
+        return [torch.zeros(request.batch, *size) for size in request.sizes]
     found = read_tensors(request.latent)
-    name = next((name for name in LATENT_NAMES if name in found), None)
-    if name is None:
-        raise ConfigError(f"{request.latent} holds {', '.join(found)}; a latent is {LATENT_NAMES[0]}.")
-    samples = found[name].float()
+    return [_of_batch(found[name].float(), request) for name in _latent_names(request.latent, found)]
+
+
+def _latent_names(path: str, names: Collection[str]) -> list[str]:
+    """Return which tensors of a file are its latents: one, or ``samples.0``, ``samples.1``, ..."""
+    several = [f"{LATENTS}.{index}" for index in range(len(names)) if f"{LATENTS}.{index}" in names]
+    found = [name for name in LATENT_NAMES if name in names][:1] or several
+    if not found:
+        raise ConfigError(f"{path} holds {', '.join(names)}; a latent is {LATENT_NAMES[0]}.")
+    return found
+
+
+def _of_batch(samples: Tensor, request: SampleRequest) -> Tensor:
     factor, offset = _vae_scaling(request, samples)
     samples = (samples - offset) / factor
     return samples.expand(request.batch, *samples.shape[1:]) if len(samples) == 1 else samples
+
+
+def _packed(latents: list[Tensor]) -> Tensor:
+    """Return one latent as it is, several flattened one after the other, (B, 1, L)."""
+    return latents[0] if len(latents) == 1 else torch.cat([x.flatten(1)[:, None] for x in latents], dim=2)
 
 
 def _vae_scaling(request: SampleRequest, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,15 +136,21 @@ def _vae_scaling(request: SampleRequest, like: Tensor) -> tuple[Tensor, Tensor]:
     return factor.reshape(shape), offset.reshape(shape)
 
 
-def write_result(request: SampleRequest, samples: Tensor, stats: dict):
+def write_result(request: SampleRequest, samples: Tensor, stats: dict, shapes: Sequence[list[int]] = ()):
     """Write a latent (B, C, [T,] H, W), given in the model's space: ``latent_tensor`` of a .latent, which
-    ComfyUI's LoadLatent reads, or ``samples`` of a .safetensors."""
-    factor, offset = _vae_scaling(request, samples)
-    samples = (samples * factor + offset).contiguous()
+    ComfyUI's LoadLatent reads, or ``samples`` of a .safetensors; several of these ``shapes``, (B, 1, L), as
+    ``samples.0``, ``samples.1``, ..."""
     space = "vae" if request.vae else "model"
     about = {"space": space, "seed": str(request.seed), "stats": json.dumps(stats, default=str)}
     path = Path(request.out)
-    tensors = {"samples": samples}
+    if shapes:
+        pieces = samples.split([math.prod(shape) for shape in shapes], dim=2)
+        several = [piece.reshape(len(piece), *shape) for piece, shape in zip(pieces, shapes)]
+        tensors = {f"{LATENTS}.{index}": each.contiguous() for index, each in enumerate(several)}
+    else:
+        factor, offset = _vae_scaling(request, samples)
+        samples = (samples * factor + offset).contiguous()
+        tensors = {LATENTS: samples}
     if path.suffix == ".latent":
         tensors = {"latent_tensor": samples, "latent_format_version_0": torch.empty(0)}
     part = path.with_name(path.name + ".part")

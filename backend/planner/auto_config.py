@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..config import ConfigError, ParallelConfig, read_shares
-from .choose import AUTO
+from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets; a graph that sets one of them has chosen by hand.
 PLANNED = (
@@ -92,3 +92,24 @@ def _count(text: str) -> int:
             f"empty for all."
         )
     return int(text)
+
+
+def config_of(
+    gpus_here: int, method: str = AUTO, gpus: str = "", shares: str = "", **fields
+) -> ParallelConfig | AutoConfig:
+    """Return what the inputs of Parallel Config say on a machine with so many GPUs: the degrees, or an
+    AutoConfig where they are left open. ``fields``: the others of ParallelConfig. ConfigError for what cannot
+    run there."""
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
+    config = ParallelConfig(**fields).validate()
+    if method != MANUAL and not config.address and not sets_degrees(config):
+        auto = AutoConfig(method, gpus, config, shares)
+        auto.devices(gpus_here)
+        return auto
+    # one number is how many, which the degrees say too
+    listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
+    config = replace(config, gpus=listed, shares=shares).validate()
+    if not config.address:
+        config.resolve_device(gpus_here)
+    return config

@@ -128,3 +128,11 @@ class Request:
     prompts: int = 2
     batch: int = 1
     drained: bool = False
+
+
+def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
+    """Count the tokens of a latent (T, H, W)."""
+    tokens = 1
+    for side, size in zip(sides, patch):
+        tokens *= max(1, -(-side // size))
+    return tokens

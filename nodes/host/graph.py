@@ -1,6 +1,6 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
-from ...backend.planner.machine import Request
+from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
 from .queued import loader_of, values
@@ -38,14 +38,6 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
         batch=_number(latent, "batch_size", 1),
         drained=drained,
     )
-
-
-def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
-    """Count the tokens of a latent (T, H, W)."""
-    tokens = 1
-    for side, size in zip(sides, patch):
-        tokens *= max(1, -(-side // size))
-    return tokens
 
 
 def _samples(node: dict) -> bool:

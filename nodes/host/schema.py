@@ -23,9 +23,10 @@ ALIASES = [
 ]
 
 
-def schema(*aliases: str, **values) -> io.Schema:
-    """Return the io.Schema of a node in the pack's category that is found by ``aliases``, where this ComfyUI
-    searches by them."""
-    if any(field.name == "search_aliases" for field in fields(io.Schema)):
-        values["search_aliases"] = list(aliases)
+def schema(*aliases: str, reports: bool = False, **values) -> io.Schema:
+    """Return the io.Schema of a node in the pack's category that is found by ``aliases``. ``reports``: lines
+    stand under it, which the page is sent again where the node is cached. Both where this ComfyUI has it."""
+    newer = {"search_aliases": list(aliases), "has_intermediate_output": reports}
+    known = {field.name for field in fields(io.Schema)}
+    values |= {name: value for name, value in newer.items() if name in known}
     return io.Schema(category=CATEGORY, **values)

@@ -34,7 +34,7 @@ def graph(
             "class_type": "TestGoldenInputs",
             "inputs": {"file": file, "change": change, "run": next(RUNS)},
         },
-        "2": {"class_type": "ParallelConfig", "inputs": config},
+        "2": {"class_type": "ParallelConfig", "inputs": dict(config)},
         "3": {"class_type": "LoadParallelDiT", "inputs": {"config": ["2", 0], "model_name": model}},
         "4": {
             "class_type": "ParallelSampler",

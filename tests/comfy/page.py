@@ -28,6 +28,37 @@ BOUNDS = """() => {
     return { title: `${node.title} (${node.id})`, x, y, width, height };
   });
 }"""
+#: Of every note that is drawn: its text, how many pixels of it are cut off, and the least contrast of its
+#: letters (WCAG 2: the ratio of luminances).
+NOTES = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const isSolid = (colour) => numbers(colour).length < 4 || numbers(colour)[3] === 1;
+  const luminance = (colour) => {
+    const parts = numbers(colour).slice(0, 3).map((value) => value / 255);
+    const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {  // what is solid; in a node of the canvas that is the node's own colour
+    for (let each = element; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (each.matches(".comfy-markdown") && !isSolid(colour)) return "rgb(102, 85, 51)";
+      if (isSolid(colour)) return colour;
+    }
+  };
+  const contrast = (element) => {
+    const [a, b] = [getComputedStyle(element).color, behind(element)].map(luminance);
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  };
+  return [...document.querySelectorAll(".comfy-markdown-content, .comfy-markdown .tiptap")].map((note) => ({
+    text: note.innerText,
+    cut: Math.max(0, note.scrollHeight - note.clientHeight, note.scrollWidth - note.clientWidth),
+    contrast: Math.min(...[...note.querySelectorAll("*")].map(contrast)),
+  }));
+}"""
+#: Of this pack's reports that are drawn: type of the node, and how many pixels of the text are cut off.
+CUT = """() => app.graph.nodes.flatMap(({ type, widgets }) => (widgets ?? [])
+  .filter(({ isReport, element }) => isReport && element.clientHeight)
+  .map(({ element }) => [type, Math.max(0, element.scrollHeight - element.clientHeight)]))"""
 #: Text of this pack's reports, by the type of the node.
 REPORTS = """() => Object.fromEntries(app.graph.nodes.flatMap(({ type, widgets }) =>
   (widgets ?? []).filter(({ isReport }) => isReport).map(({ value }) => [type, value])))"""
@@ -90,6 +121,43 @@ class ComfyPage(Page):
         """Return the report under each node of this pack, by the node's type."""
         return self.evaluate(f"({REPORTS})()")
 
+    def show(self, node: str):
+        """Put the first node of a type at the left top of the page, as large as it is."""
+        self.call(
+            """(type) => {
+              const { pos } = app.graph.nodes.find((each) => each.type === type);
+              app.canvas.ds.scale = 1;
+              app.canvas.ds.offset = [100 - pos[0], 150 - pos[1]];
+              app.canvas.draw(true, true);
+            }""",
+            node,
+        )
+
+    def note(self) -> dict:
+        """Show the graph's note; return its text, ``cut`` (pixels) and ``contrast`` (WCAG 2)."""
+        self.show("MarkdownNote")
+        (found,) = self.wait(f"({NOTES})().length && ({NOTES})()", 30)
+        return found
+
+    def cut(self, node: str) -> int:
+        """Show the first node of a type; return how many pixels of the report under it are cut off."""
+        self.show(node)
+        self.wait(f"({CUT})().some(([type]) => type === {json.dumps(node)})", 30)
+        return dict(self.evaluate(f"({CUT})()"))[node]
+
+    def report(self, node: str, text: str):
+        """Have the first node of a type report ``text``, as ComfyUI does when it has run."""
+        self.call(
+            """(type, text) => {
+              const { id } = app.graph.nodes.find((each) => each.type === type);
+              const detail = { node: String(id), output: { parallel_dit: [text] }, prompt_id: "of-a-test" };
+              app.api.dispatchEvent(new CustomEvent("executed", { detail }));
+            }""",
+            node,
+            text,
+        )
+        self.wait(f"({REPORTS})()[{json.dumps(node)}] === {json.dumps(text)}", 30)
+
     def run(self):
         """Press Run, and wait until that run has ended."""
         ended = "fetch('/history').then((r) => r.json()).then((h) => Object.keys(h).length)"
@@ -104,6 +172,24 @@ class ComfyPage(Page):
             "fetch('/queue').then((r) => r.json())"
             ".then((q) => q.queue_running.length + q.queue_pending.length === 0)"
         )
+
+    def tab(self, number: int):
+        """Look at an open graph by its place among the tabs, -1 the last one."""
+        self.call(
+            """(number) => {
+              const { workflow } = app.extensionManager;
+              const wanted = workflow.openWorkflows.at(number);
+              return app.loadGraphData(wanted.activeState, true, true, wanted);
+            }""",
+            number,
+        )
+
+    def put_down(self):
+        """Click where a new node shall be that follows the mouse, until it does not."""
+        for _ in range(20):
+            self.click_at(1200, 760)
+            if self.becomes("!app.graph.nodes.at(-1).flags.ghost", 1):
+                return
 
     def open_panel(self):
         """Open this pack's sidebar tab, unless it is open."""

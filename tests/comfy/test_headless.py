@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,19 @@ def python(name: str, folder: Path) -> list[str]:
     return [os.environ.get("COMFYUI_PYTHON", sys.executable), str(folder / name)]
 
 
-def test_curl_queues_the_demo(run, comfy):
+def test_curl_queues_the_demo_and_fetches_its_image(run, comfy, tmp_path):
     reply = json.loads(run("bash", "-euc", PAGE["curl"]))
     assert reply["prompt_id"] and not reply["node_errors"]
+    history = {}
+    for _ in range(1200):
+        if history := comfy.get(f"/history/{reply['prompt_id']}"):
+            break
+        time.sleep(0.25)
+    outputs = history[reply["prompt_id"]]["outputs"].values()
+    name = next(image["filename"] for output in outputs for image in output.get("images", []))
+    more = f"cd {tmp_path}; ID={reply['prompt_id']} NAME={name}\n{PAGE['curl-more']}"
+    assert reply["prompt_id"] in json.loads(run("bash", "-euc", more).splitlines()[0])
+    assert (tmp_path / "image.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_progress_is_followed_to_the_image(run, comfy, tmp_path):

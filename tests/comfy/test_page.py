@@ -13,10 +13,14 @@ from backend.config import ParallelConfig
 pytestmark = pytest.mark.skipif(
     program() is None, reason="no Chromium (apt-get install chromium, or set CHROMIUM to its path)"
 )
+#: Seconds, where ranks start again and again.
+LONG = 900
 #: Steps of the demo, fewer than its own.
 STEPS = 4
 #: Another for each run, so that none is found in ComfyUI's cache.
 SEEDS = count(1000)
+#: Least contrast of text of any size (WCAG 2, level AA).
+CONTRAST = 4.5
 RENDERERS = pytest.mark.parametrize("nodes2", [False, True], ids=["canvas", "nodes 2.0"])
 
 
@@ -82,7 +86,7 @@ def test_nodes_are_added_and_connected_by_hand(empty):
         empty.wait(f"document.querySelector('#results-list [role=option]')?.innerText.includes('{name}')")
         empty.press("Enter", 13)
         empty.wait(f"app.graph.nodes.length === {before + 1}")
-        empty.click_at(1200, 760)  # where a new node follows the mouse it is put down
+        empty.put_down()
         empty.call("(place) => { app.graph.nodes.at(-1).pos = place; }", place)
     empty.evaluate(
         "app.canvas.ds.scale = 0.8; app.canvas.ds.offset = [200, 200]; app.canvas.draw(true, true)"
@@ -125,24 +129,45 @@ def test_the_panel_shows_ranks_and_their_last_request(demo):
 
 
 def test_the_report_stays(demo):
-    """Under its nodes when another tab was looked at, and when the page is loaded again."""
+    """Under its nodes, of which the loader was cached, when another tab was looked at, and when the page is
+    loaded again."""
     before = demo.reports()
     assert before.keys() == {"LoadParallelDiT", "ParallelSampler"}
-    demo.evaluate("app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
-    demo.wait("app.graph.nodes.every((node) => node.type !== 'ParallelSampler')")
-    demo.evaluate(
-        """(() => {
-          const { workflow } = app.extensionManager;
-          const isDemo = (each) => each !== workflow.activeWorkflow && each.path.includes('demo');
-          const demo = workflow.openWorkflows.findLast(isDemo);
-          return app.loadGraphData(demo.activeState, true, true, demo);
-        })()"""
-    )
+    assert f"{STEPS} steps in " in before["ParallelSampler"]
+    _leave(demo)
+    demo.tab(-2)
     demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
     assert demo.reports() == before
     demo.load()
     demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
     assert demo.reports() == before
+
+
+def test_a_run_that_ends_in_another_tab_reports_to_its_own(demo):
+    """Also where the tab that is open has the same nodes."""
+    _begin(demo, 60)
+    _leave(demo)
+    demo.template("demo")
+    demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
+    demo.wait_for_queue()
+    demo.wait(f"Object.values(sessionStorage).some((text) => text.startsWith('{60} steps in '))", 30)
+    assert not any(demo.reports().values())
+    demo.tab(-3)
+    demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
+    assert demo.reports()["ParallelSampler"].startswith("60 steps in ")
+
+
+def _leave(page):
+    page.evaluate("app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    page.wait("app.graph.nodes.every((node) => node.type !== 'ParallelSampler')")
+
+
+def _begin(page, steps: int):
+    """Press Run for so many steps, and wait for the first of them."""
+    _set(page, "ParallelSampler", "steps", steps)
+    _set(page, "ParallelSampler", "seed", next(SEEDS))
+    page.click("button", "Run")
+    page.wait("fetch('/parallel_dit/status').then((r) => r.json()).then((s) => s.doing.startsWith('step '))")
 
 
 def test_a_saved_graph_is_the_same_when_it_is_opened(demo):
@@ -155,47 +180,69 @@ def test_a_saved_graph_is_the_same_when_it_is_opened(demo):
 
 
 def test_cancel_leaves_a_line_and_the_ranks(demo):
-    _set(demo, "ParallelSampler", "steps", 1000)
-    demo.click("button", "Run")
-    demo.wait("fetch('/parallel_dit/status').then((r) => r.json()).then((s) => s.doing.startsWith('step '))")
+    _begin(demo, 1000)
     demo.evaluate("fetch('/interrupt', { method: 'POST' })")
     demo.wait_for_queue()
     demo.has_text("cancelled")
     (backend,) = _status(demo)["backends"]
     assert backend["running"] == "" and backend["models"] == ["shapes-flux"]
+    demo.wait("Object.values(sessionStorage).includes('cancelled')", 30)
+    demo.load()
+    demo.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
+    assert demo.reports()["ParallelSampler"] == "cancelled"
 
 
 @RENDERERS
 def test_reports_fit_into_their_nodes(demo, nodes2):
+    """As long as they get: auto's choice, its runners-up, eight ranks."""
     demo.use(nodes2)
     time.sleep(1)  # the nodes are laid out anew
     assert demo.overlaps() == []
+    assert demo.cut("LoadParallelDiT") == demo.cut("ParallelSampler") == 0
+    long = [
+        "auto: cfg_degree 2 x ulysses_degree 4, shares 14,14,14,14,11,11,11,11. about 6.1x one GPU "
+        "(projected), about 20.3 GB of 24.0 GB per GPU, same result as one GPU.",
+        *(f"GPU {number} · 12.3 of 24 GB · blocks {7 * number}–{7 * number + 6}" for number in range(8)),
+        "1024 x 1024, two prompts: about 63.4 MB more · sends 1.0 MB a step",
+    ]
+    demo.report("LoadParallelDiT", "\n".join(long))
+    time.sleep(1)
+    assert demo.overlaps() == [] and demo.cut("LoadParallelDiT") == 0
 
 
 @RENDERERS
-def test_no_template_has_nodes_over_others(empty, nodes2):
+def test_no_template_has_nodes_over_others_and_its_note_is_read(empty, nodes2):
     empty.use(nodes2)
     names = empty.evaluate("fetch('/api/workflow_templates').then((r) => r.json())")["parallel-dit"]
     assert len(names) > 30
     found = {}
+    notes = {}
     for name in names:
         empty.template(name)
         found[name] = empty.overlaps()
+        notes[name] = empty.note()
     assert {name: pairs for name, pairs in found.items() if pairs} == {}
+    assert all("GPUs" in note["text"] for note in notes.values())
+    cut_or_dim = {name: n for name, n in notes.items() if n["cut"] > 1 or n["contrast"] < CONTRAST}
+    assert cut_or_dim == {}
 
 
 def test_the_benchmark_writes_the_best_config(demo):
+    """Of those with the shares that the graph has set."""
+    _set(demo, "ParallelConfig", "shares", "70,30")
     demo.open_panel()
     demo.click(".pdit-benchmark")
-    demo.wait("document.querySelector('.pdit-message').textContent.startsWith('best: ')")
+    demo.wait("document.querySelector('.pdit-message').textContent.startsWith('best: ')", LONG)
     rows = demo.evaluate("[...document.querySelectorAll('.pdit tr')].map((row) => row.innerText)")
     assert len(rows) >= 4 and rows[-1].startswith("one rank")
+    assert all("shares 70,30" in row for row in rows[:-1])
     values = demo.evaluate(
         """Object.fromEntries(app.graph.nodes.find((node) => node.type === 'ParallelConfig')
           .widgets.map(({ name, value }) => [name, value]))"""
     )
     assert values.pop("method") == "manual"
-    ParallelConfig(**values).validate()
+    config = ParallelConfig(**values).validate()
+    assert config.shares == ("70,30" if config.world_size == 2 else "")
 
 
 def test_buttons_free_and_stop(demo):

@@ -54,6 +54,27 @@ def test_trials_are_graphs_up_to_the_sampler(comfy):
         assert trial["inputs"].items() <= inputs.items()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**TWO_RANKS, "shares": "70,30"},
+        {"gpus": "2", "device": "cpu", "shares": "70,30", "method": "fastest exact"},
+    ],
+    ids=["manual", "exact"],
+)
+def test_trials_have_the_shares_of_the_graph(comfy, config):
+    """With every method that two ranks can share by; those of one rank alone cannot be."""
+    status, found = comfy.post("/parallel_dit/trials", {"prompt": graph(config=config, steps=10)})
+    assert status == 200
+    *shared, alone = found["trials"]
+    assert alone["name"] == "one rank" and alone["inputs"]["shares"] == ""
+    assert len(shared) >= 3 and all("shares 70,30" in trial["name"] for trial in shared)
+    for trial in shared:
+        assert trial["inputs"]["shares"] == trial["prompts"][0]["2"]["inputs"]["shares"] == "70,30"
+    stages = [trial["inputs"]["pipefusion_degree"] for trial in shared]
+    assert set(stages) == ({1} if "method" in config else {1, 2})
+
+
 def test_trials_of_a_graph_without_a_config_get_one(comfy):
     prompt = graph()
     del prompt["2"], prompt["3"]["inputs"]["config"]
@@ -71,6 +92,8 @@ def test_trials_of_a_graph_without_a_config_get_one(comfy):
         (lambda prompt: prompt["3"]["inputs"].update(model_name="gone"), "model_name is 'gone'"),
         (lambda prompt: prompt["2"]["inputs"].update(address="unix:/x"), "address is 'unix:/x'"),
         (lambda prompt: prompt["2"]["inputs"].update(cfg_degree=3), "cfg_degree is 3"),
+        (lambda prompt: prompt["2"]["inputs"].update(shares="60,30,10"), "shares is '60,30,10', 3 numbers"),
+        (lambda prompt: prompt["2"]["inputs"].update(shares=["1", 0]), "shares of Parallel Config is linked"),
     ],
 )
 def test_what_cannot_be_tried_is_one_sentence(comfy, change, sentence):

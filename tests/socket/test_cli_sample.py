@@ -7,18 +7,25 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import families
 import interpreters
 import pytest
+import tiny
 import torch
+from families import golden
 from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from page_examples import examples
+from published import FLUX
 from safetensors.torch import load_file, save_file
 
 from backend.cli import __main__ as cli
-from backend.cli.sample import read_config, run
+from backend.cli.sample import read_config, read_plan, read_settings, run
 from backend.cli.sample_request import read_requests
-from backend.cli.sample_tensors import noise_levels, write_result
-from backend.config import ConfigError
+from backend.cli.sample_tensors import noise_levels, planned_request, sample_message, write_result
+from backend.client import pool
+from backend.config import ConfigError, ParallelConfig
+from backend.models import FAMILIES
+from backend.planner.auto_config import AutoConfig
 from backend.protocol import Loaded, Result
 from demo import shapes
 
@@ -41,13 +48,18 @@ def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess
 
 
 def test_the_page_example_makes_the_picture(tmp_path):
-    """Two ranks are started, by another Python than the client's, and a prompt becomes its picture."""
+    """Ranks that auto chooses are started, by another Python than the client's, and a prompt becomes its
+    picture."""
     python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log")
-    found = shell(examples("headless.md")["sample"], tmp_path, PARALLEL_DIT_PYTHON=str(python))
+    own = {"PARALLEL_DIT_PYTHON": str(python), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found = shell(examples("headless.md")["sample"], tmp_path, **own)
     assert found.returncode == 0, found.stderr
     ran = (tmp_path / "log").read_text()
     assert "-m backend.preflight" in ran and "-m torch.distributed.run" in ran
+    assert "-m backend.probe" in ran and "-m backend.shape_reader" in ran
     assert "backend.cli" not in ran  # that is the client's
+    choice = next(line for line in found.stderr.splitlines() if line.startswith("auto: "))
+    assert "same result as one rank" in choice and "per rank" in choice
     assert found.stdout.startswith(f"{tmp_path}/circle.safetensors: ")
     samples = load_file(tmp_path / "circle.safetensors")["samples"]
     image = shapes.decode(shapes.to_vae_units(samples))[0]
@@ -89,6 +101,29 @@ def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, 
     torch.testing.assert_close(written["latent_tensor"], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_several_latents_are_comfyuis(tmp_path, backend):  # noqa: F811
+    """LTX-2's video and audio, with noise that the command draws: ComfyUI's own latent."""
+    name = "ltx2__euler_simple"
+    sample, expected = golden(name)
+    stored, shapes = families.load(name)
+    for side in ("positive", "negative"):
+        save_file(families.arguments("ltx2", stored, side), tmp_path / f"{side}.safetensors")
+    model = tiny.write_checkpoint(tmp_path / "ltx2.safetensors", "ltx2")
+    entries = {"cfg": sample.cfg, "seed": sample.seed, "sigmas": sample.tensors["sigmas"].tolist()}
+    named = {"model": str(model), "positive": "positive.safetensors", "negative": "negative.safetensors"}
+    wanted = request(tmp_path, latent=shapes, out="o.safetensors", **named, **entries)
+    pool.allow(tmp_path)
+    run(pool.backend_for(CONFIG), wanted, replace(CONFIG, num_pipeline_patch=1))
+    written = load_file(tmp_path / "o.safetensors")
+    assert [list(written[f"samples.{i}"].shape[1:]) for i in range(len(shapes))] == shapes
+    packed = torch.cat([written[f"samples.{i}"].flatten(1)[:, None] for i in range(len(shapes))], dim=2)
+    assert tiny.error_in_std(families.to_vae_units("ltx2", packed, shapes), expected) < 1e-4
+    # what was written is a latent to start from
+    again = request(tmp_path, latent="o.safetensors", out="o.safetensors")
+    started = sample_message(replace(again, positive=wanted.positive), Loaded("m", "ltx2", LTX), {})
+    assert started.latent_shapes == shapes and torch.equal(started.tensors["latent"], packed)
+
+
 REQUEST = {"model": "/m", "positive": "p", "latent": [16, 8, 8], "out": "o.latent"}
 
 
@@ -99,6 +134,9 @@ REQUEST = {"model": "/m", "positive": "p", "latent": [16, 8, 8], "out": "o.laten
         ({"steps": 2.5}, "steps is 2.5; it is a whole number"),
         ({"steps": True}, "steps is True; it is a whole number"),
         ({"latent": [16, 0, 8]}, "write the latent's size"),
+        ({"latent": [[16, 8, 8], [8]]}, "write the latent's size"),
+        ({"latent": [[16, 8, 8], [8, 4, 4]]}, "2 latents, and out is 'o.latent'"),
+        ({"latent": [[16, 8, 8]], "vae": "v", "out": "o.safetensors"}, "a vae, which is of one"),
         ({"cfg": 3}, "cfg 3 and no negative"),
         ({"out": "o.png"}, "it ends with .latent or .safetensors"),
         ({"out": "none/o.latent"}, "in a folder that does not exist"),
@@ -125,6 +163,33 @@ def test_other_mistakes(tmp_path, capsys):
     assert cli.main(["sampel"]) == 2 and "sample" in capsys.readouterr().err
     assert cli.main(["sample", str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
+
+
+#: What Loaded says of LTX-2, as far as a message needs it.
+LTX = {"prediction": "flow", "conditioning": list(FAMILIES["ltx2"].conditioning.accepted)}
+
+
+def test_the_configuration_is_the_nodes(tmp_path):
+    """A number of ranks leaves the degrees to auto, a degree does not; ranks that run have theirs."""
+    auto = read_plan('{"gpus": 2, "device": "cpu"}')
+    assert isinstance(auto, AutoConfig) and auto.devices(0) == [0, 1]
+    assert read_plan('{"cfg_degree": 2, "device": "cpu"}') == ParallelConfig(cfg_degree=2, device="cpu")
+    with pytest.raises(ConfigError, match="'quick'; choose one of auto, fastest exact"):
+        read_plan('{"method": "quick"}')
+    assert read_settings('{"warmup_steps": 3}').warmup_steps == 3
+    with pytest.raises(ConfigError, match="'gpus'; its entries are .*ranks at --address run already"):
+        read_settings('{"gpus": "2"}')
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["size", "file"])
+def test_the_planner_is_asked_for_the_request(tmp_path, is_file):
+    save_file({"cross_attn": torch.zeros(1, 77, 4)}, tmp_path / "p")
+    save_file({"samples": torch.zeros(1, 16, 3, 8, 12)}, tmp_path / "l")
+    latent = "l" if is_file else [16, 3, 8, 12]
+    wanted = request(tmp_path, latent=latent, batch=2, sigmas=[1.0, 0.5, 0.0])
+    asked = planned_request(wanted, replace(FLUX, patch=(1, 2, 2)))
+    assert (asked.image_tokens, asked.text_tokens, asked.steps) == (3 * 4 * 6, 77, 2)
+    assert (asked.prompts, asked.batch) == (1, 2)
 
 
 def request(folder: Path, **changes):

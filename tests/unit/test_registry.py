@@ -2,7 +2,9 @@
 what comfy-cli's `comfy node validate` looks at."""
 
 import fnmatch
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -107,6 +109,15 @@ def test_validate_finds_nothing(tmp_path):
     ruff = [sys.executable, "-m", "ruff", "check", "-q", "--no-cache", *rules]
     assert subprocess.run([*ruff, *paths], capture_output=True, text=True).stdout == ""
     assert "S307" in subprocess.run([*ruff, str(bad)], capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("comfy") is None, reason="pip install comfy-cli, into another environment")
+def test_comfy_node_validate_passes(tmp_path):
+    own = {**os.environ, "HOME": str(tmp_path)}
+    command = ["comfy", "--skip-prompt", "--no-enable-telemetry", "node", "validate"]
+    found = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
+    said = found.stdout + found.stderr
+    assert found.returncode == 0 and "validation checks passed" in said and "Warning" not in said, said
 
 
 def test_nothing_is_installed_at_run_time():
