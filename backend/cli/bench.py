@@ -20,7 +20,7 @@ from ..protocol import Ping
 from .sample import read_settings
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message
-from .status import connect, options
+from .status import connect, parser_of
 
 #: Round trips of the socket.
 PINGS = 50
@@ -28,7 +28,7 @@ PINGS = 50
 
 def main(arguments: list[str]) -> int:
     """Measure and print. Raises ConfigError, RefusedError and BackendError."""
-    parser = options("bench", __doc__)
+    parser = parser_of("bench", __doc__)
     parser.add_argument("request", type=Path, help="a file of JSON")
     parser.add_argument("--config", default="{}", help="settings that travel with a request, as JSON")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each request, default 5")

@@ -18,15 +18,14 @@ from pathlib import Path
 import torch
 
 from ..client import pool
-from ..client.client import BackendClient
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig, config_of
 from ..protocol import Progress
-from ..start import own_token
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
+from .status import connect, parser_of
 
 FIELDS = tuple(each.name for each in fields(ParallelConfig))
 Plan = ParallelConfig | AutoConfig
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> int:
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
     try:
         if isinstance(config, ParallelConfig) and options.address:
-            backend = pool.Backend(config, BackendClient(options.address, own_token(options.token_file)))
+            backend = pool.Backend(config, connect(options))
             for request in requests:
                 run(backend, request, config)
             return 0
@@ -135,13 +134,7 @@ def _line(text: str, end: str = ""):
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m backend.cli sample",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("sample", __doc__, needs_address=False)
     parser.add_argument("request", help="a file of JSON, or - for standard input")
     parser.add_argument("--config", default="{}", help="inputs of Parallel Config as JSON")
-    parser.add_argument("--address", default="", help="a backend that runs: unix:PATH or tcp:HOST:PORT")
-    parser.add_argument("--token-file", help="its token; without it PARALLEL_DIT_TOKEN counts")
     return parser.parse_args(arguments)
