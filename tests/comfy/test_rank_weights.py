@@ -13,7 +13,7 @@ with comfy_modules():
     import comfy.model_patcher
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.protocol import Loaded, Welcome
-    from parallel_dit.nodes.host import handle, one_rank, rank_weights
+    from parallel_dit.nodes.host import handle, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -154,14 +154,3 @@ def test_sizes_are_those_of_each_device(free, monkeypatch):
     ram = rank_weights.device_name(CPU)
     (entry,) = rank_weights.entries(loaded, Welcome(2, "cpu", {}, [], [ram, ram]), lambda: True)
     assert (entry.load_device, entry.model_size()) == (CPU, 8 * GB)
-
-
-def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):
-    """A run has ended when its time is kept: a full disk, or a folder of somebody else's."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "file" / "one_rank.json")
-    one_rank.remember("request", 1.0)
-    assert one_rank.known("request") is None
-    monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "one_rank.json")
-    one_rank.remember("request", 1.0)
-    assert one_rank.known("request") == 1.0
