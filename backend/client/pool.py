@@ -140,8 +140,8 @@ class Backend:
 
         result = self._with_room(message, sample, room, keep)
         if result is None and self.closed:
-            why = self.process.silence if self.process is not None else ""
-            why = why or "the call of the model in progress did not end in time"
+            silence = self.process.silence if self.process is not None else ""
+            why = silence or "the call of the model in progress did not end in time"
             logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
         return result
 
@@ -174,9 +174,14 @@ class Backend:
         finally:
             self._busy.release()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of ours is under way."""
+        return self._busy.locked()
+
     def is_idle(self, seconds: float) -> bool:
         """Return whether it is ours, and nobody has used it for so long."""
-        is_unused = not self._busy.locked() and time.monotonic() - self.last_used >= seconds
+        is_unused = not self.is_busy and time.monotonic() - self.last_used >= seconds
         return self.process is not None and is_unused
 
     def loss(self) -> str:
@@ -292,16 +297,14 @@ def _report_losses(warn):
     for key, backend in list(_backends.items()):
         if backend.alive():
             continue
-        loss = backend.loss()
-        if loss:
+        if loss := backend.loss():
             logging.warning("parallel-dit: %s", loss)
             warn(loss)
         _drop(key)
 
 
 def _drop(key: tuple):
-    backend = _backends.pop(key, None)
-    if backend is not None:
+    if backend := _backends.pop(key, None):
         backend.close()
 
 

@@ -1,12 +1,14 @@
 """What nodes leave behind once a run has ended: the panel's line of what goes on, and one rank's times."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comfy_modules import comfy_modules
 
 with comfy_modules():
     import comfy.model_management
-    from parallel_dit.nodes.host import one_rank
+    from parallel_dit.nodes.host import one_rank, panel
     from parallel_dit.nodes.host.progress import NodeStatus, Reporter
 
 
@@ -26,6 +28,19 @@ def test_nothing_goes_on_after_a_run(make, ends):
     except comfy.model_management.InterruptProcessingException:
         pass
     assert NodeStatus.latest == ""
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, monkeypatch):
+    """Ranks that wait are ended while ComfyUI goes on with a graph that has nothing to do with them."""
+    found = []
+    backends = [SimpleNamespace(process=object(), is_busy=is_busy)]
+    monkeypatch.setattr(panel.pool, "backends", lambda: backends)
+    monkeypatch.setattr(panel.pool, "close_all", lambda: found.append("closed"))
+    interrupt = "interrupt_current_processing"
+    monkeypatch.setattr(comfy.model_management, interrupt, lambda: found.append("interrupted"))
+    panel.stop()
+    assert found == ["interrupted"] * is_busy + ["closed"]
 
 
 def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):
