@@ -1,7 +1,6 @@
 """What the side panel's benchmark queues: the graph up to a sampler, once for each way to share its work."""
 
 import copy
-import os
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -14,7 +13,7 @@ from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Option, Question
 from .host.auto_plan import question_of
 from .host.graph import request_of_graph
-from .host.model_files import model_folders, model_paths
+from .host.model_files import model_folders, wanted_of
 from .host.queued import loader_of, source, values
 from .parallel_config import config_in
 
@@ -104,14 +103,13 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
 
 def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:
     inputs = values(graph, loader)
-    path = model_paths().get(inputs.get("model_name", ""))
-    if path is None or not os.path.exists(path):
+    wanted = wanted_of(inputs)
+    if wanted is None:
         raise ConfigError(
             f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder."
         )
     pool.allow(*model_folders())
-    kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
-    return question_of(auto, (os.path.abspath(path), *kinds), partial(request_of_graph, graph, loader))
+    return question_of(auto, wanted, partial(request_of_graph, graph, loader))
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
