@@ -240,3 +240,10 @@ def test_settings_of_the_configuration_travel(tmp_path):
     settings = {"compile": "blocks", "attention": "sdpa", "warmup_steps": 2, "stale_kv": "extrapolate"}
     run(Ranks(), request(tmp_path), read_config(json.dumps(settings)))  # pyright: ignore[reportArgumentType]
     assert {name: getattr(sent[0], name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("change, said", [({}, "which has one"), ({"vae": "."}, "leave vae out")])
+def test_a_file_of_several_latents_is_written_as_several(change, said, tmp_path):
+    save_file({f"samples.{i}": torch.zeros(1, 2, 3, 4, 4) for i in range(2)}, tmp_path / "l.safetensors")
+    with pytest.raises(ConfigError, match=f"'l.safetensors' has 2 latents.*{said}"):
+        sample_message(request(tmp_path, latent="l.safetensors", **change), Loaded("m", "ltx2", LTX), {})
