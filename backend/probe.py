@@ -2,7 +2,7 @@
 --device cuda --out FILE, on as many ranks as a plan may use.
 
 All ranks compute and send at once, as in a request, and the slowest counts. The planner (backend/planner)
-reads the result; client/machine_rates.py starts this and keeps what it found.
+reads the result; client/measurements.py starts this and keeps what it found.
 """
 
 import argparse

@@ -190,7 +190,7 @@ def test_ranks_of_a_cpu_share_its_cores():
     """Four ranks on two cores compute no faster than two, so a model without traffic gains nothing more."""
     cpu = Machine("CPU", 5e10, 4e10, 1e10, 1e9, {2: 1e9, 4: 1e9}, alone=2.0, ranks=4, on_host=True)
     assert [cpu.speed(ranks) for ranks in (1, 2, 4)] == [2.0, 2.0, 1.0]
-    assert replace(cpu, memory=(8 * GB,)).room(4) == 2 * GB
+    assert replace(cpu, memory=(8 * GB,)).rooms(4) == (2 * GB,) * 4
 
 
 @pytest.mark.parametrize("gpus, here, devices", [("", 3, [0, 1, 2]), ("2", 4, [0, 1]), ("2,0", 4, [2, 0])])
