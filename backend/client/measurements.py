@@ -15,19 +15,20 @@ from typing import TypeVar
 import torch
 
 from ..config import ParallelConfig
+from ..device_memory import host_bytes
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
-from ..protocol import BackendError, RefusedError
+from ..protocol import BackendError
 from .cache_folder import cache_folder
-from .interpreter import ranks_python
 from .launcher import agent_command
 from .pool import Wanted
+from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder
 from .rank_environment import sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 5
-#: A machine, or a file's headers, that take longer than this to measure are not going to.
+#: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
 USABLE = 0.9
@@ -60,20 +61,10 @@ def machine_rates(device: str, indices: list[int], check: Check, show: Callable[
 def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
     """Return the shape of a transformer, read once for each state of its file. ``check`` and ``show`` as
     above. Raises RefusedError where it cannot be loaded, and BackendError."""
-    path, weight_dtype, matmul = wanted
 
     def measure() -> dict:
         show("reading the model's headers")
-        with tempfile.TemporaryDirectory(prefix="parallel-dit-shape-") as folder:
-            out = Path(folder) / "shape.json"
-            kinds = ["--weight-dtype", weight_dtype, "--matmul", matmul]
-            where = ["--device", device, "--out", str(out)]
-            command = [ranks_python(), "-m", "backend.shape_reader", path, *kinds, *where]
-            _run(command, ParallelConfig(), device, check)
-            found = json.loads(out.read_text())
-        if "refused" in found:
-            raise RefusedError(found["refused"])
-        return found["shape"]
+        return read_shape(*wanted, device, check)
 
     return _kept("shape", _shape_key(wanted, device), measure, ModelShape.from_dict)
 
@@ -91,7 +82,7 @@ def _machine_key(device: str, indices: list[int]) -> list:
 
 
 def _shape_key(wanted: Wanted, device: str) -> list:
-    return [*wanted, device, _stamp(Path(wanted[0]))]
+    return [*wanted, device, stamp(Path(wanted[0]))]
 
 
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
@@ -110,15 +101,8 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
 def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the bytes of each GPU, or of the host, that are free where nobody else needs much."""
     if device == "cpu":
-        return (int(_host_bytes() * USABLE),)
+        return (int(host_bytes() * USABLE),)
     return tuple(int(torch.cuda.get_device_properties(each).total_memory * USABLE) for each in indices)
-
-
-def _stamp(path: Path) -> list:
-    """What changes with a file, or with the files of a folder of diffusers."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [(str(each), each.stat()) for each in files if each.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dict], Measured]) -> Measured:
@@ -171,8 +155,8 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
             lines = log.read().decode(errors="replace").strip().splitlines()
             last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
             raise BackendError(
-                f"Auto could not measure this machine or the model ({last}); set the degrees of Parallel "
-                f"Config by hand (method manual)."
+                f"Auto could not measure this machine ({last}); set the degrees of Parallel Config by hand "
+                f"(method manual)."
             )
 
 
@@ -204,9 +188,4 @@ def _host_memory() -> int:
         sizes = dict(line.split(":", 1) for line in lines)
         return int(sizes["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return int(_host_bytes() * USABLE)
-
-
-def _host_bytes() -> int:
-    """Return the bytes of host memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(host_bytes() * USABLE)

@@ -6,6 +6,7 @@ Where there was none, the planner's estimate stands in, by what it has measured 
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -61,19 +62,22 @@ def projected(dit: ParallelDiT, sample: Sample) -> float | None:
 
 
 def remember(digest: str, seconds: float):
-    """Keep the seconds of a step on one rank, unless an earlier run was faster."""
+    """Keep the seconds of a step on one rank, unless an earlier run was faster, or nothing can be written."""
     times = _read()
     times[digest] = min(seconds, times.pop(digest, seconds))
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
-    os.replace(partial, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
+        os.replace(partial, file)
+    except OSError as error:  # a full disk must not cost the latent that was just computed
+        logging.warning("parallel-dit: %s cannot be written (%s)", file, error)
 
 
 def _read() -> dict[str, float]:
     try:
         found = json.loads(path().read_text())
-    except (FileNotFoundError, ValueError):  # none yet, or somebody has edited it
+    except (OSError, ValueError):  # none yet, or somebody has edited it
         return {}
     return found if isinstance(found, dict) else {}

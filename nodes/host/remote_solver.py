@@ -103,7 +103,6 @@ class RemoteSolver:
             tensors["percent_sigmas"] = torch.tensor(
                 [percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64
             )
-        config = self.dit.config
         return Sample(
             model=self.loaded.model,
             sampler=self.sampler_name,
@@ -111,14 +110,10 @@ class RemoteSolver:
             seed=seed,
             denoised=self.wants_denoised,
             prompts=prompts,
-            num_pipeline_patch=config.num_pipeline_patch,
-            warmup_steps=config.warmup_steps,
-            stale_kv=config.stale_kv,
-            attention=config.attention,
-            compile=config.compile,
             preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
             latent_shapes=latent_shapes(guider.conds["positive"][0]),
             tensors=tensors,
+            **self.dit.config.per_request,
         )
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:

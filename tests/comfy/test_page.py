@@ -112,7 +112,7 @@ def test_what_only_headers_tell_is_read_under_the_node(empty):
     empty.click("button", "Run")
     text = """app.graph.nodes.find((node) => node.type === "LoadParallelDiT").widgets
       .find(({ name }) => name === "$$node-text-preview")?.value ?? "" """
-    empty.wait(f"({text}) === \"reading the model's headers\"")
+    empty.wait(f'({text}) === "reading the model\'s headers"')
     empty.wait(f"({text}).includes('has 6 blocks')")
     empty.has_text("pipefusion_degree is 7")
 

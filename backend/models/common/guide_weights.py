@@ -6,7 +6,7 @@ ldm/lightricks/model.py). That is a product of two features more: q·k + is_vide
 is_video(k). So it is divided, sent and cached with queries and keys, and every kernel computes it.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,8 @@ class VideoAttention(LTXVideoAttnProcessor):
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        rotary, weighed = divided(image_rotary_emb, attn.heads)
+        rotary, weighed = divided(cast(tuple, image_rotary_emb), attn.heads)
+        assert weighed is not None, "a third tensor came"
         q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), rotary)
         k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), rotary)
         v = attn.to_v(hidden_states)
