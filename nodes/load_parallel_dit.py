@@ -18,9 +18,9 @@ from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths, wanted_of
 from .host.plan import loaded_lines, plan
-from .host.progress import node_text
+from .host.progress import NodeStatus, node_text
 from .host.queued import queued, samplers_of, source, validated, values
-from .host.refusals import on_node
+from .host.refusals import errors_on_node, on_node
 from .host.report import shown
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
@@ -28,6 +28,8 @@ from .parallel_config import config_in
 
 WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
 MATMULS = ["auto", "weight only", "native"]
+#: Shown while the page waits for its graph to be queued.
+READING = "reading the model's headers"
 
 
 class LoadParallelDiT(io.ComfyNode):
@@ -97,7 +99,8 @@ class LoadParallelDiT(io.ComfyNode):
         if not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
-        await asyncio.to_thread(handle.check_model, config, wanted)
+        with errors_on_node(), NodeStatus() as status:
+            await asyncio.to_thread(handle.check_model, config, wanted, lambda: status.show(READING))
         return True
 
     @classmethod

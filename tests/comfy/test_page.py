@@ -104,6 +104,19 @@ def test_a_mistake_is_read_in_the_toast(empty):
     )
 
 
+def test_what_only_headers_tell_is_read_under_the_node(empty):
+    """And while they are read, which takes a process its imports, the node says so."""
+    empty.template("demo")
+    _set(empty, "ParallelConfig", "cfg_degree", 1)
+    _set(empty, "ParallelConfig", "pipefusion_degree", 7)
+    empty.click("button", "Run")
+    text = """app.graph.nodes.find((node) => node.type === "LoadParallelDiT").widgets
+      .find(({ name }) => name === "$$node-text-preview")?.value ?? "" """
+    empty.wait(f'({text}) === "reading the model\'s headers"')
+    empty.wait(f"({text}).includes('has 6 blocks')")
+    empty.has_text("pipefusion_degree is 7")
+
+
 def test_a_template_is_opened_from_its_card_and_queued(empty):
     empty.click(".templates-tab-button")
     empty.click("[role=dialog] *", "parallel-dit")

@@ -134,7 +134,7 @@ REQUEST = {"model": "/m", "positive": "p", "latent": [16, 8, 8], "out": "o.laten
         ({"steps": True}, "steps is True; it is a whole number"),
         ({"latent": [16, 0, 8]}, "write the latent's size"),
         ({"latent": [[16, 8, 8], [8]]}, "write the latent's size"),
-        ({"latent": [[16, 8, 8], [8, 4, 4]]}, "2 latents, and out is 'o.latent'"),
+        ({"latent": [[16, 8, 8], [8, 4, 4]]}, "2 latents, and out is"),
         ({"latent": [[16, 8, 8]], "vae": "v", "out": "o.safetensors"}, "a vae, which is of one"),
         ({"cfg": 3}, "cfg 3 and no negative"),
         ({"out": "o.png"}, "it ends with .latent or .safetensors"),
