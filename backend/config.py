@@ -6,6 +6,7 @@ Shared by the nodes and the backend; standard library only.
 import math
 import sys
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from . import shares
 from .errors import SHORT
@@ -27,6 +28,8 @@ CHOICES = {
     "split_scheme": ("megatron", "row", "column", "2d"),
     "compile": ("auto", "off", "blocks"),
 }
+#: Fields that travel with each request, so that a running backend takes other values.
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
     "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
@@ -53,9 +56,9 @@ class ParallelConfig:
 
     ``stale_kv`` says how PipeFusion reads tokens not refreshed in this step (parallel/attention_hook.py);
     ``attn_layer_num_for_pp`` lists the blocks of each stage ("12,15,15,15"; empty: balanced);
-    ``split_scheme`` is how tensor parallelism cuts matrices (parallel/tensor.py); ``shard_weights`` shards
-    the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the adaLN
-    weights in host memory, since modulation is computed for many steps at once
+    ``split_scheme`` is how tensor parallelism cuts matrices (parallel/matrix_cuts.py); ``shard_weights``
+    shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the
+    adaLN weights in host memory, since modulation is computed for many steps at once
     (parallel/modulation_cache.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch``
     and ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists
     device indices ("0,2,3"); empty means the first ones. ``shares`` lists each rank's share of the work, for
@@ -169,8 +172,12 @@ class ParallelConfig:
 
     def topology(self) -> tuple:
         """What a running backend cannot change: everything but the settings that travel with each request."""
-        per_request = {"num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile"}
-        return tuple(value for key, value in asdict(self).items() if key not in per_request)
+        return tuple(value for key, value in asdict(self).items() if key not in PER_REQUEST)
+
+    @property
+    def per_request(self) -> dict[str, Any]:
+        """The settings that travel with each request (protocol.Sample)."""
+        return {name: getattr(self, name) for name in PER_REQUEST}
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
         """Whether these ranks can run the other configuration: as many, on the same devices."""
@@ -182,7 +189,7 @@ class ParallelConfig:
         their process groups."""
         if self.shard_weights or other.shard_weights:
             return self.topology() == other.topology()
-        return self.topology() == other.topology() or self._weights() == other._weights()
+        return self._weights() == other._weights()
 
     def _weights(self) -> list[tuple]:
         """Return what decides which weights each rank holds: its stage and its shard of every matrix."""

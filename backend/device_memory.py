@@ -1,6 +1,7 @@
 """The memory of a rank's device: whose it is, how much of it is free, and whether an error says that it ran
 out. ComfyUI's process uses it too, to find which ranks share a GPU with it."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -67,3 +68,8 @@ def host_free() -> int:
         return UNKNOWN
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return sum(1024 * int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+
+
+def host_bytes() -> int:
+    """Count the bytes of host memory; 0 where the system does not say."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0

@@ -1,11 +1,9 @@
 """Load -> parallelize -> sample, on one rank. Every rank calls the same methods in the same order."""
 
 import gc
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
-from .loading.lora_keys import LoraUse
+from .loading.lora_keys import LoraUse, stack_digest
 from .loading.recognition import open_checkpoint
 from .loading.weight_loading import matrices
 from .models.family import Family
@@ -200,12 +198,12 @@ class Engine:
         weights = self.models[key].weights
         return [f"{lora.warning} {weights.cost(lora)}".strip() for lora in weights.check(stack)]
 
-    def name(self, key: str, stack: tuple[LoraUse, ...]) -> str:
-        """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled."""
+    def name(self, key: str, stack: tuple[LoraUse, ...], digest: str = "") -> str:
+        """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled.
+        ``digest``: rank 0's, where this rank's machine may have the files with other times."""
         if not stack:
             return key
-        digest = hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()
-        name = f"{key}{LORAS}{digest[:16]}"
+        name = f"{key}{LORAS}{digest or stack_digest(stack)}"
         self.models[name] = self.models[key]
         self.stacks[name] = stack
         return name

@@ -1,10 +1,11 @@
-"""Refuses from a model's headers what its ranks would refuse, before any of them is started.
+"""Reads a model's headers in a process of its own: refuses what ranks would refuse, before any of them is
+started, and measures the shape by which the planner chooses degrees.
 
     python -m backend.preflight < QUESTIONS
 
 client/preflight.py asks: a question is a line of JSON on standard input, the answer {"refused": SENTENCE} on
-standard output, the sentence empty where ranks can load the model. Nothing is read but headers and scales,
-and no GPU is touched.
+standard output, the sentence empty where ranks can load the model. A question without a configuration asks
+for the model's "shape" too. Nothing is read but headers and scales, and no GPU is touched.
 """
 
 import json
@@ -26,6 +27,7 @@ from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
+from .rank_plan.shape_of import shape_of
 from .rank_plan.workload import Workload, tensor_mesh
 from .sampling.validation import check_degrees, refusing
 
@@ -54,13 +56,25 @@ def check_before_start(
         checkpoint = open_checkpoint(path, folders)
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
-        choices = {}
-        for rank in range(config.tensor_parallel_degree):
-            cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, rank))
-            choices = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
+        cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
+        choices = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
         work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1, choices)
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
+
+
+def read_shape(
+    path: str, weight_dtype: str, matmul: str, device: str, capability: Capability, folders: Folders
+) -> dict:
+    """Return what the planner has to know of the transformer at ``path`` (ModelShape.as_dict). Arguments are
+    those of check_before_start. Raises UnsupportedError."""
+    where = torch.device(device)
+    folders.check(path)
+    with refusing("the model"), torch.inference_mode():
+        checkpoint = open_checkpoint(path, folders)
+        choices = choose_all(checkpoint.name, matrices(checkpoint, {}), matmul, where, capability)
+        dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
+        return shape_of(checkpoint, dtype, choices).as_dict()
 
 
 def check_memory(work: Workload, device: str, memory: list[int]):
@@ -106,14 +120,14 @@ def _remedy(config: ParallelConfig) -> str:
 
 
 def answer(question: dict) -> dict:
-    """Return {"refused": why, or nothing}."""
-    config = ParallelConfig(**question.pop("config"))
-    folders = Folders.of(question.pop("folders"))
-    capability = question.pop("capability")
+    """Return {"refused": why, or nothing}, and the "shape" where the question has no configuration."""
+    config = question.pop("config", None)
+    question["folders"] = Folders.of(question["folders"])
+    question["capability"] = tuple(question["capability"]) if question["capability"] else None
     try:
-        check_before_start(
-            config, capability=tuple(capability) if capability else None, folders=folders, **question
-        )
+        if config is None:
+            return {"refused": "", "shape": read_shape(**question)}
+        check_before_start(ParallelConfig(**config), **question)
     except (UnsupportedError, ConfigError) as error:
         return {"refused": str(error)}
     return {"refused": ""}

@@ -14,8 +14,8 @@ from .device_memory import is_out_of_memory
 from .engine import Engine
 from .loading import parking
 from .loading.load_report import by_rank
-from .loading.lora_keys import lora_stack
-from .loading.model_key import check_same, check_unchanged, content_key, model_key
+from .loading.lora_keys import lora_stack, stack_digest
+from .loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from .sampling.step_loop import Callbacks
@@ -132,8 +132,7 @@ class Worker:
         own = own or model_key(message)
         key = self.dispatcher.all_gather_object(own)[0]
         if key in self.engine.models:
-            self.engine.name(key, lora_stack(message.loras))
-            return []
+            return self._name_loras(key, message)
         self.admission.check(planned, asking=message.asking)
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
@@ -154,6 +153,19 @@ class Worker:
         reasons = by_rank([why for why, _ in answers])
         if reasons:
             self.engine.unload(key)
+        return reasons
+
+    def _name_loras(self, key: str, message: Load) -> list[str]:
+        """Name a loaded model with LoRAs as rank 0 does, on whose machine their files may have other times;
+        the reasons of the ranks whose machine has other files."""
+        stack = lora_stack(message.loras)
+        contents = [content_key(use.path) for use in stack] if max(self.machines) else []
+        answers = self.dispatcher.all_gather_object([stack_digest(stack), contents])
+        digest, first = answers[0]
+        paths = [use.path for use in stack]
+        reasons = by_rank([other_lora(paths, own, first) for _, own in answers])
+        if not reasons:
+            self.engine.name(key, stack, digest)
         return reasons
 
     def arrange(self, config: ParallelConfig):

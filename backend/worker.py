@@ -173,7 +173,10 @@ class Leader(Worker):
         def act():
             if stack:
                 self.dispatcher.broadcast(message)
-                self.load(message, key)
+                reasons = self.load(message, key)
+                if reasons:
+                    job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
+                    return
             name = self.engine.name(key, stack)
             info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
             job.reply(Loaded(name, self.engine.models[key].family.name, info))

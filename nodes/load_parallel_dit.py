@@ -1,7 +1,6 @@
 """The LoadParallelDiT node: a transformer, loaded in a backend of several ranks."""
 
 import asyncio
-import os
 from functools import partial
 
 from comfy_api.latest import io
@@ -17,7 +16,7 @@ from .host.auto_plan import plan_for
 from .host.graph import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
-from .host.model_files import model_folders, model_paths
+from .host.model_files import model_folders, model_paths, wanted_of
 from .host.plan import loaded_lines, plan
 from .host.progress import node_text
 from .host.queued import queued, samplers_of, source, validated, values
@@ -92,14 +91,13 @@ class LoadParallelDiT(io.ComfyNode):
             config = config_in(graph, source(graph, validated(), "config"))
         except ConfigError:  # which its own node says
             return True
-        path = model_paths().get(inputs.get("model_name", ""))
-        if not isinstance(config, ParallelConfig) or path is None or not os.path.exists(path):
+        wanted = wanted_of(inputs)
+        if not isinstance(config, ParallelConfig) or wanted is None:
             return True
         if not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
-        kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
-        await asyncio.to_thread(handle.check_model, config, (os.path.abspath(path), *kinds))
+        await asyncio.to_thread(handle.check_model, config, wanted)
         return True
 
     @classmethod
@@ -111,8 +109,8 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, ParallelConfig):
             for cfg, sampler_name in guidance:
                 config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
-        path = model_paths().get(model_name)
-        if path is None or not os.path.exists(path):
+        wanted = wanted_of({"model_name": model_name, "weight_dtype": weight_dtype, "matmul": matmul})
+        if wanted is None:
             raise RefusedError(
                 f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a "
                 f"diffusers folder in models/diffusers; put it there and refresh the page."
@@ -120,7 +118,7 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
-        dit = _load(config, (os.path.abspath(path), weight_dtype, matmul), prompt, key)
+        dit = _load(config, wanted, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         lines = [*dit.lines, *loaded_lines(dit), plan(dit, max(prompts, dit.config.cfg_degree))]
         node_text()("\n".join(lines))
@@ -131,12 +129,7 @@ def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
         return handle.load(config, *wanted)
-    paths = model_paths()
-    others = {
-        (os.path.abspath(paths[name]), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
-        for inputs in other_loaders(prompt, key)
-        if isinstance(name := inputs.get("model_name"), str) and name in paths
-    }
+    others = {other for inputs in other_loaders(prompt, key) if (other := wanted_of(inputs))}
     further = tuple(sorted(others - {wanted}))
     plan, lines = plan_for(config, wanted, partial(request_of_graph, prompt, key), further)
     return handle.load(plan, *wanted, auto=config, others=further, lines=lines)

@@ -163,8 +163,8 @@ class RemoteTransformer(ElsewhereModule):
         try:
             return executor(*args, **kwargs)
         finally:
-            self.held[0].release(host_room())
-            self.held = before
+            (backend, _), self.held = self.held, before
+            backend.release(host_room())
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of

@@ -1,9 +1,9 @@
 """What the side panel's benchmark queues: the graph up to a sampler, once for each way to share its work."""
 
 import copy
-import os
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -13,7 +13,7 @@ from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Option, Question
 from .host.auto_plan import question_of
 from .host.graph import request_of_graph
-from .host.model_files import model_folders, model_paths
+from .host.model_files import model_folders, wanted_of
 from .host.queued import loader_of, source, values
 from .parallel_config import config_in
 
@@ -49,7 +49,7 @@ def trials(graph: dict, selected: str = "") -> dict:
 def options_to_try(question: Question, exact: bool = False) -> list[Option]:
     """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
     ranks that start anew for it come last. ``exact``: of those whose result is one rank's."""
-    fitting = sorted((each for each in question.options(exact) if each.fits), key=_by_score)
+    fitting = sorted((each for each in question.options(exact) if each.fits), key=attrgetter("score"))
     found: dict[frozenset, Option] = {}
     for option in fitting:
         if option.plan.world_size == question.gpus > 1:
@@ -65,10 +65,6 @@ def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dic
     placed = auto.placed(plan, devices, device)
     planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
     return {"method": MANUAL, "gpus": placed.gpus, **planned}
-
-
-def _by_score(option: Option) -> float:
-    return option.score
 
 
 def _first_sampler(graph: dict) -> str:
@@ -107,14 +103,13 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
 
 def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:
     inputs = values(graph, loader)
-    path = model_paths().get(inputs.get("model_name", ""))
-    if path is None or not os.path.exists(path):
+    wanted = wanted_of(inputs)
+    if wanted is None:
         raise ConfigError(
             f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder."
         )
     pool.allow(*model_folders())
-    kinds = (inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto"))
-    return question_of(auto, (os.path.abspath(path), *kinds), partial(request_of_graph, graph, loader))
+    return question_of(auto, wanted, partial(request_of_graph, graph, loader))
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:

@@ -17,10 +17,10 @@ from ..client.client import BackendClient
 from ..client.pool import Backend
 from ..config import ConfigError, ParallelConfig
 from ..protocol import Ping
-from .sample import SETTINGS, read_settings
+from .sample import read_settings
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message
-from .status import connect, options
+from .status import connect, parser_of
 
 #: Round trips of the socket.
 PINGS = 50
@@ -28,7 +28,7 @@ PINGS = 50
 
 def main(arguments: list[str]) -> int:
     """Measure and print. Raises ConfigError, RefusedError and BackendError."""
-    parser = options("bench", __doc__)
+    parser = parser_of("bench", __doc__)
     parser.add_argument("request", type=Path, help="a file of JSON")
     parser.add_argument("--config", default="{}", help="settings that travel with a request, as JSON")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each request, default 5")
@@ -56,7 +56,7 @@ def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, r
     path, weight_dtype, matmul = request.wanted
     loras = [tuple(lora) for lora in request.loras]
     load, loaded = timed(lambda: backend.load(path, weight_dtype, loras=loras, matmul=matmul))
-    message = sample_message(request, loaded, {name: getattr(config, name) for name in SETTINGS})
+    message = sample_message(request, loaded, config.per_request)
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1

@@ -18,18 +18,15 @@ from pathlib import Path
 import torch
 
 from ..client import pool
-from ..client.client import BackendClient
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
-from ..config import ConfigError, ParallelConfig
+from ..config import PER_REQUEST, ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig, config_of
 from ..protocol import Progress
-from ..start import own_token
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
+from .status import connect, parser_of
 
-#: Settings of a configuration that travel with a request.
-SETTINGS = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
 FIELDS = tuple(each.name for each in fields(ParallelConfig))
 Plan = ParallelConfig | AutoConfig
 
@@ -43,7 +40,7 @@ def main(arguments: list[str]) -> int:
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
     try:
         if isinstance(config, ParallelConfig) and options.address:
-            backend = pool.Backend(config, BackendClient(options.address, own_token(options.token_file)))
+            backend = pool.Backend(config, connect(options))
             for request in requests:
                 run(backend, request, config)
             return 0
@@ -78,8 +75,7 @@ def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    message = sample_message(request, loaded, settings)
+    message = sample_message(request, loaded, config.per_request)
     result = backend.sample(message, _show)
     assert result is not None  # nothing cancels it
     write_result(request, result.tensors["samples"], result.stats, message.latent_shapes)
@@ -93,8 +89,9 @@ def read_config(text: str) -> ParallelConfig:
 
 def read_settings(text: str) -> ParallelConfig:
     """Return the configuration of requests to a backend that runs, whose degrees are its own. ConfigError for
-    other entries than SETTINGS."""
-    return ParallelConfig(**_entries(text, SETTINGS, ", since the ranks at --address run already")).validate()
+    other entries than PER_REQUEST."""
+    found = _entries(text, PER_REQUEST, ", since the ranks at --address run already")
+    return ParallelConfig(**found).validate()
 
 
 def read_plan(text: str) -> Plan:
@@ -137,13 +134,7 @@ def _line(text: str, end: str = ""):
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m backend.cli sample",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("sample", __doc__, needs_address=False)
     parser.add_argument("request", help="a file of JSON, or - for standard input")
     parser.add_argument("--config", default="{}", help="inputs of Parallel Config as JSON")
-    parser.add_argument("--address", default="", help="a backend that runs: unix:PATH or tcp:HOST:PORT")
-    parser.add_argument("--token-file", help="its token; without it PARALLEL_DIT_TOKEN counts")
     return parser.parse_args(arguments)

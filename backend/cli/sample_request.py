@@ -165,12 +165,19 @@ def _check_latent(request: SampleRequest, name: str):
             f"{name}'s latent is {quoted(latent)}; write the latent's size, [channels, height, width] or "
             f"[channels, frames, height, width], or a list of sizes, or name a file."
         )
-    if several and request.vae:
-        raise ConfigError(f"{name} has {len(sizes)} latents and a vae, which is of one; leave vae out.")
-    if several and Path(request.out).suffix == SUFFIXES[0]:
+    if several:
+        check_several(request, name, len(sizes))
+
+
+def check_several(request: SampleRequest, name: str, count: int):
+    """Refuse ``count`` latents where only one can be. Raises ConfigError."""
+    if request.vae:
+        raise ConfigError(f"{name} has {count} latents and a vae, which is of one; leave vae out.")
+    out = Path(request.out)
+    if out.suffix == SUFFIXES[0]:
         raise ConfigError(
-            f"{name} has {len(sizes)} latents, and out is {quoted(request.out)}, which has one; end its name "
-            f"with {SUFFIXES[1]}."
+            f"{name} has {count} latents, and out is {quoted(out.name)}, which has one; end its name with "
+            f"{SUFFIXES[1]}."
         )
 
 

@@ -10,11 +10,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..config import ConfigError
+from ..errors import quoted
 from ..models import discrete_schedule
 from ..planner.machine import Request, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
-from .sample_request import CONDITIONING, SampleRequest, read_json, read_prompt, read_shapes, read_tensors
+from .sample_request import (
+    CONDITIONING,
+    SampleRequest,
+    check_several,
+    read_json,
+    read_prompt,
+    read_shapes,
+    read_tensors,
+)
 
 #: Names under which files hold a latent: ComfyUI's SaveLatent, and ours.
 LATENTS = "samples"
@@ -99,7 +108,10 @@ def _latents(request: SampleRequest) -> list[Tensor]:
     if request.sizes:
         return [torch.zeros(request.batch, *size) for size in request.sizes]
     found = read_tensors(request.latent)
-    return [_of_batch(found[name].float(), request) for name in _latent_names(request.latent, found)]
+    names = _latent_names(request.latent, found)
+    if len(names) > 1:
+        check_several(request, quoted(Path(request.latent).name), len(names))
+    return [_of_batch(found[name].float(), request) for name in names]
 
 
 def _latent_names(path: str, names: Collection[str]) -> list[str]:

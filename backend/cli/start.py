@@ -35,6 +35,7 @@ from ..client.rank_environment import PACK
 from ..config import ConfigError, ParallelConfig
 from ..start import own_token
 from .sample import read_config
+from .status import parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -132,15 +133,7 @@ def remove_stale(address: str):
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m backend.cli start",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--address", default="", help="unix:PATH or tcp:HOST:PORT, where clients connect")
-    parser.add_argument(
-        "--token-file", help="a file of this user alone; without it PARALLEL_DIT_TOKEN counts"
-    )
+    parser = parser_of("start", __doc__, needs_address=False)
     parser.add_argument("--config", default="{}", help="fields of ParallelConfig as JSON")
     parser.add_argument("--models", nargs="*", default=[], help="folders from which files may be loaded")
     parser.add_argument("--nnodes", type=int, default=1, help="number of machines")

@@ -29,7 +29,7 @@ METRICS = {
 
 def main(arguments: list[str]) -> int:
     """Print how a backend is. Raises BackendError and ConfigError."""
-    parser = options("status", __doc__)
+    parser = parser_of("status", __doc__)
     parser.add_argument("--prometheus", action="store_true", help="as Prometheus's text, instead of JSON")
     chosen = parser.parse_args(arguments)
     client = connect(chosen)
@@ -40,23 +40,23 @@ def main(arguments: list[str]) -> int:
 
 def stop(arguments: list[str]) -> int:
     """Have a backend end. Raises BackendError and ConfigError."""
-    client = connect(options("stop", __doc__).parse_args(arguments))
+    client = connect(parser_of("stop", __doc__).parse_args(arguments))
     client.send(Shutdown())
     client.close()
     return 0
 
 
-def options(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command that speaks to a backend."""
+def parser_of(command: str, doc: str | None, needs_address: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command of a backend."""
     parser = argparse.ArgumentParser(
         prog=f"python -m backend.cli {command}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT")
-    parser.add_argument(
-        "--token-file", help="a file of this user alone; without it PARALLEL_DIT_TOKEN counts"
-    )
+    where = "the backend's, unix:PATH or tcp:HOST:PORT"
+    parser.add_argument("--address", default="", required=needs_address, help=where)
+    secret = "a file of this user alone with the token; without it PARALLEL_DIT_TOKEN counts"
+    parser.add_argument("--token-file", help=secret)
     return parser
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 from ..errors import SHORT
@@ -20,6 +19,8 @@ REQUIREMENTS = PACK / "requirements.txt"
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
+#: Other interpreters, and requirements of which they have everything.
+_complete: set[tuple[str, Path]] = set()
 
 
 class MissingDependencyError(ImportError):
@@ -40,9 +41,10 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
         )
 
 
-@cache
-def _met(python: str, requirements: Path):
-    """Remember that another interpreter has everything: it is asked once."""
+def _unmet_of(python: str, requirements: Path) -> list[str]:
+    """Ask another interpreter, unless it has said that it has everything."""
+    if (python, requirements) in _complete:
+        return []
     command = [python, "-m", "backend.client.dependencies", str(requirements)]
     environment = {**inherited(os.environ), "PYTHONPATH": str(PACK)}
     try:
@@ -51,20 +53,9 @@ def _met(python: str, requirements: Path):
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
-    if unmet:
-        raise _Unmet(unmet)
-
-
-class _Unmet(Exception):
-    """Carries what is missing past the cache, so that the next run asks again."""
-
-
-def _unmet_of(python: str, requirements: Path) -> list[str]:
-    try:
-        _met(python, requirements)
-    except _Unmet as missing:
-        return missing.args[0]
-    return []
+    if not unmet:
+        _complete.add((python, requirements))
+    return unmet
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:

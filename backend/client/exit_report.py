@@ -66,11 +66,6 @@ class RankFailure:
         return f"{who} exited with code {self.code}"
 
 
-def first_failure(folder: Path) -> RankFailure | None:
-    """Return the failure that ended the backend of this folder, if one is recorded."""
-    return cause_among(failures(folder))
-
-
 def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankFailure]:
     """Return what is recorded in a backend's folder (backend.log, ranks/) of the ranks of this ``machine``,
     which are numbered from ``first_rank``."""

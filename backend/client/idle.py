@@ -31,21 +31,6 @@ def idle_seconds() -> float | None:
     return 60 * minutes
 
 
-class IdleClock:
-    """When something was last used; ``used`` from any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
-        self.last = clock()
-
-    def used(self):
-        self.last = self.clock()
-
-    def idle_for(self, seconds: float) -> bool:
-        """Return whether it was not used for so long."""
-        return self.clock() - self.last >= seconds
-
-
 @cache
 def watch(close_idle: Callable[[float], None]):
     """Call ``close_idle(seconds)`` now and then where IDLE_VARIABLE asks for it, on a thread of its own that

@@ -15,19 +15,20 @@ from typing import TypeVar
 import torch
 
 from ..config import ParallelConfig
+from ..device_memory import host_bytes
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
-from ..protocol import BackendError, RefusedError
+from ..protocol import BackendError
 from .cache_folder import cache_folder
-from .interpreter import ranks_python
 from .launcher import agent_command
 from .pool import Wanted
+from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder
 from .rank_environment import sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 5
-#: A machine, or a file's headers, that take longer than this to measure are not going to.
+#: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
 USABLE = 0.9
@@ -39,8 +40,6 @@ Measured = TypeVar("Measured")
 def machine_rates(device: str, indices: list[int], check: Check, show: Callable[[str], None]) -> Machine:
     """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
     them. ``check`` is called ten times a second and may raise; ``show`` gets a line. Raises BackendError."""
-    names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
-    key = [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
 
     def measure() -> dict:
         show(f"measuring the links of {len(indices)} ranks, once for this machine")
@@ -56,29 +55,34 @@ def machine_rates(device: str, indices: list[int], check: Check, show: Callable[
         finally:
             private.close()
 
-    return _kept("machine", key, measure, Machine.from_dict)
+    return _kept("machine", _machine_key(device, indices), measure, Machine.from_dict)
 
 
 def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
     """Return the shape of a transformer, read once for each state of its file. ``check`` and ``show`` as
     above. Raises RefusedError where it cannot be loaded, and BackendError."""
-    path, weight_dtype, matmul = wanted
 
     def measure() -> dict:
         show("reading the model's headers")
-        with tempfile.TemporaryDirectory(prefix="parallel-dit-shape-") as folder:
-            out = Path(folder) / "shape.json"
-            kinds = ["--weight-dtype", weight_dtype, "--matmul", matmul]
-            where = ["--device", device, "--out", str(out)]
-            command = [ranks_python(), "-m", "backend.shape_reader", path, *kinds, *where]
-            _run(command, ParallelConfig(), device, check)
-            found = json.loads(out.read_text())
-        if "refused" in found:
-            raise RefusedError(found["refused"])
-        return found["shape"]
+        return read_shape(*wanted, device, check)
 
-    key = [*wanted, device, _stamp(Path(path))]
-    return _kept("shape", key, measure, ModelShape.from_dict)
+    return _kept("shape", _shape_key(wanted, device), measure, ModelShape.from_dict)
+
+
+def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
+    """Return a model's shape and the rates of these devices where both were measured before."""
+    shape = _read_kept("shape", _shape_key(wanted, device), ModelShape.from_dict)
+    machine = _read_kept("machine", _machine_key(device, indices), Machine.from_dict)
+    return None if shape is None or machine is None else (shape, machine)
+
+
+def _machine_key(device: str, indices: list[int]) -> list:
+    names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
+    return [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
+
+
+def _shape_key(wanted: Wanted, device: str) -> list:
+    return [*wanted, device, stamp(Path(wanted[0]))]
 
 
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
@@ -97,26 +101,17 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
 def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the bytes of each GPU, or of the host, that are free where nobody else needs much."""
     if device == "cpu":
-        return (int(_host_bytes() * USABLE),)
+        return (int(host_bytes() * USABLE),)
     return tuple(int(torch.cuda.get_device_properties(each).total_memory * USABLE) for each in indices)
-
-
-def _stamp(path: Path) -> list:
-    """What changes with a file, or with the files of a folder of diffusers."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [(str(each), each.stat()) for each in files if each.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dict], Measured]) -> Measured:
     """Return what ``read`` makes of the kept measurement, or of a new one, which is kept."""
-    name = hashlib.sha256(json.dumps([VERSION, *key]).encode()).hexdigest()[:24]
-    path = cache_folder() / f"{kind}-{name}.json"
-    try:
-        return read(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # there is none, or it is not ours: measure
+    before = _read_kept(kind, key, read)
+    if before is not None:
+        return before
     found = measure()
+    path = _path(kind, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}.new")
@@ -125,6 +120,18 @@ def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dic
     except OSError:
         pass  # a home that cannot be written: measured again the next time
     return read(found)
+
+
+def _read_kept(kind: str, key: list, read: Callable[[dict], Measured]) -> Measured | None:
+    try:
+        return read(json.loads(_path(kind, key).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # there is none, or it is not ours
+
+
+def _path(kind: str, key: list) -> Path:
+    name = hashlib.sha256(json.dumps([VERSION, *key]).encode()).hexdigest()[:24]
+    return cache_folder() / f"{kind}-{name}.json"
 
 
 def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
@@ -148,8 +155,8 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
             lines = log.read().decode(errors="replace").strip().splitlines()
             last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
             raise BackendError(
-                f"Auto could not measure this machine or the model ({last}); set the degrees of Parallel "
-                f"Config by hand (method manual)."
+                f"Auto could not measure this machine ({last}); set the degrees of Parallel Config by hand "
+                f"(method manual)."
             )
 
 
@@ -181,9 +188,4 @@ def _host_memory() -> int:
         sizes = dict(line.split(":", 1) for line in lines)
         return int(sizes["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return int(_host_bytes() * USABLE)
-
-
-def _host_bytes() -> int:
-    """Return the bytes of host memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(host_bytes() * USABLE)

@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..protocol import BackendError, RefusedError
 from .client import BackendClient
 from .connect import connect
-from .idle import IdleClock, watch
+from .idle import watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room
 
@@ -38,7 +38,7 @@ class Backend:
         self.process = process
         self.models: dict[Wanted, str] = {}
         self.closed = False
-        self.clock = IdleClock()
+        self.last_used = time.monotonic()
         self._busy = threading.Lock()
 
     @property
@@ -140,8 +140,8 @@ class Backend:
 
         result = self._with_room(message, sample, room, keep)
         if result is None and self.closed:
-            why = self.process.silence if self.process is not None else ""
-            why = why or "the call of the model in progress did not end in time"
+            silence = self.process.silence if self.process is not None else ""
+            why = silence or "the call of the model in progress did not end in time"
             logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
         return result
 
@@ -174,9 +174,15 @@ class Backend:
         finally:
             self._busy.release()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of ours is under way."""
+        return self._busy.locked()
+
     def is_idle(self, seconds: float) -> bool:
         """Return whether it is ours, and nobody has used it for so long."""
-        return self.process is not None and not self._busy.locked() and self.clock.idle_for(seconds)
+        is_unused = not self.is_busy and time.monotonic() - self.last_used >= seconds
+        return self.process is not None and is_unused
 
     def loss(self) -> str:
         """Return one sentence on why a backend that is not alive has ended between two requests; empty where
@@ -205,7 +211,7 @@ class Backend:
                 raise BackendError(f"{error}; the next run connects again.") from error
             raise self.process.failure() from error
         finally:
-            self.clock.used()
+            self.last_used = time.monotonic()
             if self.client.closed:
                 self.close()
 
@@ -233,7 +239,7 @@ def backend_for(
     with _lock:
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
-            backend.clock.used()
+            backend.last_used = time.monotonic()
             return backend
         _report_losses(warn)
         _drop(key)
@@ -291,16 +297,14 @@ def _report_losses(warn):
     for key, backend in list(_backends.items()):
         if backend.alive():
             continue
-        loss = backend.loss()
-        if loss:
+        if loss := backend.loss():
             logging.warning("parallel-dit: %s", loss)
             warn(loss)
         _drop(key)
 
 
 def _drop(key: tuple):
-    backend = _backends.pop(key, None)
-    if backend is not None:
+    if backend := _backends.pop(key, None):
         backend.close()
 
 

@@ -1,4 +1,5 @@
-"""Asks a process of its own what a model's headers refuse, before ranks are started or ended for it."""
+"""Asks a process of its own what a model's headers say: what they refuse, before ranks are started or ended
+for it, and the model's shape."""
 
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig
+from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
 from .interpreter import ranks_python
 from .rank_environment import PACK, sanitized_environment
@@ -39,7 +41,7 @@ def check_headers(
     process ends without an answer.
     """
     device = config.resolve_device(torch.cuda.device_count())
-    key = (config.topology(), weight_dtype, matmul, device, path, _stamp(path))
+    key = (config.topology(), weight_dtype, matmul, device, path, stamp(Path(path)))
     if key in _accepted:
         return
     question = {
@@ -51,23 +53,30 @@ def check_headers(
         "folders": sorted(folders),
         **_hardware(config, device),
     }
-    refused = _ask(question, config, check)
-    if refused:
-        raise RefusedError(refused)
+    _ask(question, config, check)
     _accepted.add(key)
 
 
-def _stamp(path: str) -> tuple:
-    """Tell versions of a file apart. A folder's changes are not seen: the ranks look at it again anyway."""
-    stat = Path(path).stat() if os.path.exists(path) else None
-    return (stat.st_mtime_ns, stat.st_size) if stat else ()
+def read_shape(path: str, weight_dtype: str, matmul: str, device: str, check=lambda: None) -> dict:
+    """Return the shape of a transformer (ModelShape.as_dict) on GPUs like the first one, or on the CPU.
+    ``check`` and errors as of check_headers."""
+    config = ParallelConfig(device=device)
+    question = {"path": path, "weight_dtype": weight_dtype, "matmul": matmul, "device": device}
+    capability = _hardware(config, device)["capability"]
+    return _ask({**question, "folders": None, "capability": capability}, config, check)["shape"]
+
+
+def stamp(path: Path) -> tuple:
+    """Tell versions of a file apart, or of the files of a folder of diffusers."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(each), each.stat()) for each in files if each.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _hardware(config: ParallelConfig, device: str) -> dict:
     """Return the memory and the least compute capability of the ranks' devices."""
     if device == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        return {"capability": None, "memory": [pages] if pages else []}
+        return {"capability": None, "memory": [size] if (size := host_bytes()) else []}
     gpus = [torch.cuda.get_device_properties(index) for index in config.gpu_indices]
     capability = None if torch.version.hip else min((gpu.major, gpu.minor) for gpu in gpus)
     return {"capability": capability, "memory": [gpu.total_memory for gpu in gpus]}
@@ -118,8 +127,8 @@ _reader: _Reader | None = None
 _lock = threading.Lock()
 
 
-def _ask(question: dict, config: ParallelConfig, check) -> str:
-    """Return why the model is refused, empty where it is not."""
+def _ask(question: dict, config: ParallelConfig, check) -> dict:
+    """Return the answer; RefusedError where that is a refusal."""
     global _reader
     with _lock:
         found = _reader.ask(question, check) if _reader else None
@@ -129,4 +138,6 @@ def _ask(question: dict, config: ParallelConfig, check) -> str:
             if found is None:
                 what = "The model's headers could not be read, and ranks would fail likewise"
                 raise BackendError(f"{what}: {reader.last_words()}")
-        return found["refused"]
+    if found["refused"]:
+        raise RefusedError(found["refused"])
+    return found

@@ -6,10 +6,12 @@ with _ for .) or of the diffusers class; the family's Layout says which paramete
 family needs code here.
 """
 
+import hashlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -193,6 +195,11 @@ def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
         stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else ()
         uses.append(LoraUse(path, float(strength), stamp))
     return tuple(uses)
+
+
+def stack_digest(stack: tuple[LoraUse, ...]) -> str:
+    """Return what tells LoRAs with their strengths, in this state of their files, from others."""
+    return hashlib.sha256(json.dumps([astuple(use) for use in stack]).encode()).hexdigest()[:16]
 
 
 def _is_use(lora) -> bool:

@@ -53,6 +53,16 @@ def check_same(path: str, own: str, first: str):
         raise UnsupportedError(f"{what}, by its size or header; copy it there")
 
 
+def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
+    """Return which LoRA has another ``content_key`` on a rank's machine than on rank 0's, as one sentence;
+    empty where none has."""
+    found = [path for path, mine, theirs in zip(paths, own, first) if mine != theirs]
+    if not found:
+        return ""
+    name = quoted(Path(found[0]).name)
+    return f"{name} is not there, or is another file than on rank 0's machine; copy it there"
+
+
 def _files(path: Path) -> list[Path]:
     """A file, or a folder's weights and configurations."""
     if not path.is_dir():

@@ -1,12 +1,15 @@
 """Chroma of Lodestone Rock: Flux.1 with one small network that makes every modulation; no pooled prompt,
 guidance by a negative prompt."""
 
+from dataclasses import replace
+
 import torch
 from diffusers.models.embeddings import get_timestep_embedding
 
 from . import flux
-from .blocks import APART, JOINED, Blocks
-from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .blocks import APART, JOINED
+from .common.double_stream import config_of
+from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import NORM_SPELLINGS, Layout, blocks_of
@@ -52,17 +55,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of ChromaTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    hidden = shapes["img_in.weight"][0]
-    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    found = config_of(shapes)
+    head = found["attention_head_dim"]
     axis = 56 * head // 128 // 2 * 2
-    return dict(
-        in_channels=shapes["img_in.weight"][1],
-        out_channels=shapes["final_layer.linear.weight"][0],
-        num_layers=blocks_of(shapes, "double_blocks"),
-        num_single_layers=blocks_of(shapes, "single_blocks"),
-        attention_head_dim=head,
-        num_attention_heads=hidden // head,
-        joint_attention_dim=shapes["txt_in.weight"][1],
+    return found | dict(
         axes_dims_rope=(head - 2 * axis, axis, axis),
         approximator_num_channels=shapes[f"{GUIDANCE}.in_proj.weight"][1],
         approximator_hidden_dim=shapes[f"{GUIDANCE}.in_proj.weight"][0],
@@ -106,14 +102,8 @@ FAMILY = Family(
         channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2), frames=False
     ),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output, prepare=prepare),
-    blocks=Blocks(
-        last="proj_out",
-        lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
-        returns=("text", "image"),
-        text="encoder_hidden_states",
-        text_position="first",
-        per_token={"image_rotary_emb": ("joint", 0)},
-        text_layers=TEXT_LAYERS,
+    blocks=replace(
+        flux.FAMILY.blocks, lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED}
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "y"),

@@ -5,12 +5,12 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
+from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM, config_of
 from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 
 
 def patch_module(transformer, config):
@@ -53,17 +53,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of FluxTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
-    hidden = shapes["img_in.weight"][0]
-    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    found = config_of(shapes)
+    head = found["attention_head_dim"]
     image_axis = 56 * head // 128 // 2 * 2
-    return dict(
-        in_channels=shapes["img_in.weight"][1],
-        out_channels=shapes["final_layer.linear.weight"][0],
-        num_layers=blocks_of(shapes, "double_blocks"),
-        num_single_layers=blocks_of(shapes, "single_blocks"),
-        attention_head_dim=head,
-        num_attention_heads=hidden // head,
-        joint_attention_dim=shapes["txt_in.weight"][1],
+    return found | dict(
         pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
         guidance_embeds="guidance_in.in_layer.weight" in shapes,
         axes_dims_rope=(head - 2 * image_axis, image_axis, image_axis),

@@ -1,16 +1,19 @@
 """Flux.2 of Black Forest Labs (dev, klein), with reference images: double- and single-stream blocks that
 share their modulation; no pooled prompt, latents of 128 channels."""
 
+from dataclasses import replace
+
 import torch
 
-from .blocks import APART, JOINED, BlockAdapter, Blocks
+from . import flux
+from .blocks import APART, JOINED, BlockAdapter
 from .common import references
-from .common.double_stream import DOUBLE_STREAM
+from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.once import once
-from .common.tensor_plans import COMMON, TEXT_LAYERS
+from .common.tensor_plans import COMMON
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
 NUMBERS = 10
@@ -60,19 +63,12 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
-    hidden = shapes["img_in.weight"][0]
-    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    found = config_of(shapes)
+    head = found["attention_head_dim"]
     axis = head // 4 // 2 * 2
-    return dict(
-        in_channels=shapes["img_in.weight"][1],
-        out_channels=shapes["final_layer.linear.weight"][0],
-        num_layers=blocks_of(shapes, "double_blocks"),
-        num_single_layers=blocks_of(shapes, "single_blocks"),
-        attention_head_dim=head,
-        num_attention_heads=hidden // head,
-        joint_attention_dim=shapes["txt_in.weight"][1],
+    return found | dict(
         timestep_guidance_channels=shapes["time_in.in_layer.weight"][1],
-        mlp_ratio=shapes["double_blocks.0.img_mlp.2.weight"][1] / hidden,
+        mlp_ratio=shapes["double_blocks.0.img_mlp.2.weight"][1] / shapes["img_in.weight"][0],
         guidance_embeds="guidance_in.in_layer.weight" in shapes,
         axes_dims_rope=(head - 3 * axis, axis, axis, axis),
     )
@@ -128,15 +124,10 @@ FAMILY = Family(
     transformer="Flux2Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
-    blocks=Blocks(
-        last="proj_out",
+    blocks=replace(
+        flux.FAMILY.blocks,
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
-        returns=("text", "image"),
-        text="encoder_hidden_states",
-        text_position="first",
         adapter=TextCountedBefore(),
-        per_token={"image_rotary_emb": ("joint", 0)},
-        text_layers=TEXT_LAYERS,
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),

@@ -10,8 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from . import wan
-from .blocks import APART, Blocks
-from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import Family, ModelIO
 from .key_layout import blocks_of, under
 
 
@@ -144,33 +143,23 @@ def attention_calls(block: Any) -> int:
     return 2 if block.control is None else 2 + 2 * block.call.context.shape[1]
 
 
-FAMILY = Family(
-    name="wan-vace",
-    transformer="WanVACETransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
-    io=ModelIO(arguments=forward_args),
-    blocks=Blocks(
-        last="proj_out",
-        lists={"blocks": APART},
-        per_token={"rotary_emb": ("image", 1)},
-        attention=("image", "cross", "image", "cross"),
-        attention_calls=attention_calls,
-        width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
-    ),
-    conditioning=Conditioning(
-        accepted=("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
-        required=("c_crossattn", "vace_context"),
-        ignored=("clip_fea",),
-        widths=lambda config: {"c_crossattn": config["text_dim"]},
-        refusal=refusal,
-    ),
-    cache=Cache(
-        prompt_modules=("rope", "condition_embedder.text_embedder"),
-        prompt_layers=("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
-    ),
-    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
-    layout=LAYOUT,
-    variant=lambda config: {
-        "layout": replace(LAYOUT, names={**LAYOUT.names, **control_names(config)}),
-    },
+FAMILY: Family = wan.FAMILY.changed(
+    {
+        "name": "wan-vace",
+        "transformer": "WanVACETransformer3DModel",
+        "io": ModelIO(arguments=forward_args),
+        "blocks.attention": ("image", "cross", "image", "cross"),
+        "blocks.attention_calls": attention_calls,
+        "blocks.width": lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
+        "conditioning.accepted": ("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
+        "conditioning.required": ("c_crossattn", "vace_context"),
+        "conditioning.ignored": ("clip_fea",),
+        "conditioning.refusal": refusal,
+        "cache.prompt_layers": ("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
+        "build.patch_module": patch_module,
+        "layout": LAYOUT,
+        "variant": lambda config: {
+            "layout": replace(LAYOUT, names={**LAYOUT.names, **control_names(config)}),
+        },
+    }
 )

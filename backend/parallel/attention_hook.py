@@ -76,7 +76,8 @@ class Attention:
     def uninstall(self):
         """Give torch's function its place back."""
         F.scaled_dot_product_attention = attention_kernels.SDPA
-        opaque_ops.RUNNING.attention = None
+        opaque_ops.RUNNING.attention = opaque_ops.RUNNING.text = None
+        self.call = None  # where a block has failed: the next request begins outside of blocks
         self.mixing.uninstall()
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None):

@@ -111,6 +111,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     try:
         yield notes
     finally:
+        RUNNING.layers = {}  # they hold weights, which may be unloaded
         for block in blocks:
             del vars(block)["forward"]
 

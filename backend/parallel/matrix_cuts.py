@@ -49,6 +49,11 @@ class Shard:
     heights: tuple[int, ...] = ()
 
     @property
+    def features(self) -> int:
+        """Features of the layer's output on this rank."""
+        return sum(self.widths) or sum(map(len, self.outputs))
+
+    @property
     def reduced_features(self) -> int:
         """Numbers of a token that are summed over ``reduce``."""
         return sum(map(len, self.outputs)) if self.inputs else 1

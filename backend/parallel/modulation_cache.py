@@ -140,7 +140,7 @@ def layer_features(layer: nn.Module) -> int:
     if shard is None:
         assert isinstance(layer.out_features, int), "modulation layers are linear"
         return layer.out_features
-    return sum(shard.widths) or sum(map(len, shard.outputs))
+    return shard.features
 
 
 @dataclass

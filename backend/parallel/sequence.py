@@ -150,10 +150,6 @@ class TokenShards:
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
         return torch.cat([self._shard_positions(kind, shard) for shard in shards])
 
-    def local_positions(self, kind: str) -> torch.Tensor:
-        """Return the positions of this rank's own tokens, (tokens,)."""
-        return self._shard_positions(kind, self.local)
-
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
         """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") in a row."""
         found: list[int] = []

@@ -33,6 +33,7 @@ class Mixing:
 
     def uninstall(self):
         """Give the functions their places back."""
+        opaque_ops.RUNNING.linear_state = None
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)
 

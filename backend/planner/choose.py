@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from ..config import ConfigError, ParallelConfig, in_words
 from ..shares import written
@@ -189,15 +190,11 @@ def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
         return sorted(fitting, key=_by_memory)
     if one.fits:
         fitting = [each for each in fitting if each.seconds <= one.seconds]
-    return sorted(fitting, key=_by_score)
+    return sorted(fitting, key=attrgetter("score"))
 
 
 def _one_of(options: list[Option]) -> Option:
     return next(each for each in options if each.plan.world_size == 1)
-
-
-def _by_score(option: Option) -> float:
-    return option.score
 
 
 def _by_memory(option: Option) -> tuple[float, float]:

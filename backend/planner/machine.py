@@ -86,10 +86,6 @@ class Machine:
         nearest = min(self.all_to_all, key=lambda size: abs(math.log(size / ranks)), default=0)
         return self.all_to_all.get(nearest, self.p2p)
 
-    def room(self, ranks: int) -> int:
-        """Return the bytes that each of ``ranks`` may hold: of the smallest of their GPUs."""
-        return min(self.rooms(ranks))
-
     def rooms(self, ranks: int) -> tuple[int, ...]:
         """Return the bytes that each of the first ``ranks`` may hold."""
         if self.on_host:

@@ -103,7 +103,8 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int, latent
         weight = getattr(layer, "weight", None)
         if weight is None or weight.ndim < 2 or getattr(layer, "groups", 1) > 1 or not tokens:
             continue
-        rows = _rows(work, place, f"{name}.{inner}", len(weight))
+        cut = work.cuts(place).get(f"{name}.{inner}")
+        rows = len(weight) if cut is None else cut.features
         numbers = round(tokens * rows * work.family.blocks.flop_share(inner, config))
         owner = next((each for each in widths if inner.startswith(f"{each}.")), None)
         if owner is not None:
@@ -117,9 +118,3 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int, latent
             inputs.add(weight.shape[1])
     both = any(width + output in inputs for width in widths.values() for output in outputs)
     return Live(max(attention.values(), default=0), max(mlps.values(), default=0), both)
-
-
-def _rows(work: Workload, place: Place, module: str, whole: int) -> int:
-    """The width of a layer's output on this rank."""
-    cut = work.cuts(place).get(module)
-    return whole if cut is None else sum(cut.widths) or sum(map(len, cut.outputs))

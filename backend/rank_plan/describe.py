@@ -1,5 +1,6 @@
 """What each rank of a configuration would hold, compute and send, from a checkpoint's headers alone."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -11,7 +12,6 @@ from ..loading.load_report import blocks_text
 from ..loading.recognition import open_checkpoint
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
-from ..parallel.mesh import layout
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, Choice
 from ..quantization.matmul import Capability, choose_all
@@ -124,9 +124,8 @@ def describe(
 
 def places(config: ParallelConfig) -> list[Place]:
     """Return where each rank stands: its index on every mesh axis."""
-    ranks = layout(config)
-    found = ((ranks == rank).nonzero()[0].tolist() for rank in range(config.world_size))
-    return [dict(zip(config.degrees, place)) for place in found]
+    indices = itertools.product(*map(range, config.degrees.values()))
+    return [dict(zip(config.degrees, place)) for place in indices]
 
 
 def automatic_choices(

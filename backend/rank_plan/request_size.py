@@ -1,5 +1,6 @@
 """How large a request is, counted from its message: what its memory follows from."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,7 @@ from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..protocol import ModelCall, Sample
-from ..sampling.guidance import names
+from ..sampling.guidance import guidance_of, names
 from ..sampling.model_call import samples_at_once
 from ..sampling.request import arguments_of, request_config
 from .describe import RankPlan, describe
@@ -52,19 +53,24 @@ def size_of(
 ) -> RequestSize:
     """Return the size of a checked request; of a call with all its tensors."""
     if isinstance(message, Sample):
-        return _size_of_sample(message, family, model_config)
+        return _size_of_sample(message, config, family, model_config)
     return _size_of_call(message, config, family, model_config)
 
 
-def _size_of_sample(sample: Sample, family: Family, model_config: dict) -> RequestSize:
+def _size_of_sample(
+    sample: Sample, config: ParallelConfig, family: Family, model_config: dict
+) -> RequestSize:
     shape = sample.tensors["noise"].shape
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
     prompts = [arguments_of(name, sample.tensors) for name in names(sample)]
     text = max(_text_tokens(family, given) for given in prompts)
     references = max(family.conditioning.context_tokens(model_config, grid, given) for given in prompts)
     calls = len(sample.tensors["sigmas"]) - 1
+    count = len(prompts)
+    if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
+        count = config.cfg_degree * max(Counter(map(guidance_of, names(sample))).values())
     latents = family.latent.named(grid)
-    return RequestSize(grid.tokens + references, text, shape[0], len(prompts), calls, latents)
+    return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents)
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:

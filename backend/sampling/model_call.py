@@ -89,14 +89,15 @@ def check_call(
             )
     grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
-    check_patches(replace(config, num_pipeline_patch=1), grid)
+    check_patches(run, grid)
 
 
 def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
     """Return the samples of the batch that each replica on dp x cfg computes: by their shares, or equally
-    many, where the last sample of a batch that does not divide, or is smaller, is computed again."""
+    many, where the last sample of a batch that does not divide, or is smaller, is computed again. Equally
+    many too under sharded weights: replicas gather these together, once a micro-batch."""
     replicas = mesh.dp.size * mesh.cfg.size
-    if mesh.replica_shares and batch >= replicas:
+    if mesh.replica_shares and mesh.weights is None and batch >= replicas:
         ends = edges(batch, replicas, mesh.replica_shares)
         return [list(range(start, end)) for start, end in zip(ends, ends[1:])]
     count = -(-batch // replicas)

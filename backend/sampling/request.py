@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..config import ParallelConfig
+from ..config import PER_REQUEST, ParallelConfig
 from ..models.family import STEP_END, Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import Sequence, Span, patches
@@ -111,8 +111,7 @@ class Request:
 
 def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     """Return the backend's configuration with the settings that travel with the request."""
-    settings = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
-    return replace(config, **{name: getattr(sample, name) for name in settings})
+    return replace(config, **{name: getattr(sample, name) for name in PER_REQUEST})
 
 
 def arguments_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -60,8 +60,8 @@ def check_sample(
 ):
     """Refuse a request that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
-    _check_settings(sample, config)
     run = request_config(sample, config)
+    _check_settings(sample, config, run)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
@@ -72,10 +72,10 @@ def check_sample(
     for name in names(sample):
         given = arguments_of(name, sample.tensors)
         check_arguments(f"the {name} conditioning", given, shape[0], grid, family, model_config)
-    check_patches(request_config(sample, config), grid)
+    check_patches(run, grid)
 
 
-def _check_settings(sample, config):
+def _check_settings(sample, config, run):
     if sample.sampler not in SOLVER_FUNCTIONS:
         raise UnsupportedError(
             f"the sampler {sample.sampler!r:.100} is not supported; choose one of "
@@ -85,7 +85,7 @@ def _check_settings(sample, config):
         raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
     if not abs(sample.cfg) <= MOST_CFG:
         raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
-    request_config(sample, config).validate()
+    run.validate()
     config.check_guidance(sample.cfg, _has_negative(sample))
 
 

@@ -4,6 +4,7 @@ import os
 
 import folder_paths
 
+from ...backend.client.pool import Wanted
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
@@ -33,6 +34,15 @@ def model_paths() -> dict[str, str]:
         if os.path.isfile(os.path.join(folder, further, "config.json"))
     }
     return paths | {name: folder for name, folder in folders.items() if name not in paths}
+
+
+def wanted_of(inputs: dict) -> Wanted | None:
+    """Return what the inputs of a Load Parallel DiT load; None where no folder has its model_name."""
+    name = inputs.get("model_name")
+    path = model_paths().get(name) if isinstance(name, str) else None
+    if path is None or not os.path.exists(path):
+        return None
+    return os.path.abspath(path), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto")
 
 
 def model_folders() -> list[str]:

@@ -1,15 +1,20 @@
 """How long a step takes on one rank of this machine, so that several can be compared with it.
 
 Every run on one rank is remembered in a file of ComfyUI's user folder; nothing is measured for its sake.
+Where there was none, the planner's estimate stands in, by what it has measured before.
 """
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
 import folder_paths
 
+from ...backend.client import planning
+from ...backend.planner.machine import Request, tokens_of
+from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from .handle import ParallelDiT
 
@@ -37,20 +42,42 @@ def known(digest: str) -> float | None:
     return _read().get(digest)
 
 
+def projected(dit: ParallelDiT, sample: Sample) -> float | None:
+    """Estimate how many times as fast as one rank a request runs, where the planner knows machine and model
+    from before and has not said it in its choice."""
+    if dit.auto is not None:
+        return None
+
+    def request(shape: ModelShape) -> Request:
+        noise = sample.tensors["noise"]
+        size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
+        sides = (size[1] if len(size) == 4 else 1, size[-2], size[-1])
+        prompt = sample.tensors.get("positive.c_crossattn")
+        text = 0 if prompt is None else prompt.shape[1]
+        prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
+        steps = len(sample.tensors["sigmas"]) - 1
+        return Request(tokens_of(sides, shape.patch), text, steps, prompts, noise.shape[0])
+
+    return planning.projected(dit.config, dit.wanted, request)
+
+
 def remember(digest: str, seconds: float):
-    """Keep the seconds of a step on one rank, unless an earlier run was faster."""
+    """Keep the seconds of a step on one rank, unless an earlier run was faster, or nothing can be written."""
     times = _read()
     times[digest] = min(seconds, times.pop(digest, seconds))
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
-    os.replace(partial, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
+        os.replace(partial, file)
+    except OSError as error:  # a full disk must not cost the latent that was just computed
+        logging.warning("parallel-dit: %s cannot be written (%s)", file, error)
 
 
 def _read() -> dict[str, float]:
     try:
         found = json.loads(path().read_text())
-    except (FileNotFoundError, ValueError):  # none yet, or somebody has edited it
+    except (OSError, ValueError):  # none yet, or somebody has edited it
         return {}
     return found if isinstance(found, dict) else {}

@@ -87,7 +87,7 @@ def free() -> dict:
 
 def stop() -> dict:
     """End the ranks that this process has started, and what runs on them; hang up on others."""
-    if any(backend.process is not None for backend in pool.backends()) or NodeStatus.latest:
+    if NodeStatus.latest or any(backend.process and backend.is_busy for backend in pool.backends()):
         comfy.model_management.interrupt_current_processing()
     pool.close_all()
     return {"stopped": True}

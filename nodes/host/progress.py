@@ -33,13 +33,10 @@ class NodeStatus:
 
     def __exit__(self, kind, *_):
         """Leave no line that is no longer true."""
+        interrupt = comfy.model_management.InterruptProcessingException
+        if self.shown:
+            self.show("cancelled" if kind is not None and issubclass(kind, interrupt) else "")
         NodeStatus.latest = ""
-        if not self.shown:
-            return
-        is_cancelled = kind is not None and issubclass(
-            kind, comfy.model_management.InterruptProcessingException
-        )
-        self.show("cancelled" if is_cancelled else "")
 
     def show(self, line: str):
         """Show ``line``, below the sentences, unless it is there already."""
@@ -87,6 +84,7 @@ class Reporter:
         self.bar.close()
         if kind is not None:
             self.status.__exit__(kind, *error)
+        NodeStatus.latest = ""  # what stays under the node is of a run that has ended
 
     def __call__(self, progress: Progress):
         if "x0" in progress.tensors:

@@ -89,7 +89,9 @@ class RemoteSolver:
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:
             one_rank.remember(digest, seconds / steps)
-        return run_lines(self.dit.config, steps, seconds, device, one_rank.known(digest))
+        before = one_rank.known(digest)
+        projected = one_rank.projected(self.dit, request) if before is None else None
+        return run_lines(self.dit.config, steps, seconds, device, before, projected)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:
         prompts, conditioning = self._prompts(guider, noise)
@@ -101,7 +103,6 @@ class RemoteSolver:
             tensors["percent_sigmas"] = torch.tensor(
                 [percent_to_sigma(percent) for percent in PERCENTS], dtype=torch.float64
             )
-        config = self.dit.config
         return Sample(
             model=self.loaded.model,
             sampler=self.sampler_name,
@@ -109,14 +110,10 @@ class RemoteSolver:
             seed=seed,
             denoised=self.wants_denoised,
             prompts=prompts,
-            num_pipeline_patch=config.num_pipeline_patch,
-            warmup_steps=config.warmup_steps,
-            stale_kv=config.stale_kv,
-            attention=config.attention,
-            compile=config.compile,
             preview_seconds=0.0 if args.preview_method == LatentPreviewMethod.NoPreviews else PREVIEW_SECONDS,
             latent_shapes=latent_shapes(guider.conds["positive"][0]),
             tensors=tensors,
+            **self.dit.config.per_request,
         )
 
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:

@@ -6,21 +6,10 @@ from comfy_api.latest import io
 
 CATEGORY = "Parallel DiT"
 #: What people who look for more than one GPU type into ComfyUI's search.
-ALIASES = [
-    *(
-        "multi gpu",
-        "multigpu",
-        "gpu",
-        "distributed",
-        "parallel",
-        "xdit",
-        "usp",
-        "ulysses",
-        "ring",
-        "raylight",
-    ),
-    *("pipefusion", "sequence parallel", "tensor parallel", "fsdp", "cfg parallel"),
-]
+ALIASES = (
+    "multi gpu,multigpu,gpu,distributed,parallel,xdit,usp,ulysses,ring,raylight,pipefusion,"
+    "sequence parallel,tensor parallel,fsdp,cfg parallel"
+).split(",")
 
 
 def schema(*aliases: str, reports: bool = False, **values) -> io.Schema:

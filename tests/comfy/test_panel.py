@@ -29,6 +29,7 @@ def test_status_tells_each_ranks_steps(ran):
         for _, _, _, seconds, waited, sent in times:
             assert 0 < waited < seconds and sent > 0
     assert ran["last_run"]["steps"] == STEPS and ran["last_run"]["what"] == "ulysses_degree 2"
+    assert ran["doing"] == ""
 
 
 def test_the_last_error_is_kept(comfy, ran):

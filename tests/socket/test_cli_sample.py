@@ -26,7 +26,7 @@ from backend.client import pool
 from backend.config import ConfigError, ParallelConfig
 from backend.models import FAMILIES
 from backend.planner.auto_config import AutoConfig
-from backend.protocol import Loaded
+from backend.protocol import Loaded, Result
 from demo import shapes
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,6 @@ def test_several_latents_are_comfyuis(tmp_path, backend):  # noqa: F811
     entries = {"cfg": sample.cfg, "seed": sample.seed, "sigmas": sample.tensors["sigmas"].tolist()}
     named = {"model": str(model), "positive": "positive.safetensors", "negative": "negative.safetensors"}
     wanted = request(tmp_path, latent=shapes, out="o.safetensors", **named, **entries)
-    pool.allow(tmp_path)
     run(pool.backend_for(CONFIG), wanted, replace(CONFIG, num_pipeline_patch=1))
     written = load_file(tmp_path / "o.safetensors")
     assert [list(written[f"samples.{i}"].shape[1:]) for i in range(len(shapes))] == shapes
@@ -222,3 +221,28 @@ def test_a_vae_configuration_scales_by_channel(tmp_path):
     assert load_file(tmp_path / "o.safetensors")["samples"].flatten().tolist() == [1.5, 1.0]
     with pytest.raises(ConfigError, match="scales 2 channels, but the latent has 3"):
         write_result(wanted, torch.ones(1, 3, 1, 1), {})
+
+
+def test_settings_of_the_configuration_travel(tmp_path):
+    """All that a Sample takes of a ParallelConfig."""
+    save_file({"cross_attn": torch.zeros(1, 2, 4)}, tmp_path / "p")
+    sent = []
+
+    class Ranks:
+        def load(self, path, weight_dtype, **named):
+            return Loaded("m", "flux", {"prediction": "flow", "conditioning": ["c_crossattn"]})
+
+        def sample(self, message, show):
+            sent.append(message)
+            return Result({"seconds": 1.0}, {"samples": message.tensors["noise"]})
+
+    settings = {"compile": "blocks", "attention": "sdpa", "warmup_steps": 2, "stale_kv": "extrapolate"}
+    run(Ranks(), request(tmp_path), read_config(json.dumps(settings)))  # pyright: ignore[reportArgumentType]
+    assert {name: getattr(sent[0], name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("change, said", [({}, "which has one"), ({"vae": "."}, "leave vae out")])
+def test_a_file_of_several_latents_is_written_as_several(change, said, tmp_path):
+    save_file({f"samples.{i}": torch.zeros(1, 2, 3, 4, 4) for i in range(2)}, tmp_path / "l.safetensors")
+    with pytest.raises(ConfigError, match=f"'l.safetensors' has 2 latents.*{said}"):
+        sample_message(request(tmp_path, latent="l.safetensors", **change), Loaded("m", "ltx2", LTX), {})

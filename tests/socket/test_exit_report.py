@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import exit_report, launcher
-from backend.client.exit_report import first_failure, full_disk
+from backend.client.exit_report import cause_among, failures, full_disk
 
 TABLE = """\
 [0]:
@@ -94,7 +94,7 @@ def leave(folder, codes, errors=(), stderr=()):
 )
 def test_cause(tmp_path, codes, errors, expected):
     leave(tmp_path, codes, errors)
-    assert str(first_failure(tmp_path)) == expected
+    assert str(cause_among(failures(tmp_path))) == expected
 
 
 def test_a_rank_that_somebody_told_to_end(tmp_path):
@@ -102,7 +102,7 @@ def test_a_rank_that_somebody_told_to_end(tmp_path):
     others, first = TABLE.format(0, 0, -15), TABLE.format(1, 1, -15)
     heading = "Root Cause (first observed failure):\n"
     (tmp_path / "backend.log").write_text(f"Failures:\n{others}{heading}{first}")
-    assert str(first_failure(tmp_path)) == "rank 1 was killed by SIGTERM"
+    assert str(cause_among(failures(tmp_path))) == "rank 1 was killed by SIGTERM"
 
 
 def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
@@ -115,12 +115,13 @@ def test_last_words_of_a_rank_that_recorded_nothing(tmp_path):
         },
     )
     assert (
-        str(first_failure(tmp_path)) == "rank 0 failed with ModuleNotFoundError: No module named 'diffusers'"
+        str(cause_among(failures(tmp_path)))
+        == "rank 0 failed with ModuleNotFoundError: No module named 'diffusers'"
     )
 
 
 def test_nothing_recorded(tmp_path):
-    assert first_failure(tmp_path) is None
+    assert cause_among(failures(tmp_path)) is None
 
 
 def test_half_written_record(tmp_path):
@@ -128,7 +129,7 @@ def test_half_written_record(tmp_path):
     place = tmp_path / "ranks/run_x/attempt_0/0"
     place.mkdir(parents=True)
     (place / "error.json").write_text('{"message": {"mess')
-    assert "killed by SIGKILL" in str(first_failure(tmp_path))
+    assert "killed by SIGKILL" in str(cause_among(failures(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ LAYERS = [
     "backend.admission",
     "backend.start",
     "backend.probe",
-    "backend.shape_reader",
     "backend.rank",
     "backend.worker",
     "backend.cli",

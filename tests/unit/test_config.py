@@ -1,9 +1,12 @@
 """Every ParallelConfig that cannot run is refused in one sentence with its values and a remedy."""
 
+from dataclasses import fields
+
 import pytest
 
 from backend import start
-from backend.config import AXES, ConfigError, ParallelConfig
+from backend.config import AXES, PER_REQUEST, ConfigError, ParallelConfig
+from backend.protocol import Sample
 
 REFUSED = {
     "degree 0": (dict(ulysses_degree=0), "at least 1"),
@@ -135,3 +138,10 @@ def test_schemes_of_more_dimensions_are_refused_by_name():
             ConfigError, match=f"split_scheme {scheme} is not offered: .*choose one of megatron"
         ):
             ParallelConfig(tensor_parallel_degree=8, split_scheme=scheme).validate()
+
+
+def test_what_travels_with_a_request_is_of_its_message():
+    both = {each.name for each in fields(Sample)} & {each.name for each in fields(ParallelConfig)}
+    assert both == set(PER_REQUEST) == set(ParallelConfig().per_request)
+    other = ParallelConfig(warmup_steps=3, attention="sdpa", compile="blocks", stale_kv="extrapolate")
+    assert other.topology() == ParallelConfig().topology()

@@ -24,8 +24,8 @@ def backend(monkeypatch):
     """A launched backend that the pool has at hand, and its clock."""
     client = SimpleNamespace(closed=False, close=lambda: None, is_open=lambda: True)
     found = Backend(ParallelConfig(), client, Process())
-    found.clock.clock = lambda: found.now
-    found.now = found.clock.last = 0.0
+    found.now = found.last_used = 0.0
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: found.now))
     monkeypatch.setattr(pool, "_backends", {"topology": found})
     return found
 

@@ -11,6 +11,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.load_report import by_rank
+from backend.loading.lora_keys import lora_stack, stack_digest
 from backend.loading.model_key import check_same, content_key, model_key
 from backend.parallel import mesh
 from backend.protocol import Load
@@ -69,6 +70,34 @@ def test_all_ranks_use_the_key_of_rank_0(tmp_path):
         ["key of rank 0" if isinstance(value, str) else value] * 2
     )
     assert rank.load(Load(str(path))) == [] and list(rank.engine.models) == ["key of rank 0"]
+
+
+def test_all_ranks_name_loras_as_rank_0(tmp_path):
+    """A LoRA that was copied to another machine has another time there. One of other content is refused."""
+    path = str(write_checkpoint(tmp_path / "model.safetensors"))
+    loras = [tmp_path / machine / "l.safetensors" for machine in ("0", "1")]
+    for number, file in enumerate(loras):
+        file.parent.mkdir()
+        file.write_bytes(b"the same")
+        os.utime(file, (number, number))
+    asked = [Load(path, loras=[[str(file), 0.5]]) for file in loras]
+    digest, own = (stack_digest(lora_stack(each.loras)) for each in asked)
+    rank = worker()
+    rank.machines = [0, 1]
+    assert rank.load(Load(path)) == []
+    [key] = rank.engine.models
+    told: list = [digest, [content_key(str(loras[0]))]]
+
+    def gathered(value):
+        return [value if isinstance(value, str) else told, value]
+
+    rank.dispatcher.all_gather_object = gathered
+    assert digest != own and rank.load(asked[1]) == []
+    assert list(rank.engine.models) == [key, f"{key}+{digest}"]
+    told[1] = ["another"]
+    assert rank.load(asked[1]) == [
+        "rank 1: 'l.safetensors' is not there, or is another file than on rank 0's machine; copy it there"
+    ]
 
 
 def test_a_folder_whose_weights_change_is_another_model(tmp_path):

@@ -11,7 +11,8 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import mesh
+from backend.opaque_ops import RUNNING, Running
+from backend.parallel import attention_kernels, mesh
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
 from backend.parallel.sequence import Sequence, Span, patches
@@ -130,6 +131,26 @@ def test_nothing_survives_a_request(engine):
     assert model.stage.attention.buffers is None
     assert not any(layer.known for layer in model.cache.layers)
     assert_same_bits(simulate(engine, num_pipeline_patch=4), simulate(engine, num_pipeline_patch=4))
+
+
+def test_nothing_survives_a_request_that_fails_in_a_block(engine, monkeypatch):
+    """One rank goes on when its memory runs out: attention before the next request's blocks is torch's."""
+    want = simulate(engine, num_pipeline_patch=2)
+    stage = engine.models["tiny"].stage
+    kernels = iter([attention_kernels.attend] * (BLOCKS + 3))
+
+    def attend(*arguments):
+        kernel = next(kernels, None)
+        if kernel is None:
+            raise torch.OutOfMemoryError
+        return kernel(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention_kernels, "attend", attend)
+        with pytest.raises(torch.OutOfMemoryError):
+            simulate(engine, num_pipeline_patch=2)
+    assert stage.attention.call is None and vars(RUNNING) == vars(Running())
+    assert_same_bits(simulate(engine, num_pipeline_patch=2), want)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

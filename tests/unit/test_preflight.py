@@ -11,9 +11,12 @@ from tiny import write_checkpoint
 from backend.client import preflight
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.recognition import open_checkpoint
+from backend.planner.model_shape import ModelShape
 from backend.preflight import check_before_start
 from backend.protocol import BackendError, RefusedError
 from backend.rank_plan import describe
+from backend.rank_plan.shape_of import shape_of
 
 #: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.
 CANNOT = {
@@ -66,7 +69,8 @@ def test_ranks_on_the_cpu_share_its_memory(model):
 
 
 def test_a_process_answers_several_questions(model):
-    """One is accepted, and not asked again; one is refused; once the process has ended, another answers."""
+    """One is accepted, and not asked again; the shape is told; one is refused; once the process has ended,
+    another answers."""
     config = ParallelConfig(device="cpu")
     question = (model, "default", "auto", [model.rpartition("/")[0]])
     preflight.check_headers(config, *question)
@@ -74,6 +78,10 @@ def test_a_process_answers_several_questions(model):
     preflight.check_headers(config, *question, asked.append)
     assert not asked
     first = preflight._reader
+    shape = ModelShape.from_dict(preflight.read_shape(*question[:3], "cpu"))
+    assert shape == shape_of(open_checkpoint(model), torch.float32) and preflight._reader is first
+    with pytest.raises(RefusedError, match="weight_dtype"):
+        preflight.read_shape(model, "fp8", "auto", "cpu")
     deep = replace(config, pipefusion_degree=13)
     with pytest.raises(RefusedError, match="has 12 blocks"):
         preflight.check_headers(deep, *question)
@@ -97,7 +105,7 @@ def test_a_question_is_json(monkeypatch, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(1)}, path)
     asked = []
-    monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question) or "")
+    monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
     preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), str(path), "bf16", "auto", ["/x"])
     (question,) = asked
     assert json.loads(json.dumps(question)) == question

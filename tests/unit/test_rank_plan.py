@@ -1,13 +1,17 @@
 """describe() against what the ranks counted and against the published formulas."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from families import golden
-from tiny import write_checkpoint
+from tiny import golden_request, write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine, describe
 from backend.parallel import mesh
 from backend.parallel.modulation_cache import AHEAD
+from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
 
 #: The tiny Flux and the golden request of 20 x 12 latent pixels: rows, width, blocks, bytes of one
@@ -163,3 +167,23 @@ def test_text_says_it_in_one_line(checkpoint):
         and "ulysses" in line
         and "\n" not in line
     )
+
+
+def test_prompts_are_those_of_the_side_with_most(checkpoint):
+    """Three positive ones and a negative one: a rank of the positive side keeps keys and values of three."""
+    sample, _ = golden_request("size20x12")
+    further = {
+        f"positive{number}.{name}": sample.tensors[f"positive.{name}"]
+        for number in (2, 3)
+        for name in ("c_crossattn", "y", "guidance")
+    }
+    negative = {f"negative.{name}": sample.tensors[f"positive.{name}"] for name in ("c_crossattn", "y")}
+    sample = replace(sample, tensors={**sample.tensors, **negative, **further})
+
+    def held(**fields) -> list[int]:
+        config = ParallelConfig(pipefusion_degree=2, **fields)
+        size = size_of(sample, config, checkpoint.family, checkpoint.config)
+        return [plan.kv_bytes for plan in size.plans(config, checkpoint, torch.float32)]
+
+    each = [size // 4 for size in held()]
+    assert held(cfg_degree=2) == [3 * size for size in each] * 2

@@ -5,7 +5,7 @@ import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
 from backend.parallel.request_caches import Masks, Positions, take
-from backend.parallel.sequence import Sequence, patches, whole_sequence
+from backend.parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 
 
 @pytest.mark.parametrize(
@@ -41,22 +41,26 @@ def test_context_rows_ride_with_patch_0(count, sp, position):
     assert len(found[0].image) <= len(found[-1].image)
 
 
+def own_positions(tokens: TokenShards, kind: str) -> torch.Tensor:
+    return tokens.positions(kind, range(tokens.sp_rank, tokens.sp_rank + 1))
+
+
 def test_positions_put_context_behind_the_latent():
     first, last = (
         whole_sequence(Sequence(2, 3, position, reference=4), 1, 2) for position in ("first", "last")
     )
-    assert first.local_positions("joint").tolist() == [1, 3, 4, 7, 8] and first.local_positions(
-        "image"
+    assert own_positions(first, "joint").tolist() == [1, 3, 4, 7, 8] and own_positions(
+        first, "image"
     ).tolist() == [1, 2, 5, 6]
-    assert last.local_positions("joint").tolist() == [1, 2, 5, 6, 8]
+    assert own_positions(last, "joint").tolist() == [1, 2, 5, 6, 8]
 
 
 def test_positions_put_text_where_the_family_has_it():
     first = whole_sequence(Sequence(2, 3, "first"), 1, 2)
     last = whole_sequence(Sequence(2, 3, "last"), 1, 2)
-    assert first.local_positions("joint").tolist() == [1, 3, 4]
-    assert last.local_positions("joint").tolist() == [1, 2, 4]
-    assert first.local_positions("image").tolist() == [1, 2]
+    assert own_positions(first, "joint").tolist() == [1, 3, 4]
+    assert own_positions(last, "joint").tolist() == [1, 2, 4]
+    assert own_positions(first, "image").tolist() == [1, 2]
 
 
 def test_every_rank_has_rows_of_every_patch():
@@ -70,7 +74,7 @@ def test_fresh_text_stays_behind(sp):
     shards = [whole_sequence(Sequence(11, 8, "last", per_block_text=4), rank, sp) for rank in range(sp)]
     assert sum(rows.carried_text for rows in shards) == 7
     assert all(
-        rows.carried_text == len([row for row in rows.local_positions("text") if row < 7]) for rows in shards
+        rows.carried_text == len([row for row in own_positions(rows, "text") if row < 7]) for rows in shards
     )
 
 
@@ -121,7 +125,7 @@ def test_tokens_are_taken_at_their_positions(position, sp):
             where = positions.of(tokens, kind, table.device)
             assert take(table, 0, where).equal(tokens.positions(kind))
             assert positions.of(tokens, kind, table.device) is where
-        own = tokens.local_positions("joint").tolist()
+        own = own_positions(tokens, "joint").tolist()
         with_dummy = take(table, 0, positions.of(tokens, "joint", table.device, range(1), position)).tolist()
         assert with_dummy == ([0, *own] if position == "first" else [*own, 0])
     assert isinstance(positions.of(patches(sequence, 3)[1], "joint", table.device), slice)

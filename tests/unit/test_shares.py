@@ -1,6 +1,7 @@
 """Shares of the work of ranks that differ: who gets how many tokens, heads, blocks and samples."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from published import A100, FLUX
@@ -70,6 +71,15 @@ def test_samples_of_a_call_follow_shares():
     assert [len(each) for each in samples_of_replicas(10, groups)] == [7, 3]
     assert [len(each) for each in samples_of_replicas(10, replace(groups, replica_shares=()))] == [5, 5]
     assert [len(each) for each in samples_of_replicas(1, groups)] == [1, 1]
+
+
+def test_replicas_of_sharded_weights_call_the_model_equally_often():
+    """Each call gathers weights of all of them: one call more would wait for the others for ever."""
+    weights: Any = object()
+    groups = replace(
+        mesh.single(), dp=mesh.Axis(None, 0, 2, (0, 1)), replica_shares=(70.0, 30.0), weights=weights
+    )
+    assert [len(each) for each in samples_of_replicas(10, groups)] == [5, 5]
 
 
 @pytest.fixture(scope="module")

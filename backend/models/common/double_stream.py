@@ -1,6 +1,7 @@
-"""Names of double-stream blocks in single files of Flux and of the families that took over its layout."""
+"""Names and sizes of double-stream blocks in single files of Flux and of the families that took over its
+layout."""
 
-from ..key_layout import under
+from ..key_layout import Shapes, blocks_of, under
 
 #: The file's module -> diffusers' (key_layout.Layout).
 DOUBLE_STREAM = under(
@@ -35,3 +36,17 @@ SINGLE_STREAM = under(
         "norm.key_norm.scale": "attn.norm_k.weight",
     },
 )
+
+
+def config_of(shapes: Shapes) -> dict:
+    """Return the arguments that the diffusers classes of this layout have in common, from a file's shapes."""
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    return dict(
+        in_channels=shapes["img_in.weight"][1],
+        out_channels=shapes["final_layer.linear.weight"][0],
+        num_layers=blocks_of(shapes, "double_blocks"),
+        num_single_layers=blocks_of(shapes, "single_blocks"),
+        attention_head_dim=head,
+        num_attention_heads=shapes["img_in.weight"][0] // head,
+        joint_attention_dim=shapes["txt_in.weight"][1],
+    )

@@ -1,0 +1,54 @@
+"""What nodes leave behind once a run has ended: the panel's line of what goes on, and one rank's times."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+
+with comfy_modules():
+    import comfy.model_management
+    from parallel_dit.nodes.host import one_rank, panel
+    from parallel_dit.nodes.host.progress import NodeStatus, Reporter
+
+
+@pytest.mark.parametrize("ends", ["well", "cancelled"])
+@pytest.mark.parametrize(
+    "make", [NodeStatus, lambda: Reporter(None, torch.zeros(1), 2, True, False)], ids=["node", "sampler"]
+)
+def test_nothing_goes_on_after_a_run(make, ends):
+    """Stop would interrupt whatever else ComfyUI runs."""
+    try:
+        with make() as found:
+            status = getattr(found, "status", found)
+            status.show("step 1/2")
+            assert NodeStatus.latest == "step 1/2"
+            if ends == "cancelled":
+                raise comfy.model_management.InterruptProcessingException
+    except comfy.model_management.InterruptProcessingException:
+        pass
+    assert NodeStatus.latest == ""
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, monkeypatch):
+    """Ranks that wait are ended while ComfyUI goes on with a graph that has nothing to do with them."""
+    found = []
+    backends = [SimpleNamespace(process=object(), is_busy=is_busy)]
+    monkeypatch.setattr(panel.pool, "backends", lambda: backends)
+    monkeypatch.setattr(panel.pool, "close_all", lambda: found.append("closed"))
+    interrupt = "interrupt_current_processing"
+    monkeypatch.setattr(comfy.model_management, interrupt, lambda: found.append("interrupted"))
+    panel.stop()
+    assert found == ["interrupted"] * is_busy + ["closed"]
+
+
+def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):
+    """A run has ended when its time is kept: a full disk, or a folder of somebody else's."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "file" / "one_rank.json")
+    one_rank.remember("request", 1.0)
+    assert one_rank.known("request") is None
+    monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "one_rank.json")
+    one_rank.remember("request", 1.0)
+    assert one_rank.known("request") == 1.0
