@@ -19,7 +19,6 @@ ONCE = ("modulation",)
 SENT, KV, MACS = (0.97, 1.03), (0.97, 1.03), (0.97, 1.05)
 #: Families that multiply more -> how much, of a rank with one of 16 parts.
 MORE = {
-    "hunyuan-dit": 1.07,  # layers outside of blocks, which tensor parallelism keeps whole
     "sana": 2.05,  # convolutions of the lines next to a rank's
 }
 #: Families that are counted wrongly -> how; the page says so. An entry that is not needed any more fails.
