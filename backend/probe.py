@@ -28,6 +28,8 @@ from .serving.broadcast import Dispatcher
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
 #: Calls of each measurement, after one that is not counted.
 CALLS = 5
+#: Seconds for which ranks on the CPU compute at once: more than a few turns of those that share a core.
+SPAN = 0.1
 #: Linear layers of a stream in a block that is timed.
 LAYERS = 4
 #: Small kernels that a block starts for each stream.
@@ -98,6 +100,24 @@ class Probe:
         found = self.dispatcher.all_gather_object(self.seconds(step))
         return tuple(max(found) / each for each in found)
 
+    def together(self, action: Callable[[], object]) -> float:
+        """Return the seconds of ``action`` while all ranks compute."""
+        self.dispatcher.all_gather_object(None)  # begin together
+        return self.sustained(action)
+
+    def sustained(self, action: Callable[[], object]) -> float:
+        """Return the mean seconds of ``action``: ranks on the CPU may share a core, which the fastest call
+        does not show."""
+        if self.kind == "cuda":
+            return self.seconds(action)
+        action()
+        started, calls, found = time.perf_counter(), 0, 0.0
+        while found < SPAN:
+            action()
+            calls += 1
+            found = time.perf_counter() - started
+        return found / calls
+
     def _wait(self):
         if self.kind == "cuda":
             torch.cuda.synchronize()
@@ -108,11 +128,11 @@ class Probe:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
-    def _gemm(self) -> float:
-        """FLOP/s of a linear layer."""
+    def _gemm(self, clock: Callable) -> float:
+        """FLOP/s of a linear layer; ``clock``: seconds of a call."""
         x = self._random(self.tokens, self.width)
         weight = self._random(self.width, self.width)
-        return 2 * self.tokens * self.width**2 / self.seconds(lambda: F.linear(x, weight))
+        return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
 
     def _compute(self) -> tuple[float, float, float, float]:
         """FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
@@ -126,16 +146,16 @@ class Probe:
             for _ in range(KERNELS // 2):
                 F.layer_norm(F.linear(small, weight), (64,))
 
-        attention = self.seconds(lambda: F.scaled_dot_product_attention(q, q, q))
-        copied = self.seconds(x.clone)
+        attention = self.together(lambda: F.scaled_dot_product_attention(q, q, q))
+        copied = self.together(x.clone)
         size = 2 * x.numel() * x.element_size()
-        return self._gemm(), flop / attention, size / copied, self.seconds(kernels)
+        return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
 
     def _alone(self, together: float) -> float:
         """How many times as fast rank 0 computes while the others sleep: cores of a CPU are shared."""
         if self.kind == "cuda" or self.ranks == 1:
             return 1.0
-        rate = self._gemm() if self.mesh.rank == 0 else 0.0
+        rate = self._gemm(self.sustained) if self.mesh.rank == 0 else 0.0
         return max(1.0, self.dispatcher.all_gather_object(rate)[0] / together)
 
     def _neighbours(self) -> float:

@@ -48,8 +48,8 @@ METHODS = {
 }
 RANKS = (2, 4, 8, 16)
 EVERY = ("flux-dev", "wan21-t2v")
-#: PipeFusion's first step is synchronous, the second one steady; elsewhere the first is as all.
-STEPS = {"pipefusion": 2}
+#: The first step computes what the prompt decides, and PipeFusion's is synchronous; the second one is steady.
+STEPS = 2
 STORED = Path(__file__).with_suffix(".json")
 #: What is stored of a run.
 COUNTED = ("sent", "macs", "weights", "kv", "peak")
@@ -184,7 +184,7 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
     config = replace(ParallelConfig(), **{METHODS[method]: ranks}).validate()
     with meta_device(Count()), torch.inference_mode():
         model = loaded(family, config, rank)
-        request = built(family, config, model, STEPS.get(method, 1))
+        request = built(family, config, model, STEPS)
         held = list(tensors_of(model))
         meter = Meter(iter(held))
         with counting_attention(meter), running(model, request) as runner, meter:

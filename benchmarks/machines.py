@@ -1,7 +1,7 @@
 """Which method bears which network: two "hosts" on this machine, joined by a cable of limited bandwidth, or
 by one that adds latency too.
 
-    python benchmarks/machines.py [--rounds 3] [--steps 4] [--write]
+    python benchmarks/machines.py [--rounds 3] [--steps 4] [--only WORDS ...] [--write]
 
 The hosts are network namespaces (tests/support/hosts.py), each with half of the ranks, on the CPU, with a
 Flux of random weights (177M parameters; --quick: a small one). tc limits the cable's bandwidth (tbf). Latency
@@ -132,18 +132,23 @@ def measured(ranks: Ranks, name: str, degrees: dict, rounds: int) -> Method:
     return Method(name, megabytes, seconds)
 
 
-def table(found: list[Method]) -> str:
-    """Return the page's table. The least that a link adds is megabytes over its rate, both ways at once."""
+def row(each: Method) -> tuple[str, ...]:
+    """Return a line of the table. The least that a link adds is half of the megabytes over its rate, since
+    both directions go at once."""
     first, *limited = LINKS
-    head = ["method", "MB a step", f"s a step, {first}", *(f"at {link}" for link in limited), "bears"]
-    rows = []
-    for each in found:
-        added = {link: each.seconds[link] / each.seconds[first] - 1 for link in limited}
-        cells = [each.name, f"{each.megabytes:.2f}", f"{each.seconds[first]:.2f}"]
-        cells += [f"{each.seconds[link]:.2f} ({added[link]:+.0%})" for link in limited]
-        borne = [link for link in limited if added[link] <= BORNE]
-        rows.append((*cells, "; ".join(borne) or "none of them"))
-    return markdown(tuple(head), rows)
+    added = {link: each.seconds[link] / each.seconds[first] - 1 for link in limited}
+    cells = [each.name, f"{each.megabytes:.2f}", f"{each.seconds[first]:.2f}"]
+    cells += [f"{each.seconds[link]:.2f} ({added[link]:+.0%})" for link in limited]
+    borne = [link for link in limited if added[link] <= BORNE]
+    return (*cells, "; ".join(borne) or "none of them")
+
+
+def table(rows: dict[str, tuple[str, ...]]) -> str:
+    """Return the page's table of these lines, in the order of METHODS."""
+    first, *limited = LINKS
+    head = ("method", "MB a step", f"s a step, {first}", *(f"at {link}" for link in limited), "bears")
+    names = [name for methods in METHODS.values() for name in methods]
+    return markdown(head, [rows[name] for name in names if name in rows])
 
 
 def main():
@@ -153,7 +158,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
+    parser.add_argument("--only", nargs="+", default=[""], help="methods whose name begins so")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PART.page}")
     options = parser.parse_args()
@@ -161,18 +166,20 @@ def main():
         sys.exit(f"There can be no hosts: {why}.")
     if options.quick:
         SIDE[0], TEXT[0] = 16, 32
-    found = []
+    found: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as model:
         common.save_model(model, **(SMALL if options.quick else {}))
-        for count in options.ranks:
+        for count, methods in METHODS.items():
+            chosen = [name for name in methods if name.startswith(tuple(options.only))]
+            if not chosen:
+                continue
             with ExitStack() as stack:
                 ranks = Ranks(stack, count, Path(model), options.steps)
-                for name, degrees in METHODS[count].items():
-                    found.append(measured(ranks, name, degrees, options.rounds))
-    text = table(found)
-    print(text)
+                for name in chosen:
+                    found[name] = row(measured(ranks, name, methods[name], options.rounds))
+    print(table(found))
     if options.write:
-        PART.write(text)
+        PART.write(table(PART.rows() | found))
 
 
 if __name__ == "__main__":

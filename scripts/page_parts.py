@@ -31,6 +31,14 @@ class Part:
         """Return what the page holds."""
         return self._cut()[1]
 
+    def rows(self) -> dict[str, tuple[str, ...]]:
+        """Return the lines of the table that the page holds: its first cell -> its cells."""
+        cells = [
+            tuple(cell.strip() for cell in line.strip("|").split(" | "))
+            for line in self.read().splitlines()[2:]
+        ]
+        return {each[0]: each for each in cells}
+
     def write(self, made: str):
         """Put ``made`` into the page."""
         before, _, after = self._cut()

@@ -106,16 +106,9 @@ def shown(message: str) -> str:
     return message.replace("|", "/").replace("\n", " ")
 
 
-def lines() -> dict[str, tuple[str, ...]]:
-    """Return the cells of the page's table by the name of their fault."""
-    table = PART.read().splitlines()[2:]
-    cells = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table]
-    return {each[0]: each for each in cells}
-
-
 def write(row: Row):
     """Put a row into the page, in the place of what was there of its fault."""
-    known = lines() | {row.cells[0]: row.cells}
+    known = PART.rows() | {row.cells[0]: row.cells}
     table = markdown(HEAD, [known[fault.name] for fault in FAULTS if fault.name in known])
     PART.write(table)
 

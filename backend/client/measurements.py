@@ -40,8 +40,6 @@ Measured = TypeVar("Measured")
 def machine_rates(device: str, indices: list[int], check: Check, show: Callable[[str], None]) -> Machine:
     """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
     them. ``check`` is called ten times a second and may raise; ``show`` gets a line. Raises BackendError."""
-    names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
-    key = [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
 
     def measure() -> dict:
         show(f"measuring the links of {len(indices)} ranks, once for this machine")
@@ -57,7 +55,7 @@ def machine_rates(device: str, indices: list[int], check: Check, show: Callable[
         finally:
             private.close()
 
-    return _kept("machine", key, measure, Machine.from_dict)
+    return _kept("machine", _machine_key(device, indices), measure, Machine.from_dict)
 
 
 def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
@@ -68,8 +66,23 @@ def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str],
         show("reading the model's headers")
         return read_shape(*wanted, device, check)
 
-    key = [*wanted, device, stamp(Path(wanted[0]))]
-    return _kept("shape", key, measure, ModelShape.from_dict)
+    return _kept("shape", _shape_key(wanted, device), measure, ModelShape.from_dict)
+
+
+def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
+    """Return a model's shape and the rates of these devices where both were measured before."""
+    shape = _read_kept("shape", _shape_key(wanted, device), ModelShape.from_dict)
+    machine = _read_kept("machine", _machine_key(device, indices), Machine.from_dict)
+    return None if shape is None or machine is None else (shape, machine)
+
+
+def _machine_key(device: str, indices: list[int]) -> list:
+    names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
+    return [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
+
+
+def _shape_key(wanted: Wanted, device: str) -> list:
+    return [*wanted, device, stamp(Path(wanted[0]))]
 
 
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
@@ -94,13 +107,11 @@ def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
 
 def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dict], Measured]) -> Measured:
     """Return what ``read`` makes of the kept measurement, or of a new one, which is kept."""
-    name = hashlib.sha256(json.dumps([VERSION, *key]).encode()).hexdigest()[:24]
-    path = cache_folder() / f"{kind}-{name}.json"
-    try:
-        return read(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # there is none, or it is not ours: measure
+    before = _read_kept(kind, key, read)
+    if before is not None:
+        return before
     found = measure()
+    path = _path(kind, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}.new")
@@ -109,6 +120,18 @@ def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dic
     except OSError:
         pass  # a home that cannot be written: measured again the next time
     return read(found)
+
+
+def _read_kept(kind: str, key: list, read: Callable[[dict], Measured]) -> Measured | None:
+    try:
+        return read(json.loads(_path(kind, key).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # there is none, or it is not ours
+
+
+def _path(kind: str, key: list) -> Path:
+    name = hashlib.sha256(json.dumps([VERSION, *key]).encode()).hexdigest()[:24]
+    return cache_folder() / f"{kind}-{name}.json"
 
 
 def _run(command: list[str], config: ParallelConfig, device: str, check: Check):

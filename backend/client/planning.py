@@ -70,6 +70,22 @@ def question_of(
     return Question(*asked, auto.rank_shares), devices
 
 
+def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:
+    """Estimate how many times as fast as one rank a request runs with ``config``, by what was measured of
+    this machine and the model before; None where one of them never was, or the ranks are elsewhere."""
+    if config.address:
+        return None
+    device = config.resolve_device(torch.cuda.device_count())
+    indices = config.gpu_indices if device == "cuda" else list(range(config.world_size))
+    found = measurements.known(model, device, indices)
+    if found is None:
+        return None
+    shape, machine = found
+    machine = replace(machine, memory=measurements.usual_memory(device, indices))
+    question = Question(shape, request(shape), machine, len(indices))
+    return question.option(ParallelConfig()).seconds / question.option(config).seconds
+
+
 def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     """Return the bytes that our ranks may have on each GPU: what is free, or was before ours ran there."""
     key = (device, *devices)

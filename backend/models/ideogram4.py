@@ -145,6 +145,6 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
     ),
     build=Build(patch_module=patch_module),
-    cache=Cache(prompt_modules=("rotary_emb",)),
+    cache=Cache(prompt_modules=("rotary_emb", "llm_cond_proj")),
     layout=LAYOUT,
 )

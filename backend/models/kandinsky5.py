@@ -183,6 +183,7 @@ FAMILY = Family(
             "text_rope_embeddings",
             "visual_rope_embeddings",
         ),
+        step_modules=("text_transformer_blocks.[0-9]",),
         image_modules=("visual_embeddings",),
         modulation=("visual_modulation.out_layer",),
         modulation_argument="time_embed",

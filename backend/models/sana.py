@@ -156,7 +156,7 @@ FAMILY = Family(
         dtypes=BF16_OR_FP16,
         patch_module=patch_module,
         only={
-            "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads,")
+            "guidance_embeds": (False, "SANA-Sprint, a consistency model whose output no solver here reads")
         },
     ),
     layout=LAYOUT,

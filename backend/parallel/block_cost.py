@@ -28,11 +28,16 @@ Latents = Mapping[str, int]
 
 
 def block_costs(
-    transformer: nn.Module, family, config: Mapping, image: int = IMAGE_TOKENS, text: int = TEXT_TOKENS
+    transformer: nn.Module,
+    family,
+    config: Mapping,
+    image: int = IMAGE_TOKENS,
+    text: int = TEXT_TOKENS,
+    latents: Latents | None = None,
 ) -> list[int]:
-    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens. Latents
-    of several kinds count as tokens of the first."""
-    latents = latents_of(family, image)
+    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens.
+    ``latents``: tokens of each of nested latents; without them all are the first's."""
+    latents = latents or latents_of(family, image)
     return [
         _linear(block, blocks, family, config, image, text, latents)
         + _attention(block, blocks, family, config, image, text, latents)

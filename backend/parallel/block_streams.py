@@ -151,8 +151,9 @@ class Forward:
         with the image where the model has put them after it before."""
         text = streams["text"]
         image = streams["image"]
-        is_entry = index == self.structure.entry
-        reference = self.reference if is_entry else min(self.reference, image.shape[1] - self.latent)
+        reference = self.reference
+        if index < self.structure.entry:
+            reference = max(0, min(reference, image.shape[1] - self.latent))
         return Sequence(
             0 if text is None else text.shape[1],
             image.shape[1] - reference,

@@ -44,7 +44,7 @@ class Cost:
     def step(self, patches: int) -> float:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
-        branches = math.ceil(self.request.prompts / plan.cfg_degree)
+        branches = self._branches()
         micro = max(self._micro(*stage, patches) for stage in zip(self._stages, self._loads))
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
@@ -82,10 +82,15 @@ class Cost:
     def _sequence(self) -> int:
         return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
 
-    @cached_property
-    def _speed(self) -> float:
-        """How much faster than measured a rank computes."""
-        return self.machine.speed(self.plan.world_size)
+    def _branches(self) -> int:
+        """Prompts that a rank computes, one after the other."""
+        return math.ceil(self.request.prompts / self.plan.cfg_degree)
+
+    def _speed(self, patches: int) -> float:
+        """How much faster than measured a rank computes; stages that wait leave others their cores."""
+        stages = self.plan.pipefusion_degree
+        at_once = stages if patches > 1 else min(stages, self._branches())
+        return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, patches: int) -> float:
         """Seconds of one patch of one prompt on the last rank of a stage with these blocks (_loads)."""
@@ -93,20 +98,21 @@ class Cost:
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
         tokens = self._samples * self._sequence / divided / patches
-        efficiency = self._speed * tokens / (tokens + self.machine.half_rate)
+        speed = self._speed(patches)
+        efficiency = speed * tokens / (tokens + self.machine.half_rate)
         share = self._samples / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
         linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
-        products = max(linear / (self.machine.gemm * efficiency), self._read(blocks))
+        products = max(linear / (self.machine.gemm * efficiency), self._read(blocks) / speed)
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
-        device = products + self._dequantize(blocks)
+        device = products + self._dequantize(blocks) / speed
         device += self._ring(attention / (self.machine.attention * efficiency), blocks, patches)
         device += self._exchange(blocks, patches) + self._reduce(blocks, patches)
         gathered = self._gather_weights(blocks)
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
-        launches = self.machine.launch * sum(block.streams for block in blocks) / self._speed
+        launches = self.machine.launch * sum(block.streams for block in blocks) / speed
         return device + launches if self.machine.on_host else max(device, launches)
 
     @property
@@ -122,12 +128,12 @@ class Cost:
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to read the weights once from device memory."""
         size = sum(block.unpacked or block.weights for block in blocks)
-        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth / self._speed
+        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to write what quantized weights stand for, before it is read."""
         size = sum(block.unpacked + block.weights for block in blocks if block.unpacked)
-        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth / self._speed
+        return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     def _activation(self, patches: int, features: int = 0) -> float:
         """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many
@@ -164,7 +170,7 @@ class Cost:
         queries = self._activation(patches, self._queries(blocks))
         outputs = queries / self.shape.itemsize * FLOAT32 / width
         passes = MERGE_PASSES * outputs / self.machine.bandwidth
-        return (passes + self.machine.launch * len(blocks) * MERGE_KERNELS / LAUNCHES) / self._speed
+        return (passes + self.machine.launch * len(blocks) * MERGE_KERNELS / LAUNCHES) / self._speed(patches)
 
     def _exchange(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of Ulysses' all-to-all before and after attention."""

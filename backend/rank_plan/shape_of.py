@@ -165,13 +165,17 @@ class _Measured:
         )
 
     @cached_property
+    def _one_rank(self) -> Workload:
+        return self._work()
+
+    @cached_property
     def _structure(self) -> BlockStructure:
         return BlockStructure.of(self.checkpoint.empty, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
         """Features of the attention calls of a block whose ``side`` is of image tokens."""
         latents = latents_of(self.checkpoint.family, 1)
-        calls = self._work().exchanged(range(index, index + 1))
+        calls = self._one_rank.exchanged(range(index, index + 1))
         return sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
 
     def _activations(self) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from .latent_formats import LATENT_FORMATS
 from .qwen_image21 import QwenImage21
 from .sana import Sana
 from .unet_configs import UNET_CONFIGS
-from .unet_values import flux_class, hidden, hunyuan_video_class, pixart_class, wan_class
+from .unet_values import cogvideox_class, flux_class, hidden, hunyuan_video_class, pixart_class, wan_class
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ FAMILIES = {
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
     "cogvideox": Family(
-        lambda config: (
-            "CogVideoX_T2V" if config["in_channels"] == config["out_channels"] else "CogVideoX_I2V"
-        ),
+        cogvideox_class,
         accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {
             "in_channels": config["in_channels"],

@@ -52,6 +52,12 @@ def hunyuan_video_class(config: dict) -> str:
     return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
 
 
+def cogvideox_class(config: dict) -> str:
+    if config["in_channels"] == config["out_channels"]:
+        return "CogVideoX_T2V"
+    return "CogVideoX_Inpaint" if config["in_channels"] == 48 else "CogVideoX_I2V"
+
+
 def hunyuan_video_patch(config: dict) -> list[int]:
     return [config["patch_size_t"], config["patch_size"], config["patch_size"]]
 

@@ -1,6 +1,7 @@
 """How long a step takes on one rank of this machine, so that several can be compared with it.
 
 Every run on one rank is remembered in a file of ComfyUI's user folder; nothing is measured for its sake.
+Where there was none, the planner's estimate stands in, by what it has measured before.
 """
 
 import hashlib
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import folder_paths
 
+from ...backend.client import planning
+from ...backend.planner.machine import Request, tokens_of
+from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from .handle import ParallelDiT
 
@@ -36,6 +40,25 @@ def key(dit: ParallelDiT, sample: Sample, device: str) -> str:
 def known(digest: str) -> float | None:
     """Return the least seconds of a step that one rank took; None where it has never run."""
     return _read().get(digest)
+
+
+def projected(dit: ParallelDiT, sample: Sample) -> float | None:
+    """Estimate how many times as fast as one rank a request runs, where the planner knows machine and model
+    from before and has not said it in its choice."""
+    if dit.auto is not None:
+        return None
+
+    def request(shape: ModelShape) -> Request:
+        noise = sample.tensors["noise"]
+        size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
+        sides = (size[1] if len(size) == 4 else 1, size[-2], size[-1])
+        prompt = sample.tensors.get("positive.c_crossattn")
+        text = 0 if prompt is None else prompt.shape[1]
+        prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
+        steps = len(sample.tensors["sigmas"]) - 1
+        return Request(tokens_of(sides, shape.patch), text, steps, prompts, noise.shape[0])
+
+    return planning.projected(dit.config, dit.wanted, request)
 
 
 def remember(digest: str, seconds: float):

@@ -89,7 +89,9 @@ class RemoteSolver:
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:
             one_rank.remember(digest, seconds / steps)
-        return run_lines(self.dit.config, steps, seconds, device, one_rank.known(digest))
+        before = one_rank.known(digest)
+        projected = one_rank.projected(self.dit, request) if before is None else None
+        return run_lines(self.dit.config, steps, seconds, device, before, projected)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:
         prompts, conditioning = self._prompts(guider, noise)

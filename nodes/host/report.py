@@ -80,10 +80,15 @@ def pace(each: float) -> str:
 
 
 def run_lines(
-    config: ParallelConfig, steps: int, seconds: float, device: str, one_rank: float | None
+    config: ParallelConfig,
+    steps: int,
+    seconds: float,
+    device: str,
+    one_rank: float | None,
+    projected: float | None = None,
 ) -> list[str]:
     """Return how a run went. ``one_rank``: seconds a step of the same request on one rank, as it was measured
-    here; None where it never was."""
+    here; None where it never was. ``projected``: how many times as fast as one rank the planner expects."""
     each = seconds / steps
     ranks = config.world_size
     unit = "GPU" if device == "cuda" else "rank"
@@ -91,6 +96,8 @@ def run_lines(
     parts = [f"{steps} step{'s' * (steps > 1)} in {seconds:.1f} s", pace(each), count]
     if one_rank and ranks > 1:
         parts.append(f"{one_rank / each:.1f}x one {unit}")
+    elif projected and ranks > 1:
+        parts.append(f"about {projected:.1f}x one {unit} (projected)")
     return [" · ".join(parts), *idle_pipeline(config, steps)]
 
 

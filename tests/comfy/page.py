@@ -156,7 +156,11 @@ class ComfyPage(Page):
             node,
             text,
         )
-        self.wait(f"({REPORTS})()[{json.dumps(node)}] === {json.dumps(text)}", 30)
+        self.wait_for_report(node, text)
+
+    def wait_for_report(self, node: str, text: str):
+        """Wait until the report under the node of a type is ``text``."""
+        self.wait(f"({REPORTS})()[{json.dumps(node)}] === {json.dumps(text)}", 60)
 
     def run(self):
         """Press Run, and wait until that run has ended."""
@@ -187,9 +191,10 @@ class ComfyPage(Page):
     def put_down(self):
         """Click where a new node shall be that follows the mouse, until it does not."""
         for _ in range(20):
-            self.click_at(1200, 760)
+            self.click_at(900, 400)  # where nothing stands over the canvas
             if self.becomes("!app.graph.nodes.at(-1).flags.ghost", 1):
                 return
+        raise AssertionError("the new node still follows the mouse")
 
     def open_panel(self):
         """Open this pack's sidebar tab, unless it is open."""

@@ -47,6 +47,13 @@ def test_one_loader_fits_one_prompt_and_two(comfy):
     assert all("same result as one rank" in line and "per rank" in line for line in chosen)
 
 
+def test_degrees_by_hand_are_compared_with_one_rank(comfy):
+    """By a run of it, or by what auto has measured of this machine and model."""
+    assert error_of(comfy.run(graph(config=AUTO))) <= 1e-4
+    run = comfy.run(graph(config={"ulysses_degree": 2, "device": "cpu"}))
+    assert "x one rank" in run.outputs["4"]["parallel_dit"][0]
+
+
 def test_without_a_config_the_cpu_has_one_rank(comfy):
     alone = graph()
     del alone["2"], alone["3"]["inputs"]["config"]

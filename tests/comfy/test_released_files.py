@@ -1,7 +1,5 @@
 """Released files by their headers: ComfyUI's own detection, sampling and latent format next to those of this
-pack's model object. tests/headers/comfy.json keeps them for docs/models.md.
-
-    COMFYUI_PATH=~/ComfyUI python tests/comfy/test_released_files.py     # writes it, with ComfyUI's Python
+pack's model object. tests/headers/comfy.json keeps them for docs/models.md (scripts/released_files.py).
 """
 
 import json
@@ -12,8 +10,11 @@ import torch
 from comfy_modules import comfy_modules
 from header_forms import forms, open_released
 from headers import HeaderFiles, released
+from variants import VARIANTS
 from versions import skip_without_class
 
+from backend.loading.known_models import KNOWN
+from backend.models import FAMILIES as BACKEND_FAMILIES
 from backend.protocol import Loaded
 
 with comfy_modules():
@@ -72,6 +73,8 @@ def theirs(name: str) -> list | None:
 @pytest.mark.parametrize("name", TAKEN)
 def test_sampling_and_latents_are_comfyuis(name):
     skip_without_class(COMFY[name][0])
+    if name in forms()["gguf"]:
+        pytest.importorskip("gguf")  # which ComfyUI does not need
     found = ours(name)
     assert json.loads(json.dumps(found)) == COMFY[name]
     if name in forms()["folders"] or "diffusers_names" in name:  # of which ComfyUI reads few
@@ -82,3 +85,37 @@ def test_sampling_and_latents_are_comfyuis(name):
 
 def test_every_taken_file_is_listed():
     assert list(COMFY) == TAKEN
+
+
+#: ComfyUI's class -> what it is called where it is refused, which its family's file or the header tells.
+NAMED = {
+    "ChromaRadiance": "Chroma Radiance",
+    "WAN21_CausalAR_T2V": "causal Wan",
+    "WAN21_FlowRVS": "Wan FlowRVS",
+    "WAN21_HuMo": "HuMo",
+    "WAN21_SCAIL": "SCAIL",
+    "WAN22_S2V": "Wan 2.2 S2V",
+    "WAN22_WanDancer": "WanDancer",
+    "WAN_Animate2": "Wan Animate 2",
+    "ZImagePixelSpace": "Z-Image in pixels",
+}
+#: ComfyUI's class -> its family, and the channels of a config that is of no released header.
+BY_CHANNELS = {
+    "HunyuanVideoSkyreelsI2V": ("hunyuan-video", {"in_channels": 32, "out_channels": 16}),
+    "CogVideoX_Inpaint": ("cogvideox", {"in_channels": 48, "out_channels": 16}),
+}
+
+
+def test_every_class_of_comfyui_is_taken_or_refused_by_name():
+    """A class of a later ComfyUI than the one this was written for fails here."""
+    classes = {each.__name__ for each in comfy.supported_models.models}
+    taken = {row[0] for row in COMFY.values()} | {each.comfy_class for each in VARIANTS.values()}
+    refusals = [row for row in TABLE.values() if isinstance(row, str)]
+    refusals += [what for family in BACKEND_FAMILIES.values() for what in family.layout.variants.values()]
+    unnamed = {name for name, what in NAMED.items() if not any(what in each for each in refusals)}
+    assert not unnamed
+    for name, (family, config) in BY_CHANNELS.items():
+        assert FAMILIES[family].class_name(config) == name
+    known = {name for known in KNOWN for name in known.classes}
+    assert not known & taken
+    assert classes <= known | taken | NAMED.keys() | BY_CHANNELS.keys()

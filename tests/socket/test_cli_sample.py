@@ -112,7 +112,6 @@ def test_several_latents_are_comfyuis(tmp_path, backend):  # noqa: F811
     entries = {"cfg": sample.cfg, "seed": sample.seed, "sigmas": sample.tensors["sigmas"].tolist()}
     named = {"model": str(model), "positive": "positive.safetensors", "negative": "negative.safetensors"}
     wanted = request(tmp_path, latent=shapes, out="o.safetensors", **named, **entries)
-    pool.allow(tmp_path)
     run(pool.backend_for(CONFIG), wanted, replace(CONFIG, num_pipeline_patch=1))
     written = load_file(tmp_path / "o.safetensors")
     assert [list(written[f"samples.{i}"].shape[1:]) for i in range(len(shapes))] == shapes

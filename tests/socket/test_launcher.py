@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import faults
 import pytest
 import tiny
 
@@ -266,6 +267,18 @@ def test_a_log_that_was_named_stays_for_a_day(tmp_path):
         os.utime(folder / private_folder.LOCK, (yesterday, yesterday))
         private_folder.sweep(tmp_path)
         assert not folder.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_log_is_named_on_a_full_disk(tmp_path, monkeypatch):
+    with faults.small_disk(tmp_path / "disk") as place:
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        folder = private_folder.PrivateFolder()
+        faults.fill(place)
+        folder.keep()
+        folder.close()
+        private_folder.sweep(place)
+        assert (folder.path / private_folder.LOCK).stat().st_size > 0
 
 
 def test_folders_that_are_not_a_dead_launchers_stay(tmp_path):

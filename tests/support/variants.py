@@ -2,13 +2,16 @@
 ComfyUI's model would make of their CONDITIONING.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from families import golden
 from image_variants import IMAGE_VARIANTS, OLDER_IMAGE_VARIANTS
-from tiny import facts, shared, weights_module
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import GOLDEN, facts, shared, weights_module
 from variant_parts import GUIDANCE, randn
 from video_variants import VIDEO_VARIANTS
 from wan_variants import WAN_VARIANTS
@@ -16,6 +19,8 @@ from wan_variants import WAN_VARIANTS
 from backend.protocol import Sample
 
 VARIANTS = IMAGE_VARIANTS | WAN_VARIANTS | VIDEO_VARIANTS | OLDER_IMAGE_VARIANTS
+#: What tests/comfy/variant_goldens.py writes.
+GOLDENS = GOLDEN / "variants"
 #: Entries of unet_config for which later versions of ComfyUI ask.
 NEWER = {
     "flux-dev": {"txt_ids_dims": []},
@@ -50,6 +55,33 @@ def state(name: str) -> dict[str, torch.Tensor]:
     # a blur, which ComfyUI reads and diffusers computes
     line = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
     return weights | {key: torch.outer(line, line) for key in weights if key.endswith(".kernel")}
+
+
+def write_golden(name: str, sample: Sample, samples: torch.Tensor):
+    """Write what a real ComfyUI returned for a variant, in the model's units, and the request of the
+    same inputs. What both prompts hold is stored once."""
+    kept = {"samples": samples}
+    same = []
+    for key, value in sample.tensors.items():
+        branch, _, argument = key.partition(".")
+        positive = sample.tensors.get(f"positive.{argument}")
+        if branch == "negative" and positive is not None and torch.equal(positive, value):
+            same.append(argument)
+        else:
+            kept[key] = value.clone().contiguous()
+    header = {key: value for key, value in vars(sample).items() if key != "tensors"}
+    GOLDENS.mkdir(exist_ok=True)
+    save_file(kept, GOLDENS / f"{name}.safetensors", {"sample": json.dumps(header), "same": json.dumps(same)})
+
+
+def golden_variant(name: str) -> tuple[Sample, torch.Tensor]:
+    """The request of a variant's golden file, and what ComfyUI returned for it, in the model's units."""
+    tensors = load_file(GOLDENS / f"{name}.safetensors")
+    with safe_open(GOLDENS / f"{name}.safetensors", "pt") as file:
+        told = {key: json.loads(value) for key, value in file.metadata().items()}
+    samples = tensors.pop("samples")
+    tensors |= {f"negative.{argument}": tensors[f"positive.{argument}"] for argument in told["same"]}
+    return Sample(**told["sample"], tensors=tensors), samples
 
 
 def request(name: str, model: str = "tiny") -> Sample:

@@ -139,4 +139,15 @@ VIDEO_VARIANTS = {
         {"in_channels": 32, "patch_size_t": 2, "ofs_embed_dim": 128},
         arguments={"c_concat": randn(1, 16, 3, 16, 16), "ofs": torch.full((1,), 2.0)},
     ),
+    "cogvideox-void": Variant(
+        "cogvideox",
+        {
+            "patch_embed.proj.weight": (256, 384),
+            "proj_out.weight": (128, 256),
+            "proj_out.bias": (128,),
+        },
+        "CogVideoX_Inpaint",
+        {"in_channels": 48, "patch_size_t": 2},
+        arguments={"c_concat": randn(1, 32, 3, 16, 16)},
+    ),
 }

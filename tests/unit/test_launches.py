@@ -11,10 +11,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
 
-#: Methods of which each family is run here, and those of families that stand for the others: more ranks run
-#: the same code with other lengths. Flux joins its streams; LTX 2 has two latents.
-TESTED = ("one rank", "u2", "pp2")
-WIDE = {"flux-dev": ("u8", "ring 4", "pp8"), "ltx2": ("u8", "ring 4", "pp8")}
+#: Methods of few ranks, and of more: these run the same code with other lengths.
+FEW, MANY = ("one rank", "u2", "pp2"), ("u8", "ring 4", "pp8")
 #: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
 #: noise level is in it.
 OF_DIFFUSERS = {
@@ -30,7 +28,16 @@ MOST_ON_HOST = 200
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_a_steady_step_waits_for_nothing(family):
-    for method in (*TESTED, *WIDE.get(family, ())):
+    check(family, FEW)
+
+
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_nor_does_one_of_many_ranks(family):
+    check(family, MANY)
+
+
+def check(family: str, methods: tuple[str, ...]):
+    for method in methods:
         line, waits = launches.measure(family, method, timing=False)
         assert {place for place in waits if place.rpartition(" in ")[2] not in OF_DIFFUSERS} == set()
         device, host = launches.stored()[family][method]

@@ -204,6 +204,18 @@ def test_gpus_that_are_not_there_are_refused(gpus, here):
         AutoConfig(gpus=gpus).devices(here)
 
 
+def test_stages_that_wait_leave_their_cores():
+    """Of two stages of two ranks one works at a time in warm-up: as fast as two ranks of two cores. Patches
+    keep both at work, on half of a core each."""
+    cpu = Machine("CPU", 5e10, 4e10, 1e10, 1e12, {2: 1e12}, 0.0, alone=2.0, ranks=4, on_host=True)
+    even = replace(cpu, alone=1.0)
+    request = Request(image_tokens=1024, steps=8, prompts=1)
+    for patches, gain in ((1, 2.0), (2, 1.0)):
+        plan = ParallelConfig(pipefusion_degree=2, ring_degree=2, num_pipeline_patch=patches, warmup_steps=0)
+        seconds = [Cost(FLUX, plan, each, request).total for each in (even, cpu)]
+        assert seconds[0] / seconds[1] == pytest.approx(gain, rel=0.05)
+
+
 def test_on_the_cpu_ranks_are_asked_for():
     base = ParallelConfig(device="cpu")
     assert AutoConfig(base=base).devices(4) == [0] and AutoConfig(gpus="2", base=base).devices(0) == [0, 1]
@@ -232,7 +244,7 @@ def test_bundled_workflows_are_parallel(path):
         if node["class_type"] == "ParallelConfig"
     )
     degrees = {name for name in config if name.endswith("_degree")}
-    assert config["ulysses_degree"] == 2 if path.stem == "demo" else config["method"] == AUTO
+    assert config["cfg_degree"] == 2 if path.stem == "demo" else config["method"] == AUTO
     assert path.stem == "demo" or not degrees
 
 

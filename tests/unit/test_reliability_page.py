@@ -4,7 +4,7 @@ import pytest
 import reliability
 from fault_table import FAULTS
 
-LINES = reliability.lines()
+LINES = reliability.PART.rows()
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 

@@ -40,15 +40,17 @@ def test_shares_are_counted():
 
 
 @pytest.mark.parametrize(
-    "ranks, one, line",
+    "ranks, one, projected, line",
     [
-        (2, 1.8, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs · 1.8x one GPU"),
-        (2, None, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs"),
-        (1, 1.0, "10 steps in 10.0 s · 1.00 s/step · 1 GPU"),
+        (2, 1.8, 1.5, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs · 1.8x one GPU"),
+        (2, None, 1.5, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs · about 1.5x one GPU (projected)"),
+        (2, None, None, "10 steps in 10.0 s · 1.00 s/step · 2 GPUs"),
+        (1, 1.0, 1.0, "10 steps in 10.0 s · 1.00 s/step · 1 GPU"),
     ],
 )
-def test_a_run_is_compared_with_one_rank_where_that_is_known(ranks, one, line):
-    assert report.run_lines(ParallelConfig(ulysses_degree=ranks), 10, 10.0, "cuda", one) == [line]
+def test_a_run_is_compared_with_one_rank_where_that_is_known(ranks, one, projected, line):
+    config = ParallelConfig(ulysses_degree=ranks)
+    assert report.run_lines(config, 10, 10.0, "cuda", one, projected) == [line]
 
 
 @pytest.mark.parametrize("steps, idle", [(4, True), (5, False)])

@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingl
 from families import golden, to_vae_units
 from tiny import as_folder, error_in_std, write_checkpoint
 from tolerance import assert_ulps
-from variants import VARIANTS, request, write
+from variants import GOLDENS, VARIANTS, golden_variant, request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -41,6 +41,17 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) is None
     plain = open_checkpoint(str(write_checkpoint(tmp_path / "plain.safetensors", VARIANTS[name].family)))
     assert "step_end" not in plain.family.conditioning.accepted
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDENS.iterdir()))
+def test_golden_variant(name, tmp_path):
+    """After ComfyUI's own conditioning nodes, at most 1e-4 of the latent's standard deviation away."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
+    sample, want = golden_variant(name)
+    engine.check_sample(sample)
+    samples, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(samples, want) < 1e-4
 
 
 def test_frame_rates_are_not_rounded(tmp_path):

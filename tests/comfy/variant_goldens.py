@@ -1,0 +1,81 @@
+"""Golden latents of variants: what a real ComfyUI's KSampler makes of its own conditioning nodes, with the
+request that Parallel Sampler sends for the same inputs, in tests/golden/variants.
+
+    COMFYUI_PATH=~/ComfyUI python tests/comfy/variant_goldens.py [NAME ...]      # with ComfyUI's Python
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+FOLDERS = ("", "tests", "tests/support", "tests/comfy", "scripts")
+sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in FOLDERS]
+sys.argv, NAMES = sys.argv[:1], sys.argv[1:]  # ComfyUI reads the arguments as its own
+import pack  # noqa: E402, F401 (the pack under its name in ComfyUI)
+import test_conditioning_nodes as walk  # noqa: E402
+import torch  # noqa: E402
+import variants  # noqa: E402
+
+SETTINGS = walk.STEPS | {"denoise": 1.0}
+
+
+#: Small videos: a camera's path has 24 numbers for each pixel.
+walk.SIZE |= {"width": 64, "height": 48}
+
+
+#: From its highest noise level, 4519, float32 alone leaves 1e-4.
+OTHERS = {"cogvideox-1.0-i2v": {"denoise": 0.5}}
+
+
+def walked(node: str, absent: str = ""):
+    return lambda case, prompts: walk.conditioned(node, case, absent, prompts)
+
+
+def pictured(case: str, prompts: dict):
+    """CogVideoX 1.0, which is given its picture by InstructPixToPixConditioning."""
+    node = importlib.import_module("comfy_extras.nodes_ip2p").InstructPixToPixConditioning
+    made = node.execute(
+        **prompts, vae=walk.value("VAE", "vae", case), pixels=walk.value("IMAGE", "pixels", case)
+    )
+    return *made.args[:2], {"samples": torch.zeros(1, 16, 3, 14, 18)}  # the picture's in latent pixels
+
+
+def plain(*shape: int):
+    return lambda case, prompts: (*prompts.values(), {"samples": torch.zeros(shape)})
+
+
+#: Variant -> (positive, negative, latent) of its prompts.
+GOLDENS = {
+    "wan21-fun-control": walked("WanFunControlToVideo"),
+    "wan21-fun-camera": walked("WanCameraImageToVideo"),
+    "wan22-animate": walked("WanAnimateToVideo", "face_video"),  # of which a picture is 3 MB
+    "qwen-image-layered": walked("ReferenceLatent"),
+    "cogvideox-1.0-i2v": pictured,
+    "hunyuan-video15-meanflow": plain(1, 32, 3, 10, 11),
+}
+
+
+def make(name: str, path: Path):
+    """Write the golden file of a variant, whose checkpoint goes to ``path``."""
+    model, dit, rank, prompts = walk.both(name, path)
+    walk.remote_solver.ensure_loaded = lambda handle: (rank, dit.loaded)
+
+    def inputs() -> dict:
+        made = dict(zip(("positive", "negative", "latent_image"), GOLDENS[name](name, prompts)))
+        return made | SETTINGS | OTHERS.get(name, {})
+
+    with torch.inference_mode():
+        (theirs,) = walk.nodes.KSampler().sample(model=model, **inputs())
+        walk.remote_solver.sample_on_ranks("KSampler", dit, 0.0, inputs())
+        samples = model.model.latent_format.process_in(theirs["samples"])
+    (request,) = rank.requests
+    variants.write_golden(name, request, samples)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        for each in NAMES or GOLDENS:
+            make(each, Path(folder) / f"{each}.safetensors")
+            print(json.dumps(each))
