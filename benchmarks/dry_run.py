@@ -216,13 +216,15 @@ def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
 
 
 def runs(families: list[str], methods: list[str]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one.
-    EVERY number of ranks of some families; of the others the most, but the fewest of tensor parallelism,
-    whose cuts are alike."""
+    """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one,
+    and as the first and middle stages, which send to the next. EVERY number of ranks of some families; of the
+    others the most, but the fewest of tensor parallelism, whose cuts are alike."""
     for family, method in product(families, methods):
         usual = min(RANKS) if method == "tensor parallel" else max(RANKS)
         for ranks in RANKS if family in EVERY else (usual,):
-            yield family, method, ranks, ranks - 1
+            stages = (0, ranks // 2) if method == "pipefusion" and ranks == max(RANKS) else ()
+            for rank in (*stages, ranks - 1):
+                yield family, method, ranks, rank
 
 
 def stored() -> dict[str, dict]:

@@ -12,6 +12,7 @@ of a step on each link, the best of the rounds. --write puts the table into docs
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -162,6 +163,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PART.page}")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are removed then, too
     if why := hosts.why_not():
         sys.exit(f"There can be no hosts: {why}.")
     if options.quick:

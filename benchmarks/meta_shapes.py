@@ -33,6 +33,8 @@ def _key_of(value, tensors: list[Tensor]):
     raise NotPlain
 
 
+#: Results that are remembered, of about 1 kB each: those of a few families.
+MOST_KNOWN = 20_000
 #: Operation and metadata of its arguments -> what its result is made of.
 _KNOWN: dict[Any, Any] = {}
 
@@ -59,6 +61,8 @@ def compute(func, args: tuple, kwargs: dict | None):
     found = _KNOWN.get(key)
     if found is None:
         out = func(*args, **named)
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
         _KNOWN[key] = _metadata(out, tensors)
         return out
     if found is UNKNOWN:

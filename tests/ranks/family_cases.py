@@ -75,6 +75,8 @@ OF_VARIANTS = {
     ],
     4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)],
 }
+#: Variants with a condition that tensor parallelism cuts by heads: how much guides are attended to.
+CUT_BY_HEADS = ("ltxv-i2v", "ltx25-i2v")
 CALLED_ALONE = ("cfg_degree", "ring_degree")
 #: Other ways to cut matrices: one call of the model each.
 SCHEMES = {2: ("row", "column"), 4: ("2d",)}
@@ -207,7 +209,8 @@ def is_variant(ranks: int, case: str) -> bool:
 def can_run(case: str, config: ParallelConfig) -> bool:
     """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
     any number of heads."""
-    if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS:
+    by_heads = case in CUT_BY_HEADS and config.split_scheme == "megatron"
+    if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS and not by_heads:
         return False
     return (
         config.split_scheme != "megatron"
@@ -223,6 +226,8 @@ def runs() -> list[Run]:
         schemes = [dict(tensor_parallel_degree=ranks, split_scheme=scheme) for scheme in SCHEMES[ranks]]
         for case in cases:
             configs = OF_VARIANTS[ranks] if is_variant(ranks, case) else CONFIGURATIONS[ranks]
+            if ranks == 2 and is_variant(ranks, case) and case in CUT_BY_HEADS:
+                configs = [*configs, dict(tensor_parallel_degree=2)]
             every = [Run(ranks, case, tuple(d.items())) for d in [*configs, *schemes]]
             found += [run for run in every if can_run(case, run.config)]
     return found

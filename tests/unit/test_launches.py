@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -71,3 +72,44 @@ def test_what_counts_as_a_wait(what):
         (WAITS | FREE)[what](x)
         count.active = False
     assert (sum(count.waits.values()) > 0) == (what in WAITS)
+
+
+#: Operations whose results differ in shape, strides, type or memory; several by the type of a number alone.
+OPERATIONS = {
+    "integers by an integer": lambda x: x.int() * 2,
+    "integers by a float": lambda x: x.int() * 2.0,
+    "integers by a truth value": lambda x: x.int() * True,
+    "broadcast": lambda x: x[:, :, None] + x[:, None],
+    "transposed": lambda x: x.t() + 1,
+    "in place": lambda x: x.clone().add_(1),
+    "a product": lambda x: F.linear(x, x),
+    "a view or a copy": lambda x: x.t().reshape(-1),
+    "the same type": lambda x: x.to(x.dtype),
+    "another type": lambda x: x.to(torch.bfloat16),
+    "already contiguous": lambda x: x.contiguous(),
+    "several results": lambda x: x.max(dim=0),
+    "joined": lambda x: torch.cat([x, x.t()[:3]], dim=0) if x.shape[0] == x.shape[1] else torch.cat([x, x]),
+}
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_remembered_results_are_torchs_own(what):
+    """The first time and when they are remembered, on a square, a long and an empty tensor."""
+    for shape in ((3, 3), (5, 2), (0, 4)):
+        if not shape[0] and what == "several results":
+            continue
+        x = torch.zeros(shape, device=META)
+        with torch.inference_mode():
+            wanted = _facts(x, OPERATIONS[what](x))
+            for _ in range(2):
+                with Count():
+                    found = OPERATIONS[what](x)
+                assert _facts(x, found) == wanted
+
+
+def _facts(given: torch.Tensor, made) -> list[tuple]:
+    own = given.untyped_storage()._cdata
+    return [
+        (each.shape, each.stride(), each.dtype, each.untyped_storage()._cdata == own)
+        for each in ([made] if isinstance(made, torch.Tensor) else made)
+    ]

@@ -13,10 +13,14 @@ from backend.errors import UnsupportedError
 PAGE = (scaling_page.ROOT / scaling_page.PART.page).read_text()
 #: Mechanisms of which describe() counts what is sent once a request, or with each step's embedding.
 ONCE = ("modulation",)
-#: What the dry run sends, holds and multiplies over what is counted. Lumina 2's first blocks have no text,
-#: and HiDream's are given some anew. Tensor parallelism's modulation is gathered ahead of the steps. Layers
-#: outside of blocks multiply more than is counted: the page says how much.
-SENT, KV, MACS = (0.92, 1.03), (0.92, 1.03), 0.97
+#: What the dry run sends, holds and multiplies over what is counted. HiDream's blocks are given some text
+#: anew. Tensor parallelism's modulation is gathered ahead of the steps. Layers outside of blocks are not
+#: counted.
+SENT, KV, MACS = (0.97, 1.03), (0.97, 1.03), (0.97, 1.05)
+#: Families that multiply more -> how much, of a rank with one of 16 parts.
+MORE = {
+    "sana": 2.05,  # convolutions of the lines next to a rank's
+}
 #: Families that are counted wrongly -> how; the page says so. An entry that is not needed any more fails.
 UNLIKE: dict[str, str] = {}
 #: Cheap ones of the fast tier.
@@ -76,7 +80,8 @@ def check(name: str):
     for mechanism, size in counted["sent"].items():
         assert SENT[0] * sent[mechanism] <= size <= SENT[1] * sent[mechanism], mechanism
     assert KV[0] * plan.kv_bytes <= counted["kv"] <= KV[1] * plan.kv_bytes
-    assert counted["macs"] >= MACS * model(family).macs(plan, method, int(ranks))
+    macs = model(family).macs(plan, method, int(ranks))
+    assert MACS[0] * macs <= counted["macs"] <= MORE.get(family, MACS[1]) * macs
 
 
 @pytest.mark.parametrize("family", sorted({name.split("/")[0] for name in RUNS}))
@@ -95,7 +100,10 @@ def test_describe_counts_what_the_dry_run_does(family):
 
 
 def test_every_family_has_a_dry_run():
+    """And none is stored that nobody runs again."""
     assert {name.split("/")[0] for name in RUNS} == set(scaling_page.RELEASED)
+    every = dry_run.runs(list(scaling_page.RELEASED), list(dry_run.METHODS))
+    assert set(RUNS) <= {"/".join(map(str, which)) for which in every}
 
 
 @pytest.mark.parametrize("which", [("sana", "pipefusion", 16, 15), ("flux-dev", "ulysses", 2, 1)], ids=str)
