@@ -12,6 +12,7 @@ def doctor(**inputs) -> dict:
     shown = {
         name: {"class_type": "PreviewAny", "inputs": {"source": ["1", i]}} for i, name in enumerate("rj")
     }
+    inputs = {"full": False, "minutes": 10.0, "device": "auto", **inputs}
     return {"1": {"class_type": "ParallelDoctor", "inputs": inputs}, **shown}
 
 
