@@ -30,6 +30,8 @@ CHOICES = {
 }
 #: Fields that travel with each request, so that a running backend takes other values.
 PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
+#: Fields besides the degrees by which ranks hold and share their weights.
+OF_RANKS = ("attn_layer_num_for_pp", "split_scheme", "shard_weights", "offload_modulation", "shares")
 #: Known from the literature, and why they are refused.
 OTHER_SCHEMES = {
     "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
@@ -59,10 +61,9 @@ class ParallelConfig:
     ``split_scheme`` is how tensor parallelism cuts matrices (parallel/matrix_cuts.py); ``shard_weights``
     shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the
     adaLN weights in host memory, since modulation is computed for many steps at once
-    (parallel/modulation_cache.py). ``world_size`` is the product of the six degrees. ``num_pipeline_patch``
-    and ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone and are no factor of it. ``gpus`` lists
-    device indices ("0,2,3"); empty means the first ones. ``shares`` lists each rank's share of the work, for
-    GPUs that differ ("60,40"); empty means equal. ``address`` names a backend that already runs
+    (parallel/modulation_cache.py). ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion (arXiv
+    2405.14430) alone. ``gpus`` lists device indices ("0,2,3"); empty means the first ones. ``shares`` lists
+    each rank's share of the work ("60,40"); empty means equal. ``address`` names a backend that already runs
     (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: whether blocks run compiled
     (parallel/compiled_blocks.py); "auto" is the planner's choice, and "off" where degrees are set by hand.
     """
@@ -178,6 +179,11 @@ class ParallelConfig:
     def per_request(self) -> dict[str, Any]:
         """The settings that travel with each request (protocol.Sample)."""
         return {name: getattr(self, name) for name in PER_REQUEST}
+
+    @property
+    def of_ranks(self) -> dict[str, Any]:
+        """The settings that ranks run with (protocol.Welcome)."""
+        return {name: getattr(self, name) for name in OF_RANKS}
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
         """Whether these ranks can run the other configuration: as many, on the same devices."""

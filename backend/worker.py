@@ -67,7 +67,8 @@ class Leader(Worker):
         self.checkpoints: dict[str, Checkpoint] = {}
         #: Loaded model -> its path.
         self.paths: dict[str, str] = {}
-        welcome = Welcome(config.world_size, device, config.degrees, self.pids, self.admission.names)
+        names = self.admission.names
+        welcome = Welcome(config.world_size, device, config.degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
         self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
 
@@ -133,7 +134,9 @@ class Leader(Worker):
         def act():
             self.dispatcher.broadcast(message)
             self.arrange(config)
-            self.server.welcome = replace(self.server.welcome, degrees=config.degrees)
+            self.server.welcome = replace(
+                self.server.welcome, degrees=config.degrees, settings=config.of_ranks
+            )
             job.reply(self.server.welcome)
 
         return act

@@ -12,7 +12,7 @@ ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
 def connect(config: ParallelConfig) -> BackendClient:
     """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not
-    name it or the backend runs with other degrees, BackendError where nobody listens."""
+    name it or the backend runs with other degrees or settings, BackendError where nobody listens."""
     # graphs come from strangers: they may name only what this process's starter has listed
     allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
     if config.address not in allowed:
@@ -37,4 +37,16 @@ def connect(config: ParallelConfig) -> BackendClient:
             f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
             f"{in_words(config.degrees)}; set the same degrees."
         )
+    settings, asked = client.welcome.settings, config.of_ranks
+    others = [name for name, value in asked.items() if settings.get(name, value) != value]
+    if others:
+        client.close()
+        raise ConfigError(
+            f"the backend at {config.address} runs with {_listed(settings, others)}, but Parallel Config has "
+            f"{_listed(asked, others)}; set the same."
+        )
     return client
+
+
+def _listed(settings: dict, names: list[str]) -> str:
+    return ", ".join(f"{name} {settings[name]!r:.200}" for name in names)

@@ -60,13 +60,15 @@ class Proof:
 @dataclass(frozen=True)
 class Welcome:
     """Answer to Proof: what runs behind this socket. ``devices``: the name of every rank's memory
-    (device_memory.device_name), so that a client knows which it uses too."""
+    (device_memory.device_name), so that a client knows which it uses too. ``settings``:
+    ParallelConfig.of_ranks."""
 
     world_size: int
     device: str
     degrees: dict
     pids: list
     devices: list = field(default_factory=list)
+    settings: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The client against a server in a thread that speaks the protocol, well or badly."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,22 @@ def test_other_degrees_are_named_as_the_inputs(serve, monkeypatch):
         ConfigError, match="runs with every degree 1, but Parallel Config has cfg_degree 2 x ring_degree 3; "
     ):
         pool.backend_for(ParallelConfig(cfg_degree=2, ring_degree=3, address=address))
+
+
+def test_other_settings_of_the_ranks_are_named(serve, monkeypatch):
+    """A graph cannot change them at an address, so it is told instead of ignored."""
+    runs = ParallelConfig(ulysses_degree=2, shard_weights=True, shares="60,40")
+    welcome = replace(WELCOME, degrees=runs.degrees, settings=runs.of_ranks)
+    address = serve(lambda connection: None, welcome=welcome)
+    monkeypatch.setenv("PARALLEL_DIT_ADDRESSES", address)
+    monkeypatch.setenv("PARALLEL_DIT_TOKEN", TOKEN)
+    asked = ParallelConfig(ulysses_degree=2, split_scheme="row", address=address)
+    with pytest.raises(
+        ConfigError,
+        match="runs with split_scheme 'megatron', shard_weights True, shares '60,40', but Parallel Config "
+        "has split_scheme 'row', shard_weights False, shares ''; set the same",
+    ):
+        pool.backend_for(asked)
 
 
 def test_progress_on_the_way_to_a_reply(serve):

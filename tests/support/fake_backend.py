@@ -18,13 +18,14 @@ def reply(connection, message):
 
 
 class FakeBackend:
-    """``start(handler)`` -> address; ``handler(connection)`` runs once a client has proved itself."""
+    """``start(handler)`` -> address; ``handler(connection)`` runs once a client has proved itself and has
+    ``welcome``."""
 
     def __init__(self, folder):
         self.folder = folder
         self.sockets = []
 
-    def start(self, handler, kind="unix") -> str:
+    def start(self, handler, kind="unix", welcome=WELCOME) -> str:
         if kind == "unix":
             server = socket.socket(socket.AF_UNIX)
             server.bind(str(self.folder / "s"))
@@ -34,7 +35,7 @@ class FakeBackend:
             address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
         server.listen()
         self.sockets.append(server)
-        threading.Thread(target=self._serve, args=(server, handler), daemon=True).start()
+        threading.Thread(target=self._serve, args=(server, handler, welcome), daemon=True).start()
         return address
 
     def close(self):
@@ -42,11 +43,11 @@ class FakeBackend:
             server.close()
 
     @staticmethod
-    def _serve(server, handler):
+    def _serve(server, handler, welcome):
         connection, _ = server.accept()
         with connection, suppress(ConnectionError):  # the client hangs up: its test is over
             if let_in(connection):
-                reply(connection, WELCOME)
+                reply(connection, welcome)
                 handler(connection)
 
 
