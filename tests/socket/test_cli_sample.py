@@ -56,7 +56,7 @@ def test_the_page_example_makes_the_picture(tmp_path):
     assert found.returncode == 0, found.stderr
     ran = (tmp_path / "log").read_text()
     assert "-m backend.preflight" in ran and "-m torch.distributed.run" in ran
-    assert "-m backend.probe" in ran and "-m backend.shape_reader" in ran
+    assert "-m backend.probe" in ran
     assert "backend.cli" not in ran  # that is the client's
     choice = next(line for line in found.stderr.splitlines() if line.startswith("auto: "))
     assert "same result as one rank" in choice and "per rank" in choice
