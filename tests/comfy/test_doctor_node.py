@@ -51,7 +51,7 @@ def test_cancel_ends_it_and_its_ranks(comfy):
     started = {}
 
     def press(text):
-        if not started and (found := comfy.descendants("backend.")):
+        if not started and (found := comfy.descendants("backend.worker")):
             started.update(found | comfy.descendants("doctor.py"))
             comfy.post("/interrupt", {})
 
