@@ -5,7 +5,6 @@ arXiv 2310.01889, USP arXiv 2405.07719, PipeFusion arXiv 2405.14430, Megatron ar
 rank_plan/traffic.py, which tests compare.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,7 +43,7 @@ class Cost:
     def step(self, patches: int) -> float:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
-        branches = self._branches()
+        branches = self.request.branches(plan.cfg_degree)
         micro = max(self._micro(*stage, patches) for stage in zip(self._stages, self._loads))
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
@@ -82,14 +81,10 @@ class Cost:
     def _sequence(self) -> int:
         return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
 
-    def _branches(self) -> int:
-        """Prompts that a rank computes, one after the other."""
-        return math.ceil(self.request.prompts / self.plan.cfg_degree)
-
     def _speed(self, patches: int) -> float:
         """How much faster than measured a rank computes; stages that wait leave others their cores."""
         stages = self.plan.pipefusion_degree
-        at_once = stages if patches > 1 else min(stages, self._branches())
+        at_once = stages if patches > 1 else min(stages, self.request.branches(self.plan.cfg_degree))
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, patches: int) -> float:

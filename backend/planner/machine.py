@@ -125,6 +125,10 @@ class Request:
     batch: int = 1
     drained: bool = False
 
+    def branches(self, cfg_degree: int) -> int:
+        """Count the prompts that a rank computes, one after the other."""
+        return math.ceil(self.prompts / cfg_degree)
+
 
 def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
     """Count the tokens of a latent (T, H, W)."""

@@ -74,7 +74,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part)
     if plan.pipefusion_degree == 1 or plan.patches == 1:
         return 0
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
-    branches = math.ceil(request.prompts / plan.cfg_degree)
+    branches = request.branches(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
     heads = math.ceil(shape.heads / ranks * part.matrices * part.heads)
     own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
