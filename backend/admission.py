@@ -156,6 +156,10 @@ class Admission:
         needs = [request_need(plan, config, self.memory.device.type, held) for plan in plans]
         return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
 
+    def forget(self):
+        """Let the checkpoint of the last plan go, and with it its file."""
+        self._last = None
+
     def check(self, planned: Planned | None, ready: bool = True, asking: Collection[int] = ()):
         """Refuse on all ranks what one of them has no room for. Rank 0 gives what it has ``planned``;
         ``ready``: this rank has memory for the request's own tensors; ``asking``: ranks for which the client

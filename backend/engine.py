@@ -41,6 +41,9 @@ from .sampling.tensor_validation import check_numbers, check_result
 from .sampling.validation import check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
 
+#: Names of models with LoRAs that are known at once; who asks for one more names the oldest again.
+MOST_STACKS = 256
+
 
 class Engine:
     """Loads and runs the models of this rank on ``mesh``."""
@@ -205,7 +208,10 @@ class Engine:
             return key
         name = f"{key}{LORAS}{digest or stack_digest(stack)}"
         self.models[name] = self.models[key]
+        self.stacks.pop(name, None)
         self.stacks[name] = stack
+        for oldest in list(self.stacks)[:-MOST_STACKS]:
+            del self.stacks[oldest], self.models[oldest]
         return name
 
     def ready(self, name: str) -> LoadedModel:

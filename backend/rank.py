@@ -111,13 +111,26 @@ class Worker:
 
     def unload(self, message: Unload):
         """Free a model, or move its weights to host memory where every rank's machine has room."""
-        model = self.engine.models.get(message.model)
-        if model is not None and message.park and model.can_park:
-            room = model.parked or parking.has_room(model.report.weight_bytes)
-            if all(self.dispatcher.all_gather_object(room)):
-                self.engine.park(model)
-                return
+        if message.park and self._park(message.model):
+            return
         self.engine.unload(message.model)
+        self.forget_unloaded()
+
+    def _park(self, name: str) -> bool:
+        """Park a model where all ranks can. Apart from ``unload``: whoever refers to a model keeps it."""
+        model = self.engine.models.get(name)
+        if model is None or not model.can_park:
+            return False
+        room = model.parked or parking.has_room(model.report.weight_bytes)
+        if not all(self.dispatcher.all_gather_object(room)):
+            return False
+        self.engine.park(model)
+        return True
+
+    def forget_unloaded(self):
+        """Keep nothing of models that are no longer loaded: a plan's checkpoint maps a whole file."""
+        self.reports = {key: it for key, it in self.reports.items() if key in self.engine.models}
+        self.admission.forget()
 
     def load(
         self,
@@ -149,10 +162,11 @@ class Worker:
             reason = str(error)
         report = None if reason else self.engine.models[key].report.as_dict()
         answers = self.dispatcher.all_gather_object([reason, report])
-        self.reports[key] = [report for _, report in answers]
         reasons = by_rank([why for why, _ in answers])
         if reasons:
             self.engine.unload(key)
+        else:
+            self.reports[key] = [report for _, report in answers]
         return reasons
 
     def _name_loras(self, key: str, message: Load) -> list[str]:
@@ -176,8 +190,8 @@ class Worker:
         meshes.close(old)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.admission = Admission(config, self.dispatcher, self.engine.memory)
+        self.forget_unloaded()
         self.reports = {
             key: self.dispatcher.all_gather_object(self.engine.models[key].report.as_dict())
             for key in self.reports
-            if key in self.engine.models
         }

@@ -63,18 +63,22 @@ class Leader(Worker):
     def __init__(self, begun: start.Start):
         super().__init__(begun)
         config, device = begun.config, begun.device
-        #: Loaded model -> its checkpoint, opened and not loaded, from which requests are planned.
-        self.checkpoints: dict[str, Checkpoint] = {}
-        #: Loaded model -> its path.
-        self.paths: dict[str, str] = {}
+        #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
+        self.files: dict[str, tuple[str, Checkpoint]] = {}
         names = self.admission.names
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
         self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
 
+    def forget_unloaded(self):
+        """As every rank, and the files of those models."""
+        super().forget_unloaded()
+        self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
+
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()
-        return {key: self.paths.get(key, "") for key in loaded}
+        files = self.files
+        return {key: files[key][0] if key in files else "" for key in loaded}
 
     def _of_rank(self, rank: int) -> dict:
         """What Report.ranks says of a rank's models and last steps; asked from any thread."""
@@ -163,8 +167,7 @@ class Leader(Worker):
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
-            self.checkpoints[key] = checkpoint
-            self.paths[key] = message.path
+            self.files[key] = message.path, checkpoint
             self.run(job)  # now that it is loaded: the LoRAs
 
         return act
@@ -194,7 +197,7 @@ class Leader(Worker):
         """The checkpoint of a model. Raises UnsupportedError where it is not loaded."""
         base = model.partition(LORAS)[0]
         self.engine.loaded(base)
-        return self.checkpoints[base]
+        return self.files[base][1]
 
     def plan(self, message: Sample | ModelCall) -> Planned:
         """Plan a checked request. Raises UnsupportedError."""
@@ -210,7 +213,6 @@ class Leader(Worker):
         def act():
             self.dispatcher.broadcast(message)
             self.unload(message)
-            self.checkpoints = {key: it for key, it in self.checkpoints.items() if key in self.engine.models}
             job.reply(Result())
 
         return act

@@ -1,6 +1,8 @@
 """A real backend of two ranks behind the nodes' own client: requests, refusals, models, LoRAs."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +149,34 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
     )
     assert pool.backend_for(changed) is backend
     backend.unload(str(copy), "default")
+
+
+def opened(backend, path: Path) -> list[int]:
+    """How often each rank has a file mapped or open."""
+    found = []
+    for pid in backend.welcome.pids:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        links = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        found.append(sum(line.endswith(str(path)) for line in maps) + links.count(str(path)))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("by_other_degrees", [False, True], ids=["unload", "other degrees"])
+def test_ranks_let_the_files_of_a_freed_model_go(backend, checkpoint, folder, by_other_degrees):
+    """Those that a plan was made of too: address space and descriptors are limited, and so is the disk."""
+    copy = (folder / f"freed{by_other_degrees:d}.safetensors").resolve()
+    copy.write_bytes(Path(checkpoint).read_bytes())
+    request, _ = request_for(backend, str(copy))
+    backend.sample(request)
+    assert min(opened(backend, copy)) > 0
+    assert backend.client.request(protocol.Status()).models[request.model] == str(copy)
+    if by_other_degrees:
+        pool.backend_for(ParallelConfig(tensor_parallel_degree=2, device="cpu"))
+    else:
+        backend.unload(str(copy), "default")
+    assert opened(backend, copy) == [0, 0]
+    assert request.model not in backend.client.request(protocol.Status()).models
 
 
 def test_a_message_with_a_long_header_reaches_every_rank(backend, checkpoint):

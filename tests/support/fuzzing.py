@@ -62,7 +62,7 @@ class Rank0(Leader):
         self.engine.load(self.model, path, "default")
         self.path = path
         self.admission = Admission(ParallelConfig(), self, self.engine.memory)
-        self.checkpoints, self.reports = {self.model: engine.open_checkpoint(path)}, {self.model: []}
+        self.files, self.reports = {self.model: (path, engine.open_checkpoint(path))}, {self.model: []}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
             welcome=welcome,

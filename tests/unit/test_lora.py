@@ -12,7 +12,7 @@ from tiny import write_checkpoint
 from tolerance import assert_ulps
 
 from backend.config import ParallelConfig
-from backend.engine import Engine
+from backend.engine import MOST_STACKS, Engine
 from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
@@ -319,3 +319,12 @@ def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
         assert want.dtype == torch.float32 or (got != want).float().mean() < 1e-3
         fuse(engine)
         assert equal(parameters(engine), plain)
+
+
+def test_names_of_models_with_loras_are_bounded(flux, tmp_path):
+    """Those that were asked for last stay, and the model's own."""
+    path = str(write(tmp_path / "a.safetensors", {f"{ATTENTION}.diff": randn(768, 256)}))
+    names = [flux.name("m", lora_stack([[path, 0.001 * i]])) for i in range(1, MOST_STACKS + 3)]
+    again = flux.name("m", lora_stack([[path, 0.003]]))
+    assert again == names[2] and list(flux.stacks) == [*names[3:], again]
+    assert flux.models.keys() == {"m", *flux.stacks}

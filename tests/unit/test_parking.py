@@ -82,6 +82,8 @@ def test_all_ranks_park_or_none_does(monkeypatch, other_has_room):
     rank = Worker.__new__(Worker)
     rank.engine = engine
     rank.dispatcher = Recorder(other_has_room)
+    rank.reports = {}
+    rank.admission = SimpleNamespace(forget=lambda: None)
     rank.unload(Unload("m", park=True))
     rank.unload(Unload("m"))
     assert calls == ["park" if other_has_room else "unload", "unload"]
