@@ -49,13 +49,19 @@ class Peer:
         self.gone = False
         self.said: dict[str, Any] = {}
         self._buffer = b""
+        self._sending = threading.Lock()
+        self._unsent = b""
 
     def send(self, message: dict):
-        """Send a line; one that cannot be sent is lost, and the peer is then found silent."""
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
+        """Send a line, from any thread. What a slow link does not take within the socket's timeout goes
+        before the next line. Who gets nothing finds us silent."""
+        with self._sending:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            try:
+                while self._unsent:
+                    self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            except OSError:
+                pass
 
     def read(self, limit: int = MAX_LINE) -> list[dict]:
         """Return the lines that are there, after at most the socket's timeout. Raises ConnectionError where

@@ -112,6 +112,50 @@ def test_a_goodbye_is_no_fault(joined):
     assert ends[0].said == []
 
 
+def lines_of(peer: machine_link.Peer, count: int) -> list[dict]:
+    peer.socket.settimeout(PATIENCE)
+    found: list[dict] = []
+    while len(found) < count:
+        found += peer.read()
+    return found
+
+
+def test_lines_of_several_threads_stay_whole(joined):
+    """A report is longer than the socket's buffers, and the other thread beats while it is sent."""
+    sender, receiver = joined[0].peers[0], joined[1].peers[0]
+    sender.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    report = {"report": "x" * (machine_link.MAX_LINE // 2)}
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(lambda: [sender.send(report) for _ in range(20)])
+
+        def beat() -> int:
+            beats = 0
+            while not sent.done():
+                sender.send({"beat": True})
+                beats += 1
+            sender.send({"bye": True})
+            return beats
+
+        beats = pool.submit(beat)
+        found: list[dict] = []
+        while {"bye": True} not in found[-1:]:
+            found += lines_of(receiver, 1)
+    assert found.count(report) == 20 and found.count({"beat": True}) == beats.result()
+
+
+def test_a_line_that_a_slow_link_took_half_of_is_finished(joined):
+    sender, receiver = joined[0].peers[0], joined[1].peers[0]
+    sender.socket.settimeout(0.1)
+    text = "x" * (machine_link.MAX_LINE // 2)
+    for _ in range(40):  # nobody reads
+        sender.send({"report": text})
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(lines_of, receiver, 41)
+        sender.socket.settimeout(PATIENCE)
+        sender.send({"beat": True})
+        assert found.result() == [{"report": text}] * 40 + [{"beat": True}]
+
+
 def test_garbage_ends_the_connection(joined):
     ends = watched(joined)
     joined[1].peers[0].socket.sendall(b"GET / HTTP/1.1\n")
