@@ -13,6 +13,7 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 )
 
 from .blocks import JOINED, Blocks
+from .common.call_state import call_state
 from .common.once import once
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -35,17 +36,18 @@ class Prompt:
 
     def __init__(self, transformer):
         self.norm = transformer.llm_cond_norm.forward
-        self.text = None
+        self.call = call_state(transformer, text=None, total=0)
         transformer.register_forward_pre_hook(self.take, with_kwargs=True)
-        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.text)
+        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.call.text)
         transformer.llm_cond_proj.register_forward_hook(
-            lambda layer, args, out: F.pad(out, (0, 0, 0, self.total - out.shape[1]))
+            lambda layer, args, out: F.pad(out, (0, 0, 0, self.call.total - out.shape[1]))
         )
 
     def take(self, transformer, args, kwargs):
-        self.text = kwargs["encoder_hidden_states"]
-        self.total = kwargs["hidden_states"].shape[1]
-        return args, kwargs | {"encoder_hidden_states": self.text.new_zeros(1, 1, 1)}
+        text = kwargs["encoder_hidden_states"]
+        self.call.text = text
+        self.call.total = kwargs["hidden_states"].shape[1]
+        return args, kwargs | {"encoder_hidden_states": text.new_zeros(1, 1, 1)}
 
 
 def patch_module(transformer, config):

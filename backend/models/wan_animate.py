@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from . import wan
+from .common.call_state import call_state
 from .common.tensor_plans import COMMON
 from .family import Family, ModelIO
 from .key_layout import blocks_of, under
@@ -72,7 +73,7 @@ def patch_module(transformer, config):
     wan.patch_module(transformer, config)
     attentions = list(transformer.face_adapter)
     del transformer.face_adapter
-    call = SimpleNamespace(pose=None, pixels=None, faces=None)
+    call = call_state(transformer, pose=None, pixels=None, faces=None)
     for index, block in enumerate(transformer.blocks):
         block.__class__ = Block
         block.call = call

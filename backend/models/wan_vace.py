@@ -10,6 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from . import wan
+from .common.call_state import call_state
 from .family import Family, ModelIO
 from .key_layout import blocks_of, under
 
@@ -41,7 +42,7 @@ def patch_module(transformer, config):
     all control blocks before the others."""
     control = list(transformer.vace_blocks)
     del transformer.vace_blocks
-    call = SimpleNamespace(context=None, strength=None)
+    call = call_state(transformer, context=None, strength=None)
     width = config["num_attention_heads"] * config["attention_head_dim"]
     beside = dict(zip(config["vace_layers"], control))
     for index, block in enumerate(transformer.blocks):
@@ -150,10 +151,11 @@ FAMILY: Family = wan.FAMILY.changed(
         "io": ModelIO(arguments=forward_args),
         "blocks.attention": ("image", "cross", "image", "cross"),
         "blocks.attention_calls": attention_calls,
-        "blocks.width": lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
+        "blocks.control_layers": ("control.*",),
         "conditioning.accepted": ("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
         "conditioning.required": ("c_crossattn", "vace_context"),
         "conditioning.ignored": ("clip_fea",),
+        "conditioning.controls": lambda cond: cond["vace_context"].shape[1],
         "conditioning.refusal": refusal,
         "cache.prompt_layers": ("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
         "build.patch_module": patch_module,

@@ -1,10 +1,23 @@
 """The memory that a computation allocates, counted by its tensors: on any device, without its allocator."""
 
+import gc
 import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def survivors_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[], list[str]]:
+    """Return what names those of ``tensors`` whose memory somebody holds, once the caller no longer does."""
+    storages = {name: weakref.ref(tensor.untyped_storage()) for name, tensor in tensors.items()}
+
+    def survivors() -> list[str]:
+        gc.collect()
+        return [name for name, storage in storages.items() if storage() is not None]
+
+    return survivors
 
 
 class LiveMemory(TorchDispatchMode):

@@ -12,6 +12,7 @@ import variants
 from diffusers.models.embeddings import PatchEmbed
 from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_vae_units
 from flops import counted
+from live_memory import survivors_of
 from safetensors.torch import save_file
 from tiny import (
     as_folder,
@@ -47,9 +48,12 @@ def test_golden_case(name, tmp_path):
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     sample, latent = golden(name)
     engine.check_sample(sample)
+    survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})
     samples, _ = engine.sample(sample, Callbacks())
     error = error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
     assert error <= TOLERANCES.get(family, 1e-4) and is_known_distance(name, error)
+    del sample
+    assert survivors() == []
 
 
 def test_a_preview_stays_as_it_was(tmp_path):

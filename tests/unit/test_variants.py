@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 from families import golden, to_vae_units
+from live_memory import survivors_of
 from tiny import as_folder, error_in_std, write_checkpoint
 from tolerance import assert_ulps
 from variants import GOLDENS, VARIANTS, golden_variant, request, write
@@ -45,13 +46,17 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDENS.iterdir()))
 def test_golden_variant(name, tmp_path):
-    """After ComfyUI's own conditioning nodes, at most 1e-4 of the latent's standard deviation away."""
+    """After ComfyUI's own conditioning nodes, at most 1e-4 of the latent's standard deviation away. Nothing
+    that the request gave survives it."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
     sample, want = golden_variant(name)
     engine.check_sample(sample)
+    survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})
     samples, _ = engine.sample(sample, Callbacks())
     assert error_in_std(samples, want) < 1e-4
+    del sample
+    assert survivors() == []
 
 
 def test_frame_rates_are_not_rounded(tmp_path):

@@ -2,12 +2,11 @@
 picture (Fun Control), frames after the video's (Phantom), pictures and videos in context (Bernini). A
 camera's path (Fun Camera) is added to the latent's tokens."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor, nn
 
 from ..latent_tokens import TokenGrid
+from .call_state import call_state
 
 #: Names of what is given so, as ComfyUI's model calls them.
 NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_conditions")
@@ -117,7 +116,7 @@ def patch_module(transformer, config):
         transformer.ref_conv = nn.Conv2d(config["reference_channels"], width, patch, patch)
     if config.get("camera_channels"):
         transformer.control_adapter = CameraAdapter(config["camera_channels"], width, patch)
-    call = SimpleNamespace(further={}, tokens=None)
+    call = call_state(transformer, further={}, tokens=None)
     plain_rope = transformer.rope.forward
 
     def take(module, args, kwargs):
