@@ -112,6 +112,8 @@ class Blocks:
     attention_calls: block -> how many of these calls it makes, if not all.
     heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
     between blocks, if they are not those of all heads.
+    control_layers: layers of a block (patterns) that run once for each control input (Conditioning.controls),
+    whose states travel next to the tokens' own, each as wide.
     text_layers: layers of a block (patterns) that text tokens alone pass through. latent_layers: the same
     (patterns) -> which of nested latents passes through, where blocks keep these apart.
     flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
@@ -135,6 +137,7 @@ class Blocks:
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None
+    control_layers: tuple[str, ...] = ()
     text_layers: tuple[str, ...] = ()
     latent_layers: Mapping[str, str] = field(default_factory=dict)
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
@@ -142,9 +145,15 @@ class Blocks:
     last: str | None = None
     adapter: BlockAdapter = BlockAdapter()
 
-    def hidden_width(self, config: Mapping) -> int:
-        """Features of a token between blocks."""
-        return self.width(config) if self.width else self.heads(config) * self.head_size(config)
+    def hidden_width(self, config: Mapping, controls: int = 1) -> int:
+        """Features of a token between blocks, with the states of so many ``controls``."""
+        own = self.width(config) if self.width else self.heads(config) * self.head_size(config)
+        return own * (1 + controls) if self.control_layers else own
+
+    def runs(self, name: str, controls: int) -> int:
+        """Count how often the layer ``name`` of a block runs for a token, with so many ``controls``."""
+        is_control = any(fnmatchcase(name, pattern) for pattern in self.control_layers)
+        return controls if is_control else 1
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""

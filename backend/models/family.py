@@ -132,6 +132,10 @@ def _no_refusal(config, grid, cond) -> None:
     return None
 
 
+def _one_control(cond) -> int:
+    return 1
+
+
 def _prompt_tokens(cond: Arguments) -> int:
     return cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
 
@@ -146,7 +150,8 @@ class Conditioning:
     text_tokens: arguments of one CFG branch -> text tokens of the joint sequence, which ride with patch 0.
     context_tokens: (transformer config, grid, arguments of one CFG branch) -> reference tokens, which
     ModelIO.arguments puts after the latent's in the image stream.
-    refusal: the same -> why the family cannot run them, as one sentence, or None.
+    controls: arguments of one CFG branch -> its control inputs (Blocks.control_layers).
+    refusal: as context_tokens -> why the family cannot run them, as one sentence, or None.
     """
 
     accepted: tuple[str, ...]
@@ -156,6 +161,7 @@ class Conditioning:
     precise: tuple[str, ...] = ()
     text_tokens: Callable[[Arguments], int] = _prompt_tokens
     context_tokens: Callable[[Config, Any, Arguments], int] = _no_context
+    controls: Callable[[Arguments], int] = _one_control
     refusal: Callable[[Config, Any, Arguments], str | None] = _no_refusal
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:

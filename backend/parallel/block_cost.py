@@ -55,16 +55,17 @@ def latents_of(family, image: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class LayerTokens:
     """Which tokens of one step pass a layer: of the image stream or of one ``latent`` in it, of the text, or
-    none where it is computed once a request."""
+    none where it is computed once a request. ``runs``: how often each does."""
 
     image: bool
     text: bool
     latent: str = ""
+    runs: int = 1
 
     def count(self, image: int, text: int, latents: Latents) -> int:
         """Count them, of so many."""
         own = latents[self.latent] if self.latent else image
-        return self.image * own + self.text * text
+        return self.runs * (self.image * own + self.text * text)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,12 @@ class AttentionCall:
         return known.get(self.queries, image) * known.get(self.keys, image)
 
 
-def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> list[AttentionCall]:
+def attention_calls(
+    block: nn.Module, blocks: str, family, config: Mapping, controls: int = 1
+) -> list[AttentionCall]:
     """Return the attention calls of a ``block`` of the list ``blocks``: one kind for each of its attention
-    modules, in order."""
+    modules, in order, and as many of it as there are ``controls`` where that is one of Blocks.control_layers.
+    """
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     found = []
@@ -100,12 +104,14 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
             keys = PROMPT if kind == "cross" else STATE
         if family.blocks.lists[blocks] == IMAGE_ONLY:
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
-        found.append(AttentionCall(queries, keys, query_width(module, family, config)))
+        call = AttentionCall(queries, keys, query_width(module, family, config))
+        found += [call] * family.blocks.runs(f"{name}.{QUERIES[0]}", controls)
     return found
 
 
-def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
-    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it."""
+def layer_tokens(block: nn.Module, blocks: str, family, controls: int = 1) -> dict[str, LayerTokens]:
+    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it, once for each of the
+    ``controls`` where it is one of Blocks.control_layers."""
     names = [name for name, _ in block.named_modules()]
     of_text = {name for name in names if family.blocks.is_text_layer(name)}
     apart = (
@@ -122,7 +128,8 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
         elif name in of_text:
             found[name] = LayerTokens(False, True)
         else:
-            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name))
+            runs = family.blocks.runs(name, controls)
+            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), runs)
     return found
 
 

@@ -22,6 +22,8 @@ from .workload import Place, Workload
 STREAMS = 5
 #: The same outside of the blocks.
 STREAMS_OUTSIDE = 4
+#: Tensors of the width of the control inputs' states that live at once, in a block and outside.
+CONTROLS = 2
 #: Float32 tensors of the width of the queries that a rotary embedding makes.
 ROTARY = 3
 #: Float32 tensors of the size of the latent: noise, latent, predictions of two prompts, solver state.
@@ -55,13 +57,15 @@ def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     own = shards.local
     latents = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.text_tokens
-    stream = work.width * work.dtype.itemsize
+    stream = work.family.blocks.hidden_width(work.checkpoint.config, controls=0) * work.dtype.itemsize
+    controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
     inside = [_live(work, name, place, own.stream, text, latents).bytes for name in blocks.values()]
-    within = max(inside, default=0) + STREAMS * stream * (own.stream + text)
+    within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += _skips(work, stages.blocks[place["pp"]]) * stream * own.stream
-    outside = STREAMS_OUTSIDE * stream * (sequence.joint if position else work.image_tokens + text)
+    tokens = sequence.joint if position else work.image_tokens + text
+    outside = (STREAMS_OUTSIDE * stream + controls) * tokens
     latent = work.family.latent
     config = work.checkpoint.config
     features = latent.channels(config)

@@ -98,6 +98,7 @@ def describe(
     choices: Mapping[str, Choice] | None = None,
     bits: int = 0,
     latents: tuple[tuple[str, int], ...] = (),
+    controls: int = 1,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer at ``model``.
 
@@ -105,8 +106,8 @@ def describe(
     prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
     quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
     in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones, in
-    the order of their tokens; without them all tokens are the first's. Raises ConfigError and
-    UnsupportedError as loading does.
+    the order of their tokens; without them all tokens are the first's. controls: control inputs of a prompt,
+    where the model has layers for them. Raises ConfigError and UnsupportedError as loading does.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
@@ -115,7 +116,7 @@ def describe(
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     request = (image_tokens, text_tokens, samples[0], branches)
-    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents)
+    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents, controls)
     works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)
     ranks = enumerate(places(config))

@@ -20,7 +20,8 @@ from .describe import RankPlan, describe
 class RequestSize:
     """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
     longest prompt; batch, prompts: of all replicas and both sides of guidance; calls: of the model with each
-    prompt; latents: name and tokens of nested ones, as they follow each other."""
+    prompt; latents: name and tokens of nested ones, as they follow each other; controls: control inputs
+    (Conditioning.controls) of the prompt with most of them."""
 
     image_tokens: int
     text_tokens: int
@@ -28,13 +29,15 @@ class RequestSize:
     prompts: int
     calls: int
     latents: tuple[tuple[str, int], ...] = ()
+    controls: int = 1
 
     def plans(
         self, config: ParallelConfig, checkpoint: Checkpoint, dtype: torch.dtype, bits: int = 0
     ) -> list[RankPlan]:
         """Plan every rank; ``bits`` as in describe. Raises ConfigError and UnsupportedError."""
         size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
-        settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "latents": self.latents}
+        settings = {"dtype": dtype, "calls": self.calls, "bits": bits}
+        settings |= {"latents": self.latents, "controls": self.controls}
         return describe(config, checkpoint, *size, **settings)
 
 
@@ -70,7 +73,8 @@ def _size_of_sample(
     if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
         count = config.cfg_degree * max(Counter(map(guidance_of, names(sample))).values())
     latents = family.latent.named(grid)
-    return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents)
+    controls = max(map(family.conditioning.controls, prompts))
+    return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents, controls)
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
@@ -86,7 +90,9 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
     samples = batch * config.data_parallel_degree
     latents = family.latent.named(grid)
-    return RequestSize(tokens, _text_tokens(family, given), samples, prompts, calls=1, latents=latents)
+    text = _text_tokens(family, given)
+    controls = family.conditioning.controls(given)
+    return RequestSize(tokens, text, samples, prompts, 1, latents, controls)
 
 
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:

@@ -49,7 +49,7 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 @dataclass(frozen=True)
 class Workload:
     """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
-    choices: quantized parameter -> how it multiplies. bits, latents: as in describe."""
+    choices: quantized parameter -> how it multiplies. bits, latents, controls: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -62,6 +62,7 @@ class Workload:
     choices: Mapping[str, Choice]
     bits: int = 0
     latents: tuple[tuple[str, int], ...] = ()
+    controls: int = 1
 
     @property
     def family(self):
@@ -118,7 +119,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Features of a token between blocks."""
-        return self.family.blocks.hidden_width(self.checkpoint.config)
+        return self.family.blocks.hidden_width(self.checkpoint.config, self.controls)
 
     @property
     def head_size(self) -> int:
@@ -146,8 +147,8 @@ class Workload:
         found = {}
         for block in self.checkpoint.block_names:
             module = self.checkpoint.empty.get_submodule(block)
-            for name, tokens in layer_tokens(module, block.rpartition(".")[0], self.family).items():
-                found[f"{block}.{name}"] = tokens
+            passing = layer_tokens(module, block.rpartition(".")[0], self.family, self.controls)
+            found |= {f"{block}.{name}": tokens for name, tokens in passing.items()}
         return found
 
     @cached_property
@@ -157,7 +158,8 @@ class Workload:
         for block in self.checkpoint.block_names:
             module = self.checkpoint.empty.get_submodule(block)
             blocks = block.rpartition(".")[0]
-            found.append(attention_calls(module, blocks, self.family, self.checkpoint.config))
+            config = self.checkpoint.config
+            found.append(attention_calls(module, blocks, self.family, config, self.controls))
         return found
 
     def exchanged(self, blocks: range) -> Counter[AttentionCall]:

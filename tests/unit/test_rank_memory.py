@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiny import golden_request, write_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from variants import request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -24,6 +25,7 @@ from backend.parallel import mesh
 from backend.parallel.mesh import Axis
 from backend.quantization.packed_weight import PackedWeight
 from backend.rank_plan import describe
+from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
 
 GGUF = ("Q8_0", "Q4_K", "Q5_1", "IQ4_XS")
@@ -175,6 +177,27 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
     plan = describe(ParallelConfig(), str(path), image, text, dtype=model.dtype)[0]
     measured = memory.peak - model.cache.most_bytes
     assert 0.75 <= plan.activation_bytes / measured <= 1.45
+
+
+@pytest.mark.parametrize("videos", [1, 2, 3])
+def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, videos):
+    engine = Engine(ParallelConfig(), mesh.single())
+    path = str(write(tmp_path / "vace.safetensors", "wan21-vace-two"))
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    model = engine.models["tiny"]
+    noise = torch.randn(1, 16, 3, 64, 64)
+    tensors = {**request("wan21-vace-two").tensors, "noise": noise, "latent": noise, "sigmas": torch.ones(2)}
+    for side in ("positive", "negative"):
+        tensors[f"{side}.vace_context"] = torch.randn(1, videos, 96, 3, 64, 64)
+        tensors[f"{side}.vace_strength"] = torch.ones(1, videos)
+    sample = replace(request("wan21-vace-two"), tensors=tensors)
+    memory = LiveMemory()
+    with memory:
+        engine.sample(sample, Callbacks())
+    size = size_of(sample, engine.config, model.family, model.config)
+    plan = size.plans(engine.config, pristine, model.dtype)[0]
+    assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes) <= 1.45
 
 
 def test_activations_divide_over_tokens_and_heads(files):
