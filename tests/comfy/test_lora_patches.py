@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from headers import HeaderFiles, released
+from detection import detected
 from lora_lists import key_lists, keys_of
 from versions import skip_without_class
 
 with comfy_modules():
     import comfy.lora
     import comfy.lora_convert
-    import comfy.model_detection
-    import comfy.supported_models
 
 HEADERS = Path(__file__).parents[1] / "headers"
 LISTS = key_lists()
@@ -26,17 +24,11 @@ COMFY = json.loads((HEADERS / "comfy_loras.json").read_text())
 
 def targets_of(name: str) -> dict:
     """ComfyUI's own map of keys to weights, for a released file; empty where it does not know the model."""
-    files = HeaderFiles(name, released()[name])
-    state = {key: torch.empty(shape, device="meta") for key, shape in files.shapes.items()}
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
-    prefix = prefix if any(key.startswith(prefix) for key in state) else ""
-    found = comfy.model_detection.detect_unet_config(state, prefix, metadata=files.metadata)
-    config = comfy.model_detection.model_config_from_unet_config(found, state) if found else None
-    if config is None:
+    found = detected(name)
+    if found is None:
         return {}
-    own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    own = config.process_unet_state_dict(own)
-    config.unet_config["disable_unet_model_creation"] = True
+    config, state = found
+    own = config.process_unet_state_dict(state)
     model = config.get_model({})
     model.state_dict = lambda: {f"diffusion_model.{key}": value for key, value in own.items()}
     return comfy.lora.model_lora_keys_unet(model, {})

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from comfy_modules import comfy_modules
+from detection import detected
 from header_forms import forms, open_released
-from headers import HeaderFiles, released
 from variants import VARIANTS
 from versions import skip_without_class
 
@@ -18,7 +17,6 @@ from backend.models import FAMILIES as BACKEND_FAMILIES
 from backend.protocol import Loaded
 
 with comfy_modules():
-    import comfy.model_detection
     import comfy.supported_models
     from parallel_dit.nodes.comfy_models.registry import FAMILIES, weightless_patcher
 
@@ -57,15 +55,10 @@ def ours(name: str) -> list:
 
 def theirs(name: str) -> list | None:
     """The same of ComfyUI's own, detected by the header; None for a file that it does not know."""
-    files = HeaderFiles(name, released()[name])
-    state = {key: torch.empty(shape, device="meta") for key, shape in files.shapes.items()}
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
-    prefix = prefix if any(key.startswith(prefix) for key in state) else ""
-    found = comfy.model_detection.detect_unet_config(state, prefix, metadata=files.metadata)
-    config = comfy.model_detection.model_config_from_unet_config(found, state) if found else None
-    if config is None:
+    found = detected(name)
+    if found is None:
         return None
-    config.unet_config["disable_unet_model_creation"] = True
+    config, _ = found
     return described(config.get_model({}), type(config).__name__)
 
 
