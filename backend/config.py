@@ -151,8 +151,8 @@ class ParallelConfig:
             )
         if len(indices) != self.world_size:
             raise ConfigError(
-                f"gpus names {len(indices)} devices but {self.product}. Name as many devices as there are "
-                f"ranks."
+                f"gpus names {len(indices)} device{'s' * (len(indices) > 1)} but {self.product}. Name as "
+                f"many devices as there are ranks."
             )
         return indices
 
@@ -162,8 +162,8 @@ class ParallelConfig:
         found = read_shares(self.shares)
         if found and len(found) != self.world_size:
             raise ConfigError(
-                f"shares is {self.shares!r:.200}, {len(found)} numbers, but {self.product}. Write one for "
-                f"each rank, in the order of gpus, or leave it empty."
+                f"shares is {self.shares!r:.200}, {len(found)} number{'s' * (len(found) > 1)}, but "
+                f"{self.product}. Write one for each rank, in the order of gpus, or leave it empty."
             )
         return found
 

@@ -60,6 +60,8 @@ WIDTH, GAP, TITLE = 340, 80, 30
 #: picture, and what a node has besides.
 SLOT, WIDGET, TEXT, PICTURE, FRAME = 24, 30, 90, 260, 40
 ROW = 24
+#: Zoom at which the page opens a graph; below 8/14 its canvas leaves all texts out.
+SCALE = 0.6
 
 
 def widgets_of(name: str, kind, options: dict) -> list[tuple[str, dict]]:
@@ -247,7 +249,7 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "links": links,
         "groups": groups_of(nodes),
         "config": {},
-        "extra": {"ds": {"scale": 0.55, "offset": [150, 190 - nodes[0]["pos"][1]]}},
+        "extra": {"ds": {"scale": SCALE, "offset": [150, 190 - nodes[0]["pos"][1]]}},
         "version": 0.4,
     }
 

@@ -107,9 +107,15 @@ def config_of(
         auto = AutoConfig(method, gpus, config, shares)
         auto.devices(gpus_here)
         return auto
-    # one number is how many, which the degrees say too
-    listed = "" if gpus.strip() == str(config.world_size) and config.world_size > 1 else gpus
-    config = replace(config, gpus=listed, shares=shares).validate()
+    many = gpus.strip()
+    if config.world_size > 1 and many.isdecimal():  # how many, which the degrees say too
+        if many != str(config.world_size):
+            raise ConfigError(
+                f"gpus is {many!r:.200}, but {config.product}. Set the degrees to 1 and method to auto, "
+                f"which chooses degrees for as many GPUs, or leave gpus empty."
+            )
+        gpus = ""
+    config = replace(config, gpus=gpus, shares=shares).validate()
     if not config.address:
         config.resolve_device(gpus_here)
     return config

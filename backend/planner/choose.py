@@ -245,4 +245,4 @@ def _missing(option: Option) -> int:
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"

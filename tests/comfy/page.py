@@ -62,6 +62,16 @@ CUT = """() => app.graph.nodes.flatMap(({ type, widgets }) => (widgets ?? [])
 #: Text of this pack's reports, by the type of the node.
 REPORTS = """() => Object.fromEntries(app.graph.nodes.flatMap(({ type, widgets }) =>
   (widgets ?? []).filter(({ isReport }) => isReport).map(({ value }) => [type, value])))"""
+#: How often the page has asked its server to run a graph, counted from the first look.
+ASKED = """() => {
+  const { api } = app;
+  if (api.asked === undefined) {
+    const { queuePrompt } = api;
+    api.asked = 0;
+    api.queuePrompt = (...values) => { api.asked++; return queuePrompt.apply(api, values); };
+  }
+  return api.asked;
+}"""
 
 
 class ComfyPage(Page):
@@ -162,11 +172,20 @@ class ComfyPage(Page):
         """Wait until the report under the node of a type is ``text``."""
         self.wait(f"({REPORTS})()[{json.dumps(node)}] === {json.dumps(text)}", 60)
 
+    def press_run(self):
+        """Press Run until the page asks for it: a click is lost while it still lays something out."""
+        before = self.evaluate(f"({ASKED})()")
+        for _ in range(10):
+            self.click("button", "Run")
+            if self.becomes(f"({ASKED})() > {before}", 5):
+                return
+        raise AssertionError("the page does not run anything")
+
     def run(self):
         """Press Run, and wait until that run has ended."""
         ended = "fetch('/history').then((r) => r.json()).then((h) => Object.keys(h).length)"
         before = self.evaluate(ended)
-        self.click("button", "Run")
+        self.press_run()
         self.wait(f"{ended}.then((count) => count > {before})")
         self.wait_for_queue()
 

@@ -1,5 +1,6 @@
 """The pack in ComfyUI's page, in a headless Chromium: what somebody who uses it sees and does."""
 
+import re
 import time
 from itertools import count
 
@@ -98,7 +99,7 @@ def test_nodes_are_added_and_connected_by_hand(empty):
 def test_a_mistake_is_read_in_the_toast(empty):
     empty.template("demo")
     _set(empty, "ParallelConfig", "cfg_degree", 3)
-    empty.click("button", "Run")
+    empty.press_run()
     empty.has_text(
         "cfg_degree is 3, but guidance has two branches (positive and negative); set it to 1 or 2."
     )
@@ -109,7 +110,7 @@ def test_what_only_headers_tell_is_read_under_the_node(empty):
     empty.template("demo")
     _set(empty, "ParallelConfig", "cfg_degree", 1)
     _set(empty, "ParallelConfig", "pipefusion_degree", 7)
-    empty.click("button", "Run")
+    empty.press_run()
     text = """app.graph.nodes.find((node) => node.type === "LoadParallelDiT").widgets
       .find(({ name }) => name === "$$node-text-preview")?.value ?? "" """
     empty.wait(f'({text}) === "reading the model\'s headers"')
@@ -175,6 +176,27 @@ def test_a_run_that_ends_in_another_tab_reports_to_its_own(demo):
     assert demo.reports()["ParallelSampler"].startswith("60 steps in ")
 
 
+def test_a_run_is_compared_with_one_rank(demo):
+    """By what auto has measured until one rank has run the same, and by that from then on."""
+    _set(demo, "EmptySD3LatentImage", "width", 128)  # which no other test has on one rank
+    two = {"method": "manual", "cfg_degree": 2}
+
+    def ran(**config) -> str:
+        for name, value in {"device": "cpu", "gpus": "", **config}.items():
+            _set(demo, "ParallelConfig", name, value)
+        _set(demo, "ParallelSampler", "seed", next(SEEDS))
+        demo.run()
+        demo.show("ParallelSampler")
+        report = demo.reports()["ParallelSampler"]
+        demo.has_text(report.splitlines()[-1])
+        return report
+
+    assert ran(method="auto", cfg_degree=1, gpus="2").startswith("auto: ")
+    assert re.search(r"· 2 ranks · about \d\.\dx one rank \(projected\)$", ran(**two))
+    assert ran(method="manual", cfg_degree=1).endswith("· 1 rank")
+    assert re.search(r"· 2 ranks · \d\.\dx one rank$", ran(**two))
+
+
 def _leave(page):
     page.evaluate("app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
     page.wait("app.graph.nodes.every((node) => node.type !== 'ParallelSampler')")
@@ -184,7 +206,7 @@ def _begin(page, steps: int):
     """Press Run for so many steps, and wait for the first of them."""
     _set(page, "ParallelSampler", "steps", steps)
     _set(page, "ParallelSampler", "seed", next(SEEDS))
-    page.click("button", "Run")
+    page.press_run()
     page.wait("fetch('/parallel_dit/status').then((r) => r.json()).then((s) => s.doing.startsWith('step '))")
 
 
@@ -238,10 +260,14 @@ def test_no_template_has_nodes_over_others_and_its_note_is_read(empty, nodes2):
     assert len(names) > 30
     found = {}
     notes = {}
+    without_texts = []
     for name in names:
         empty.template(name)
+        if empty.evaluate("app.canvas.low_quality"):
+            without_texts.append(name)
         found[name] = empty.overlaps()
         notes[name] = empty.note()
+    assert without_texts == []
     assert {name: pairs for name, pairs in found.items() if pairs} == {}
     assert all("GPUs" in note["text"] for note in notes.values())
     cut_or_dim = {name: n for name, n in notes.items() if n["cut"] > 1 or n["contrast"] < CONTRAST}

@@ -14,7 +14,7 @@ from tiny import write_checkpoint
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.planner.auto_config import AutoConfig, sets_degrees
+from backend.planner.auto_config import AutoConfig, config_of, sets_degrees
 from backend.planner.candidates import is_exact
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.cost import Cost
@@ -287,6 +287,22 @@ def test_a_shape_survives_json(checkpoint):
     assert Machine.from_dict({**A100.as_dict(), "all_to_all": {"2": 1e9}}).all_to_all == {2: 1e9}
     with pytest.raises(ValueError):
         Machine.from_dict({**A100.as_dict(), "gemm": float("nan")})
+
+
+def test_memory_of_a_small_model_is_in_mb(checkpoint):
+    shape = shape_of(checkpoint, checkpoint.dtype)
+    question = Question(shape, Request(256, 12, 20, 2), on(L40, 24, 2), 2)
+    choice = choose(question, AUTO)
+    size = held(shape, choice.plan, question.request).bytes
+    assert 1e6 < size < 1e8 and f"about {size / 1e6:.0f} MB of " in choice.lines[0]
+
+
+def test_one_number_of_gpus_is_how_many():
+    """Also next to degrees, which must then be as many."""
+    given = {"cfg_degree": 2, "device": "cpu"}
+    assert config_of(0, gpus="2", **given) == ParallelConfig(**given)
+    with pytest.raises(ConfigError, match="gpus is '4', but cfg_degree 2 = 2 ranks. .* for as many GPUs"):
+        config_of(0, gpus="4", **given)
 
 
 def test_flops_of_a_shape_are_those_that_balance_stages(checkpoint):
