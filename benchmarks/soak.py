@@ -52,11 +52,11 @@ class Requests:
         names = {"lora_A": (8, 256), "lora_B": (256, 8)}
         save_file({f"{layer}.{k}.weight": torch.randn(v) for k, v in names.items()}, self.lora)
         model = backend.load(folder).model
-        made = common.request(folder, 4, side=16, text=32)
-        self.plain = replace(made, model=model)
+        two = backend.config.cfg_degree == 2  # which a request with one prompt leaves without work
+        self.plain = replace(common.request(folder, 4, guided=two, side=16, text=32), model=model)
         self.guided = replace(common.request(folder, 4, guided=True, side=16, text=48), model=model)
-        self.large = replace(common.request(folder, 2, side=32, text=32), model=model)
-        self.long = replace(common.request(folder, 200, side=16, text=32), model=model)
+        self.large = replace(common.request(folder, 2, guided=two, side=32, text=32), model=model)
+        self.long = replace(common.request(folder, 200, guided=two, side=16, text=32), model=model)
         self.kinds: list[Callable[[], object]] = [
             lambda: backend.sample(self.plain),
             lambda: backend.sample(self.guided),
