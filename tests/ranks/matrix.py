@@ -4,7 +4,6 @@ writes the errors as JSON.
 main(CHECKPOINT, [ids of runs], OUT.json)
 """
 
-import gc
 import itertools
 import json
 import os
@@ -28,8 +27,6 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.sampling.step_loop import Callbacks
-
-gc.freeze()  # what is imported stays: no collection looks through it again
 
 
 def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
