@@ -150,10 +150,9 @@ class Blocks:
         own = self.width(config) if self.width else self.heads(config) * self.head_size(config)
         return own * (1 + controls) if self.control_layers else own
 
-    def runs(self, name: str, controls: int) -> int:
-        """Count how often the layer ``name`` of a block runs for a token, with so many ``controls``."""
-        is_control = any(fnmatchcase(name, pattern) for pattern in self.control_layers)
-        return controls if is_control else 1
+    def is_control_layer(self, name: str) -> bool:
+        """Does the layer ``name`` of a block run once for each control input?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.control_layers)
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""

@@ -55,27 +55,28 @@ def latents_of(family, image: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class LayerTokens:
     """Which tokens of one step pass a layer: of the image stream or of one ``latent`` in it, of the text, or
-    none where it is computed once a request. ``runs``: how often each does."""
+    none where it is computed once a request; is_control: once for each control input."""
 
     image: bool
     text: bool
     latent: str = ""
-    runs: int = 1
+    is_control: bool = False
 
     def count(self, image: int, text: int, latents: Latents) -> int:
         """Count them, of so many."""
         own = latents[self.latent] if self.latent else image
-        return self.runs * (self.image * own + self.text * text)
+        return self.image * own + self.text * text
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of attention in a block. queries, keys: kinds of tokens (Sequence.length_of), PROMPT or STATE.
-    width: features of the queries of all heads."""
+    width: features of the queries of all heads. is_control: made once for each control input."""
 
     queries: str
     keys: str
     width: int
+    is_control: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -88,12 +89,9 @@ class AttentionCall:
         return known.get(self.queries, image) * known.get(self.keys, image)
 
 
-def attention_calls(
-    block: nn.Module, blocks: str, family, config: Mapping, controls: int = 1
-) -> list[AttentionCall]:
+def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> list[AttentionCall]:
     """Return the attention calls of a ``block`` of the list ``blocks``: one kind for each of its attention
-    modules, in order, and as many of it as there are ``controls`` where that is one of Blocks.control_layers.
-    """
+    modules, in order."""
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     found = []
@@ -104,14 +102,13 @@ def attention_calls(
             keys = PROMPT if kind == "cross" else STATE
         if family.blocks.lists[blocks] == IMAGE_ONLY:
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
-        call = AttentionCall(queries, keys, query_width(module, family, config))
-        found += [call] * family.blocks.runs(f"{name}.{QUERIES[0]}", controls)
+        is_control = family.blocks.is_control_layer(f"{name}.{QUERIES[0]}")
+        found.append(AttentionCall(queries, keys, query_width(module, family, config), is_control))
     return found
 
 
-def layer_tokens(block: nn.Module, blocks: str, family, controls: int = 1) -> dict[str, LayerTokens]:
-    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it, once for each of the
-    ``controls`` where it is one of Blocks.control_layers."""
+def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
+    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it."""
     names = [name for name, _ in block.named_modules()]
     of_text = {name for name in names if family.blocks.is_text_layer(name)}
     apart = (
@@ -128,8 +125,8 @@ def layer_tokens(block: nn.Module, blocks: str, family, controls: int = 1) -> di
         elif name in of_text:
             found[name] = LayerTokens(False, True)
         else:
-            runs = family.blocks.runs(name, controls)
-            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), runs)
+            is_control = family.blocks.is_control_layer(name)
+            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control)
     return found
 
 

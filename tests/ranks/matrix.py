@@ -4,7 +4,6 @@ writes the errors as JSON.
 main(CHECKPOINT, [ids of runs], OUT.json)
 """
 
-import gc
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from families import golden, model_call
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
+from ranks.share_cases import write_wide
 from tiny import error_in_std, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +28,6 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.sampling.step_loop import Callbacks
-
-gc.freeze()  # what is imported stays: no collection looks through it again
 
 
 def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
@@ -254,7 +252,11 @@ def main(checkpoint: str, selected: list[str], out: str):
     if on_fp8:
         found += together(on_fp8, checkpoint, rank)
     if shared:
-        found += with_shares(shared, str(Path(checkpoint).with_name("wide")), rank)
+        wide = Path(checkpoint).with_name("wide")
+        if rank == 0:
+            write_wide(wide, checkpoint)
+        dist.barrier()
+        found += with_shares(shared, str(wide), rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()
