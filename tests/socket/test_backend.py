@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +176,9 @@ def test_ranks_let_the_files_of_a_freed_model_go(backend, checkpoint, folder, by
         pool.backend_for(ParallelConfig(tensor_parallel_degree=2, device="cpu"))
     else:
         backend.unload(str(copy), "default")
+    deadline = time.monotonic() + 60  # rank 0 answers for itself
+    while any(opened(backend, copy)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert opened(backend, copy) == [0, 0]
     assert request.model not in backend.client.request(protocol.Status()).models
 
