@@ -60,7 +60,8 @@ WIDTH, GAP, TITLE = 340, 80, 30
 #: picture, and what a node has besides.
 SLOT, WIDGET, TEXT, PICTURE, FRAME = 24, 30, 90, 260, 40
 ROW = 24
-#: Zoom at which the page opens a graph; below 8/14 its canvas leaves all texts out.
+#: Zoom at which the page opens a file; below 8/14 its canvas leaves all texts out. The template browser
+#: fits the graph into the window instead.
 SCALE = 0.6
 
 

@@ -104,7 +104,7 @@ class ComfyPage(Page):
         self.wait(f"!!LiteGraph.vueNodesMode === {json.dumps(nodes2)}")
 
     def template(self, name: str):
-        """Open a template of this pack as its card does."""
+        """Open a template of this pack as a file; its card would fit it into the window too."""
         self.call(
             """(name) => fetch(`/api/workflow_templates/parallel-dit/${name}.json`)
               .then((found) => found.json()).then((graph) => app.loadGraphData(graph, true, true, name))""",
