@@ -27,7 +27,7 @@ from .request import Request, arguments_of
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
-from .validation import check_kernel, check_patches
+from .validation import check_kernel, check_patches, check_wire
 
 #: Samples of the batch go through the model together up to this many tokens: beyond it a device is busy
 #: anyway, and memory would grow with the batch.
@@ -37,7 +37,7 @@ ALONE = Axis(None, 0, 1, (0,))
 
 def _settings(call: ModelCall) -> ParallelConfig:
     """Return what a call sets of a configuration."""
-    return ParallelConfig(attention=call.attention, compile=call.compile)
+    return ParallelConfig(attention=call.attention, compile=call.compile, wire=call.wire)
 
 
 def check_call(
@@ -51,8 +51,9 @@ def check_call(
 ):
     """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
-    _settings(call).validate()
-    run = replace(config, attention=call.attention, num_pipeline_patch=1)
+    asked = {"attention": call.attention, "compile": call.compile, "wire": call.wire}
+    run = replace(config, num_pipeline_patch=1, **asked).validate()
+    check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:

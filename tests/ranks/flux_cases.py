@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ranks import share_cases
+from ranks import share_cases, wire_cases
 from ranks.flux_requests import (
     CFG_PP,
     EVEN_BATCH,
@@ -325,6 +325,21 @@ def shared_runs(config: ParallelConfig) -> list[Run]:
         found.append(Run(config, share_cases.STALE, Case(case.name, STALE_STEPS), config))
     if config.data_parallel_degree * config.cfg_degree > 1:
         found.append(Run(config, CALL, Case(UNEVEN_CALL), config))
+    return found + packed_runs(config)
+
+
+def packed_runs(config: ParallelConfig) -> list[Run]:
+    """The runs of a configuration with float8 on the wire, if it has any: on two and four ranks, fresh and
+    stale keys and values."""
+    if config.sp_degree == 1 or config.shard_weights or config.world_size not in (2, 4):
+        return []
+    staged = config.pipefusion_degree > 1
+    case = Case(EVEN_BATCH if config.data_parallel_degree > 1 else "size20x12", FEW)
+    varied = replace(config, wire="fp8", num_pipeline_patch=int(staged))
+    found = [Run(config, wire_cases.WIRE, case, varied)]
+    if staged:
+        stale = replace(config, wire="fp8", num_pipeline_patch=3)
+        found.append(Run(config, wire_cases.STALE, Case(case.name, STALE_STEPS), stale))
     return found
 
 
@@ -340,6 +355,7 @@ def runs() -> list[Run]:
                     for case in cases(world, config, variant)
                     if config.cfg_degree == 1 or has_negative(case)
                 ]
+            found += packed_runs(config)
             if has_lora_case(world, config):
                 found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
             calls = CALLS if world == 2 else [UNEVEN_CALL]
