@@ -314,7 +314,7 @@ class ParallelConfig:
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
             shown = _short(self.num_pipeline_patch)
-            raise ConfigError(f"num_pipeline_patch is {shown}; use 0 for one a stage, or 1 or more.")
+            raise ConfigError(f"num_pipeline_patch is {shown}; use 0 for one a stage, or a positive number.")
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
             raise ConfigError(
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "

@@ -35,9 +35,10 @@ TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
 
-def _settings(call: ModelCall) -> ParallelConfig:
-    """Return what a call sets of a configuration."""
-    return ParallelConfig(attention=call.attention, compile=call.compile, wire=call.wire)
+def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
+    """Return ``config`` with what a call sets of it; nothing is stale in a call."""
+    asked = {"attention": call.attention, "compile": call.compile, "wire": call.wire}
+    return replace(config, num_pipeline_patch=1, **asked)
 
 
 def check_call(
@@ -51,8 +52,7 @@ def check_call(
 ):
     """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
-    asked = {"attention": call.attention, "compile": call.compile, "wire": call.wire}
-    run = replace(config, num_pipeline_patch=1, **asked).validate()
+    run = _settings(call, config).validate()
     check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
@@ -134,7 +134,7 @@ def build_call(
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
-        config=_settings(call),
+        config=_settings(call, ParallelConfig()),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,
