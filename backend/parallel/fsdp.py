@@ -11,7 +11,9 @@ from .block_streams import block_list
 from .mesh import Mesh
 from .sequence import Span
 
-#: Blocks whose weights are gathered ahead while one computes.
+#: Blocks whose weights are gathered ahead while one computes. Neither link nor size of blocks asks for more:
+#: where a gather is shorter than the compute before it one hides it, where it is longer the link is never idle
+#: (tests/unit/test_fsdp.py). Each more would hold one more block whole.
 PREFETCH = 1
 
 
