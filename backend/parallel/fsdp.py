@@ -11,8 +11,8 @@ from .block_streams import block_list
 from .mesh import Mesh
 from .sequence import Span
 
-#: Blocks whose weights are gathered ahead while one computes. Neither link nor size of blocks asks for more:
-#: where a gather is shorter than the compute before it one hides it, where it is longer the link is never idle
+#: Blocks whose weights are gathered ahead while one computes. Neither the link nor their size asks for more: a
+#: gather shorter than the compute before it is hidden by one, and a longer one keeps the link busy anyway
 #: (tests/unit/test_fsdp.py). Each more would hold one more block whole.
 PREFETCH = 1
 
