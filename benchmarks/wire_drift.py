@@ -34,7 +34,7 @@ from backend.sampling.step_loop import Callbacks
 
 PART = drift.WIRE
 STEPS = (4, 8, 28)
-METHODS = ("ulysses_degree", "ring_degree")
+METHODS = {"Ulysses 2": ParallelConfig(ulysses_degree=2), "ring 2": ParallelConfig(ring_degree=2)}
 DEMO = "demo model, trained"
 
 
@@ -62,7 +62,7 @@ def errors(meshes: dict[str, mesh.Mesh], path: str, request) -> dict[str, list[s
     """Method -> the relative error of the latent after each of STEPS, on rank 0. Raises UnsupportedError."""
     found = {}
     for method, groups in meshes.items():
-        engine = Engine(ParallelConfig(**{method: 2}), groups)
+        engine = Engine(METHODS[method], groups)
         engine.load("model", path, "default")
         found[method] = []
         for steps in STEPS:
@@ -92,7 +92,7 @@ def main():
         common.spawn(__file__, 2, "cpu", demo)
     torch.set_num_threads(1)
     families = list(LATENT_FORMATS)[: 2 if options.quick else None]
-    meshes = {method: mesh.build(ParallelConfig(**{method: 2}), "cpu") for method in METHODS}
+    meshes = {method: mesh.build(config, "cpu") for method, config in METHODS.items()}
     models = {family: partial(of_family, family) for family in families} | {DEMO: of_demo}
     rows, refused = [], []
     for name, request in models.items():
@@ -100,12 +100,14 @@ def main():
         path = demo if name == DEMO else str(write_checkpoint(Path(folder.name) / "model.safetensors", name))
         try:
             rows.append(row(name, errors(meshes, path, request)))
+            said = " | ".join(rows[-1])
         except UnsupportedError as error:
-            refused.append(f"{name}: {error}")
+            said = f"{name}: {error}"
+            refused.append(said)
         if os.environ["RANK"] == "0":
-            print(" | ".join(rows[-1]) if rows else refused[-1], flush=True)
+            print(said, flush=True)
     if os.environ["RANK"] == "0":
-        head = ("family", *(f"{name}, {steps} steps" for name in ("Ulysses 2", "ring 2") for steps in STEPS))
+        head = ("family", *(f"{name}, {steps} steps" for name in METHODS for steps in STEPS))
         print(markdown(head, rows), *refused, sep="\n")
         if options.write:
             PART.write(markdown(head, rows))

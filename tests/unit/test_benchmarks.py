@@ -59,6 +59,7 @@ def start(monkeypatch):
             "peers",
             "scaling",
             "shares",
+            "wire_drift",
         ),
         "transport",
     ],
