@@ -19,7 +19,8 @@ from ..errors import UnsupportedError, some
 from ..models import FAMILIES
 from ..models.family import Family
 from ..models.key_layout import Shapes
-from ..parallel import block_cost, stage_split
+from ..parallel import stage_split
+from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, block_costs, layer_tokens
 from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import Choice
@@ -112,10 +113,46 @@ class Checkpoint:
     def block_count(self) -> int:
         return len(self.block_names)
 
-    @property
+    @property  # not cached: a load fills the modules
+    def blocks(self) -> dict[str, nn.Module]:
+        """Block -> its module in ``empty``, in pipeline order."""
+        return {name: self.empty.get_submodule(name) for name in self.block_names}
+
+    @cached_property
     def block_costs(self) -> list[float]:
         """Work of every block (parallel/block_cost.py)."""
-        return [*block_cost.block_costs(self.empty, self.family, self.config)]
+        return [*block_costs(self.empty, self.family, self.config)]
+
+    @cached_property
+    def block_sizes(self) -> dict[str, int]:
+        """Block -> its whole parameters."""
+        return {name: _size(module) for name, module in self.blocks.items()}
+
+    @cached_property
+    def layer_tokens(self) -> dict[str, LayerTokens]:
+        """Layer of a block -> which tokens pass it."""
+        return {
+            f"{block}.{name}": tokens
+            for block, module in self.blocks.items()
+            for name, tokens in layer_tokens(module, block.rpartition(".")[0], self.family).items()
+        }
+
+    @cached_property
+    def layer_blocks(self) -> dict[str, int]:
+        """Layer of a block -> where its block is in pipeline order."""
+        return {
+            f"{block}.{name}": i
+            for i, (block, module) in enumerate(self.blocks.items())
+            for name, _ in module.named_modules()
+        }
+
+    @cached_property
+    def attention_calls(self) -> list[list[AttentionCall]]:
+        """The attention calls of every block."""
+        return [
+            attention_calls(module, block.rpartition(".")[0], self.family, self.config)
+            for block, module in self.blocks.items()
+        ]
 
     def modulation(self, block: str) -> list[str]:
         """Name the modulation layers (family.cache.modulation) of a block."""
@@ -127,24 +164,22 @@ class Checkpoint:
         return {
             block: [
                 f"{block}.{name}"
-                for name, _ in self.empty.get_submodule(block).named_modules()
+                for name, _ in module.named_modules()
                 if any(fnmatchcase(name, pattern) for pattern in patterns)
             ]
-            for block in self.block_names
+            for block, module in self.blocks.items()
         }
 
     def stages(self, config: ParallelConfig) -> Stages:
         """Split the blocks over pipeline stages, as the configuration lists them or by work and weights."""
-
-        def size(name):
-            return sum(parameter.numel() for parameter in self.empty.get_submodule(name).parameters())
-
         degree = config.pipefusion_degree
         layers = [
-            {name: size(name) for name in self.modulation(block)} if degree > 1 else {}
+            {name: _size(self.empty.get_submodule(name)) for name in self.modulation(block)}
+            if degree > 1
+            else {}
             for block in self.block_names
         ]
-        weights = [size(block) - sum(own.values()) for block, own in zip(self.block_names, layers)]
+        weights = [size - sum(own.values()) for size, own in zip(self.block_sizes.values(), layers)]
         uneven = config.shares_of("pp")
         return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts, uneven)
 
@@ -243,3 +278,7 @@ class Checkpoint:
         """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
         source = self.sources[name]
         return read_packed(self.files, self.key(source), source, shard, self.shapes[name][0], device)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -79,7 +79,7 @@ def _skips(work: Workload, blocks: range) -> int:
 
 def _kind(work: Workload, name: str, place: Place) -> tuple:
     """What makes blocks alike: the sizes of their layers on this rank."""
-    return (name.rpartition(".")[0], place["tp"], work.block_sizes[name])
+    return (name.rpartition(".")[0], place["tp"], work.checkpoint.block_sizes[name])
 
 
 def _live(work: Workload, name: str, place: Place, image: int, text: int, latents: Latents) -> Live:

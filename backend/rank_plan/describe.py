@@ -118,8 +118,16 @@ def describe(
     work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents)
     works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)
-    ranks = enumerate(places(config))
-    return [_plan(works[samples[place["dp"]]], rank, place, stages) for rank, place in ranks]
+    alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same
+    plans: dict[tuple, RankPlan] = {}
+    found = []
+    for rank, place in enumerate(places(config)):
+        count = samples[place["dp"]]
+        key = (count, *(index for axis, index in place.items() if axis not in alike))
+        if key not in plans:
+            plans[key] = _plan(works[count], rank, place, stages)
+        found.append(replace(plans[key], rank=rank, place=place))
+    return found
 
 
 def places(config: ParallelConfig) -> list[Place]:

@@ -128,14 +128,16 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
     own = place["pp"]
     total = 0
     for module, cut in work.cuts(place).items():
-        here = work.blocks[module] in stages.blocks[own]
+        here = work.checkpoint.layer_blocks[module] in stages.blocks[own]
         if not (stages.holders[module] == own if module in stages.holders else here):
             continue
         # modulation has one embedding
         one = module in work.modulation
-        tokens = 1.0 if one else work.batch * work.layer_tokens[module].count(image, text, latents)
+        tokens = 1.0 if one else work.batch * work.checkpoint.layer_tokens[module].count(image, text, latents)
         if not one:  # of a token's experts, those that are chosen
-            inner = module.removeprefix(f"{work.checkpoint.block_names[work.blocks[module]]}.")
+            inner = module.removeprefix(
+                f"{work.checkpoint.block_names[work.checkpoint.layer_blocks[module]]}."
+            )
             tokens *= work.family.blocks.flop_share(inner, work.checkpoint.config)
         if cut.reduce:
             total += round(2 * (cut.reduce.size - 1) * tokens * cut.reduced_features / cut.reduce.size)

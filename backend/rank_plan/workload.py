@@ -10,7 +10,7 @@ import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, latents_of, layer_tokens
+from ..parallel.block_cost import AttentionCall, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
@@ -140,53 +140,14 @@ class Workload:
         ranks = range(self.config.tensor_parallel_degree)
         return [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
 
-    @cached_property
-    def layer_tokens(self) -> dict[str, LayerTokens]:
-        """Layer of a block -> which tokens pass it."""
-        found = {}
-        for block in self.checkpoint.block_names:
-            module = self.checkpoint.empty.get_submodule(block)
-            for name, tokens in layer_tokens(module, block.rpartition(".")[0], self.family).items():
-                found[f"{block}.{name}"] = tokens
-        return found
-
-    @cached_property
-    def attention_calls(self) -> list[list[AttentionCall]]:
-        """The attention calls of every block."""
-        found = []
-        for block in self.checkpoint.block_names:
-            module = self.checkpoint.empty.get_submodule(block)
-            blocks = block.rpartition(".")[0]
-            found.append(attention_calls(module, blocks, self.family, self.checkpoint.config))
-        return found
-
     def exchanged(self, blocks: range) -> Counter[AttentionCall]:
         """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
-        calls = chain.from_iterable(self.attention_calls[index] for index in blocks)
+        calls = chain.from_iterable(self.checkpoint.attention_calls[index] for index in blocks)
         return Counter(call for call in calls if not call.is_local)
 
     def call_head_size(self, call: AttentionCall) -> int:
         """Features of a head of an attention call."""
         return call.width // self.family.blocks.heads(self.checkpoint.config)
-
-    @cached_property
-    def block_sizes(self) -> dict[str, int]:
-        """Block -> its parameters."""
-        empty = self.checkpoint.empty
-        return {
-            block: sum(parameter.numel() for parameter in empty.get_submodule(block).parameters())
-            for block in self.checkpoint.block_names
-        }
-
-    @cached_property
-    def blocks(self) -> dict[str, int]:
-        """Layer of a block -> where its block is in pipeline order."""
-        blocks = self.checkpoint.block_names
-        return {
-            f"{block}.{name}": i
-            for i, block in enumerate(blocks)
-            for name, _ in self.checkpoint.empty.get_submodule(block).named_modules()
-        }
 
     @cached_property
     def modulation(self) -> frozenset[str]:

@@ -18,6 +18,8 @@ from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
 
+torch.compile(nn.Identity(), backend="eager")(torch.zeros(1))  # imports the compiler, before ranks are forked
+
 #: Kinds of sequences: whole, a patch with the text, and patches without; of several latents, patches may lack
 #: tokens of one.
 OF_PATCHES = 3

@@ -4,7 +4,6 @@ writes the errors as JSON.
 main(CHECKPOINT, [ids of runs], OUT.json)
 """
 
-import gc
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from families import golden, model_call
 from ranks.compiled import compare
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
+from ranks.share_cases import write_wide
 from ranks.wire_cases import can_simulate, merged, rounding
 from tiny import error_in_std, relative, to_vae_units
 from torch.distributed.tensor import DTensor
@@ -32,8 +32,6 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import compiled_blocks, fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.sampling.step_loop import Callbacks
-
-gc.freeze()  # what is imported stays: no collection looks through it again
 
 
 def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[torch.Tensor, bool]:
@@ -307,8 +305,13 @@ def main(checkpoint: str, selected: list[str], out: str):
             mesh.close(engine.mesh)  # its groups' threads would pile up
     if on_fp8:
         found += together(on_fp8, checkpoint, rank)
+    wide = Path(checkpoint).with_name("wide")
+    if shared or any(each.config.shares for each in packed):
+        if rank == 0:
+            write_wide(wide, checkpoint)
+        dist.barrier()
     if shared:
-        found += with_shares(shared, str(Path(checkpoint).with_name("wide")), rank)
+        found += with_shares(shared, str(wide), rank)
     if packed:
         with mock.patch("yunchang.ring.utils.update_out_and_lse", merged):
             found += with_float8(packed, checkpoint, rank)

@@ -6,7 +6,9 @@ main(CHECKPOINT, [labels of CONFIGS], OUT.json)
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,12 @@ CONFIGS = {
 }
 
 
-def output(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) -> torch.Tensor:
-    """What one call of the model returns."""
+#: Latents that the model is called with: how far a flipped rounding spreads is each one's own.
+LATENTS = 8
+
+
+def outputs(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) -> list[torch.Tensor]:
+    """What the model returns of each latent."""
     engine = Engine(config, groups)
     engine.load("tiny", path, "default", matmul)
     weights = [m for m in engine.models["tiny"].transformer.modules() if isinstance(m, PackedWeight)]
@@ -38,12 +44,16 @@ def output(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) ->
     assert bool(cut) == (config.tensor_parallel_degree > 1)
     request = model_call(golden("flux-dev__size20x12")[0], "flux", 1)
     engine.check_forward(request)
-    return engine.forward(request)[0]
+    found = []
+    for seed in range(LATENTS):
+        noise = torch.randn(request.tensors["x"].shape, generator=torch.Generator().manual_seed(seed))
+        found.append(engine.forward(replace(request, tensors={**request.tensors, "x": noise}))[0])
+    return found
 
 
-def rms(a: torch.Tensor, b: torch.Tensor) -> float:
+def rms(several: list[torch.Tensor], others: list[torch.Tensor]) -> list[float]:
     """The root mean square of a - b, in standard deviations of b."""
-    return ((a - b).square().mean().sqrt() / b.std()).item()
+    return [((a - b).square().mean().sqrt() / b.std()).item() for a, b in zip(several, others, strict=True)]
 
 
 def main(path: str, selected: list[str], out: str):
@@ -51,18 +61,20 @@ def main(path: str, selected: list[str], out: str):
     single = {}
     if rank == 0:
         for matmul in ("native", "weight only"):
-            single[matmul] = output(path, ParallelConfig(), mesh.single(), matmul)
+            single[matmul] = outputs(path, ParallelConfig(), mesh.single(), matmul)
     found = {}
     agreed = comm.all_reduce_max
     for label in selected:
         config, is_agreed = CONFIGS[label]
         comm.all_reduce_max = agreed if is_agreed else lambda x, axis, mechanism: x
         groups = mesh.build(config, "cpu")
-        result = output(path, config, groups, "native")
+        results = outputs(path, config, groups, "native")
         mesh.close(groups)
         if rank == 0:
             quantization = rms(single["native"], single["weight only"])
-            found[label] = {"error": rms(result, single["native"]), "quantization": quantization}
+            errors = rms(results, single["native"])
+            shares = [error / changed for error, changed in zip(errors, quantization, strict=True)]
+            found[label] = {"share": median(shares), "quantization": min(quantization)}
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

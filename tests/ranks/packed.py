@@ -6,7 +6,6 @@ main(FOLDER-OF-FILES, [ids of runs], OUT.json)
 
 import json
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,8 +54,6 @@ CONFIGS = {
         "cfg2 u2 fsdp": ParallelConfig(cfg_degree=2, ulysses_degree=2, shard_weights=True),
     },
 }
-#: Blocks of either kind of the tiny Flux here: one for each of two stages.
-BLOCKS = 2
 #: Methods that hold and cut no matrix otherwise than another does: one format shows them.
 LIKE_OTHERS = ("u2", "ring2", "cfg2", "dp2", "pp2 offload", "dp2 fsdp", "tp2 pp2", "tp2 u2", "cfg2 u2 fsdp")
 #: The format that runs under every method, and in the fast tier under each of CUTS; the fast tier runs every
@@ -98,12 +95,6 @@ def runs() -> list[Run]:
         for method in configs
         if format == FIRST or method not in LIKE_OTHERS
     ]
-
-
-def has_block(key: str) -> bool:
-    """Is a tensor of the tiny Flux outside its blocks, or in one that is taken here?"""
-    block = re.match(r"(?:double|single)_blocks\.(\d+)\.", key)
-    return block is None or int(block[1]) < BLOCKS
 
 
 def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:

@@ -67,7 +67,7 @@ def write_wide(folder: Path, like: str) -> Path:
     from backend.loading.recognition import open_checkpoint
 
     config = {**open_checkpoint(like).config, **WIDE, "axes_dims_rope": (4, 6, 6)}
-    with torch.device("meta"):  # other threads may be making modules there
+    with torch.device("meta"):
         model = FluxTransformer2DModel(**config)
     model.save_config(folder)
     random = torch.Generator().manual_seed(0)

@@ -32,10 +32,10 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
 @pytest.mark.parametrize("run", [Run(label) for label in CONFIGS], ids=lambda run: run.id)
 def test_two_ranks(run, rank_programs):
     """To flipped roundings, which spread: of what native products change (0.015 of the standard deviation,
-    rms), 0.06 were seen under Ulysses, 0.08 under megatron, 0.38 under row, where every sum is of two ranks.
-    Ranks that quantize by their own largest values are as far from one process as native from weight only.
+    rms), 0.2 to 0.65 are seen, the median of eight latents, with MKL's usual and its compatible kernels.
+    Ranks that quantize by their own largest values are as far from one process as native from weight only:
+    1.02 to 1.07 in all of them.
     """
     row = rank_programs[__name__, run.ranks].result()[run.id]
     _, is_agreed = CONFIGS[run.id]
-    share = row["error"] / row["quantization"]
-    assert row["quantization"] > 1e-3 and (share < 0.6 if is_agreed else share > 0.9)
+    assert row["quantization"] > 1e-3 and (row["share"] < 0.8 if is_agreed else row["share"] > 0.95)

@@ -7,9 +7,9 @@ import pytest
 from launch import run_ranks
 from loras import write_mixed
 from quantized import write_gguf, write_scaled
-from ranks.packed import FILES, Run, has_block, runs
+from ranks.packed import FILES, Run, runs
 from tiers import params
-from tiny import facts, weights_module
+from tiny import shallow_flux, weights_module
 
 RUNS = runs()
 KINDS = {
@@ -20,7 +20,7 @@ KINDS = {
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
     """Id -> what ranks/packed.py finds of these runs on so many ranks."""
-    shapes = {key: shape for key, shape in facts("flux-dev")["shapes"].items() if has_block(key)}
+    shapes = shallow_flux()
     state = weights_module().state_dict(shapes)
     write_mixed(folder / "lora.safetensors", shapes)
     for format in {run.format for run in selected}:

@@ -12,7 +12,6 @@ from launch import run_ranks
 from loras import write_mixed
 from quantized import legacy_fp8
 from ranks.flux_cases import COUNTED, GOLDEN, LIKE_OTHERS, UNDESCRIBED, Run, is_pair, runs
-from ranks.share_cases import write_wide
 from safetensors.torch import save_file
 from tiers import params
 from tiny import facts, save_whole, weights_module
@@ -39,8 +38,6 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
     weights = weights_module().state_dict(shapes)
     save_file(legacy_fp8(weights), folder / "fp8.safetensors")
     checkpoint = save_whole(weights, folder / "flux-tiny.safetensors")
-    if any(run.config.shares for run in selected):
-        write_wide(folder / "wide", str(checkpoint))
     found = {row["id"]: row for row in run_ranks("ranks.matrix", ranks, folder, str(checkpoint), ids)}
     assert found.keys() == set(ids)
     return found

@@ -1,6 +1,7 @@
 """Runs a rank program on ranks that are forked from one process with everything imported: imports would cost
 each of them seconds."""
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -109,6 +110,7 @@ def _rank(rank: int, program: str, world: int, folder: Path, arguments: tuple):
     store = mesh.file_store(str(folder / "store"))  # where the ranks meet
     dist.init_process_group("gloo", timeout=mesh.TIMEOUT, store=store, rank=rank, world_size=world)
     assert program in sys.modules, f"the fork server could not import {program}"
+    gc.freeze()  # what is imported stays: no collection looks through it again
     importlib.import_module(program).main(*arguments)
 
 

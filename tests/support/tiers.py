@@ -71,7 +71,6 @@ LEFT_OUT = {
 #: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
 SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
-    "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 2,
     "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 1,
     "unit/test_launches.py::test_nor_does_one_of_many_ranks": 1,
     "unit/test_messages.py::test_flux_under_all_hybrids": 2,

@@ -1,11 +1,10 @@
 """Fixtures of several files of unit tests."""
 
 import pytest
-from safetensors.torch import load_file
-from tiny import write_checkpoint
+from tiny import shallow_flux, weights_module
 
 
 @pytest.fixture(scope="module")
-def state(folder):
-    """Weights of the tiny Flux, by ComfyUI's keys."""
-    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
+def state():
+    """Weights of the shallow Flux, by ComfyUI's keys."""
+    return weights_module().state_dict(shallow_flux())

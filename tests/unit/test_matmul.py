@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from tiny import write_checkpoint
 
 from backend.quantization import kernels, matmul
 from backend.quantization.formats import FORMATS
@@ -34,11 +32,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def kitchen():
     return pytest.importorskip("comfy_kitchen")
-
-
-@pytest.fixture(scope="module")
-def state(folder):
-    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):

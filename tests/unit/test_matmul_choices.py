@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantized import described, legacy_fp8, matrices, write_gguf, write_scaled
-from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint
+from safetensors.torch import save_file
 
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
@@ -35,11 +34,6 @@ ROTATED = {"convrot": True, "convrot_groupsize": 64}
 @pytest.fixture
 def kitchen():
     return pytest.importorskip("comfy_kitchen")
-
-
-@pytest.fixture(scope="module")
-def state(folder):
-    return load_file(write_checkpoint(folder / "flux-tiny.safetensors"))
 
 
 #: Format, what the file says, device, its capability -> the reason not to multiply natively under auto.

@@ -1,6 +1,7 @@
 """What the pack imports where, what it says when a dependency is missing, and the bundled workflows."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,19 +21,45 @@ WITHOUT_COMFY = [
 ]
 
 
-@pytest.mark.parametrize("name", WITHOUT_COMFY)
-def test_scripts_can_use_it_without_comfyui(name):
-    program = f"""
-import sys, torch
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/support")!r}]
-import pack
-before = set(sys.modules)
-import {name}
-new = {{module for module in set(sys.modules) - before}}
-heavy = ("comfy", "comfy_api", "folder_paths", "diffusers", "yunchang", "transformers")
-assert not [m for m in new if m.split(".")[0] in heavy or m.startswith("torch.distributed")], new
+#: What EACH_ALONE has to find.
+NOT_ALONE = {"diffusers", "no_such_module"}
+#: Imports each module in a process forked from one that has torch alone, and prints those that fail, and why.
+EACH_ALONE = """
+import os, sys, torch, pack
+HEAVY = {"comfy", "comfy_api", "folder_paths", "diffusers", "yunchang", "transformers"}
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    before, wrong = set(sys.modules), []
+    try:
+        __import__(name)
+    except BaseException as error:
+        wrong = [repr(error)]
+    new = set(sys.modules) - before
+    wrong += [m for m in new if m.split(".")[0] in HEAVY or m.startswith("torch.distributed")]
+    if wrong:
+        print(name, *wrong, flush=True)
+    os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.fixture(scope="module")
+def imported_alone() -> str:
+    """What EACH_ALONE prints of these modules and of NOT_ALONE."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
+    command = [sys.executable, "-c", EACH_ALONE, *WITHOUT_COMFY, *NOT_ALONE]
+    return subprocess.run(command, check=True, env=env, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", WITHOUT_COMFY)
+def test_scripts_can_use_it_without_comfyui(name, imported_alone):
+    assert not [line for line in imported_alone.splitlines() if line.split()[0] == name]
+
+
+def test_what_is_heavy_or_missing_is_seen(imported_alone):
+    assert {line.split()[0] for line in imported_alone.splitlines()} >= NOT_ALONE
 
 
 def test_entry_imports_without_comfyui():

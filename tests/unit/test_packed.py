@@ -45,8 +45,7 @@ def inflated(path: Path, out: Path) -> Path:
 
 
 def steps(engine: Engine, sample) -> torch.Tensor:
-    sigmas = sample.tensors["sigmas"][:3]
-    sample.tensors["sigmas"] = sigmas
+    sample.tensors["sigmas"] = sample.tensors["sigmas"][:2]
     engine.check_sample(sample)
     return engine.sample(sample, Callbacks())[0]
 
@@ -65,11 +64,6 @@ def test_every_family_multiplies_by_float8(family, tmp_path):
     sample, _ = golden(FIRST[family])
     again, _ = golden(FIRST[family])
     assert_same_bits(steps(engine, sample), steps(wanted, again))
-
-
-@pytest.fixture(scope="module")
-def state(folder):
-    return load_file(write_checkpoint(folder / "flux-dev.safetensors"))
 
 
 def write(folder: Path, state: dict, kind: str) -> Path:
@@ -153,7 +147,7 @@ def test_loras_are_beside_the_weights(folder, state, kind):
 def test_other_adapters_make_a_layer_whole(folder, state):
     """A full difference is added once to the values that are stored, which come back without it."""
     path = write(folder, state, "float8_e4m3fn")
-    key = matrices(state)[0]
+    key = min(matrices(state))
     difference = 0.1 * torch.randn(state[key].shape, generator=torch.Generator().manual_seed(1))
     name = f"diffusion_model.{key.removesuffix('.weight')}.diff"
     save_file({name: difference}, folder / "difference.safetensors")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from fake_memory import GB, FakeMemory
 from quantized import write_gguf, write_scaled
-from safetensors.torch import load_file
-from tiny import golden_request, write_checkpoint
+from tiny import golden_request, save_whole, shallow_flux, weights_module
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -31,8 +30,8 @@ def copied(modules, *_, **__):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parked")
-    plain = write_checkpoint(folder / "plain.safetensors")
-    state = load_file(plain)
+    state = weights_module().state_dict(shallow_flux())
+    plain = save_whole(state, folder / "plain.safetensors")
     write_gguf(folder / "all.gguf", state, ("Q8_0", "Q4_K"))
     scaled = write_scaled(folder / "fp8.safetensors", state, "float8_e4m3fn")
     return {"plain": plain, "gguf": folder / "all.gguf", "fp8": scaled}

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from families import golden
 from live_memory import LiveMemory
 from quantized import KINDS, write_gguf, write_scaled
-from safetensors.torch import load_file
-from tiny import golden_request, write_checkpoint
+from tiny import golden_request, save_whole, shallow_flux, weights_module, write_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,10 +40,10 @@ PP = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A tiny Flux in every format: name -> path."""
+    """A shallow Flux in every format: name -> path."""
     folder = tmp_path_factory.mktemp("formats")
-    plain = write_checkpoint(folder / "plain.safetensors")
-    state = load_file(plain)
+    state = weights_module().state_dict(shallow_flux())
+    plain = save_whole(state, folder / "plain.safetensors")
     found = {"plain": plain, "gguf": folder / "all.gguf"}
     for kind in FILES[1:-1]:
         found[kind] = write_scaled(folder / f"{kind}.safetensors", state, kind)
