@@ -200,10 +200,16 @@ real ranks in float32, Euler:
 {wire}<!-- end of wire -->
 
 The families are tiny models of **random weights** under the tests' ComfyUI requests, cut short to each
-number of steps along their own schedules: they show that every family runs, and the size of the error of
-one forward, not what a trained model makes of it. The last row is a trained one, the demo model with six
-prompts at cfg 2.5. No released model was measured, nor any on a GPU. A ring rounds keys and values of other
-ranks alone; Ulysses rounds queries, keys, values and outputs, which is why it is further away.
+number of steps along their own schedules. They show that every family runs, and the size of the error, not
+what a trained model makes of it. Krea 2's norms multiply by 1 + weight, so that its random attention is
+sharp and small errors grow (in float32 it is the family furthest from ComfyUI, too). Sana is refused: its
+linear attention sends sums, in full. The last row is a trained model, the demo's, with six prompts at cfg
+2.5: PipeFusion's stale keys and values take it as far (the table above). No released model was measured,
+nor any on a GPU.
+
+A ring rounds the keys and values of other ranks alone. Ulysses rounds queries, keys, values and outputs, so
+it is further away. More steps end nearer to each other: each takes a smaller part of its step from rounded
+numbers.
 """
 
 
