@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 #: Latents that the model is called with: how far a flipped rounding spreads is each one's own.
-LATENTS = 8
+LATENTS = 5
 
 
 def outputs(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@ each of them seconds."""
 
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,8 +26,9 @@ from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
-#: Ranks give way to the tests of one process, which run at the same time.
-NICE = 19
+#: Ranks give way to the tests of one process, which run at the same time, and to those of programs that were
+#: started before: the first ones take longest.
+NICE = itertools.chain(range(4, 19, 3), itertools.repeat(19))
 #: Longest time of a rank program: most of it may be spent giving way to others.
 SECONDS = 3000
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
@@ -66,7 +68,7 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: object) -> Any
     out = folder / "found.json"
     context = start_processes(
         _rank,
-        (program, ranks, folder, (*arguments, str(out))),
+        (program, ranks, folder, next(NICE), (*arguments, str(out))),
         ranks,
         join=False,
         daemon=True,
@@ -99,9 +101,9 @@ def fork_server():
         forkserver.ensure_running()
 
 
-def _rank(rank: int, program: str, world: int, folder: Path, arguments: tuple):
+def _rank(rank: int, program: str, world: int, folder: Path, nice: int, arguments: tuple):
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.nice(NICE)
+    os.nice(nice)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
