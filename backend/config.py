@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from . import shares
-from .errors import SHORT
+from .errors import ConfigError as ConfigError
 
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
 AXES = {
@@ -27,9 +27,10 @@ CHOICES = {
     "stale_kv": ("reuse", "extrapolate"),
     "split_scheme": ("megatron", "row", "column", "2d"),
     "compile": ("auto", "off", "blocks"),
+    "wire": ("full", "fp8"),
 }
 #: Fields that travel with each request, so that a running backend takes other values.
-PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile", "wire")
 #: Fields besides the degrees by which ranks hold and share their weights.
 OF_RANKS = ("attn_layer_num_for_pp", "split_scheme", "shard_weights", "offload_modulation", "shares")
 #: Known from the literature, and why they are refused.
@@ -46,12 +47,6 @@ MAX_RANKS = 4096
 LARGEST = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096, "warmup_steps": 10_000}
 
 
-class ConfigError(ValueError):
-    """A ParallelConfig that cannot run; the message says what, why, the values and the remedy."""
-
-    __module__ = SHORT
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
@@ -64,8 +59,9 @@ class ParallelConfig:
     (parallel/modulation_cache.py). ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion (arXiv
     2405.14430) alone. ``gpus`` lists device indices ("0,2,3"); empty means the first ones. ``shares`` lists
     each rank's share of the work ("60,40"); empty means equal. ``address`` names a backend that already runs
-    (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: whether blocks run compiled
-    (parallel/compiled_blocks.py); "auto" is the planner's choice, and "off" where degrees are set by hand.
+    (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: are blocks compiled
+    (parallel/compiled_blocks.py)? "auto" is the planner's choice, "off" where degrees are set by hand.
+    ``wire``: in what type Ulysses and rings send (parallel/wire.py).
     """
 
     cfg_degree: int = 1
@@ -87,6 +83,7 @@ class ParallelConfig:
     shares: str = ""
     address: str = ""
     compile: str = "auto"
+    wire: str = "full"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -259,6 +256,11 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r:.100}; choose one of {', '.join(allowed)}."
                 )
+        if self.wire != "full" and self.sp_degree == 1:
+            raise ConfigError(
+                f"wire is {self.wire} but ulysses_degree and ring_degree are 1, whose traffic it is for; "
+                f"raise one of them or set wire to full."
+            )
         if self.gpus.strip() and self.device == "cpu":
             raise ConfigError(
                 f"gpus is {self.gpus!r:.200} while device is cpu; clear gpus or set device to cuda."
@@ -311,10 +313,8 @@ class ParallelConfig:
 
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
-            raise ConfigError(
-                f"num_pipeline_patch is {_short(self.num_pipeline_patch)}; use 0 for as many patches as "
-                f"stages, or a positive number."
-            )
+            shown = _short(self.num_pipeline_patch)
+            raise ConfigError(f"num_pipeline_patch is {shown}; use 0 for one a stage, or a positive number.")
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
             raise ConfigError(
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "

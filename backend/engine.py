@@ -266,8 +266,8 @@ class Engine:
         """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model;
         ``checkpoint``: of the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
-        settings = {"num_pipeline_patch": message.num_pipeline_patch, "stale_kv": message.stale_kv}
-        config = replace(self.config, **settings)
+        asked = ("num_pipeline_patch", "stale_kv", "wire")
+        config = replace(self.config, **{name: getattr(message, name) for name in asked})
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
         request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
         plans = describe(config, checkpoint, tokens, message.text_rows, **request)

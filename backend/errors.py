@@ -5,6 +5,12 @@ standard library only."""
 SHORT = "parallel_dit"
 
 
+class ConfigError(ValueError):
+    """A ParallelConfig that cannot run; the message says what, why, the values and the remedy."""
+
+    __module__ = SHORT
+
+
 class UnsupportedError(ValueError):
     """A request, file or model that cannot run; the message says what, why, the values and the remedy. The
     backend stays warm."""

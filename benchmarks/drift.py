@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
+from page_parts import Part
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -26,6 +27,8 @@ from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
 
+#: What benchmarks/wire_drift.py writes into the same page.
+WIRE = Part("docs/drift.md", "wire", "benchmarks/wire_drift.py")
 PROMPTS = shapes.random_prompts(6, seed=11)
 SHIFT = 3.0
 
@@ -148,12 +151,15 @@ def conclusion(table: str) -> str:
 
 
 def text(table: str) -> str:
-    """docs/drift.md."""
-    return TEXT.format(prompts=len(PROMPTS), shift=SHIFT, table=table, conclusion=conclusion(table))
+    """docs/drift.md; its part on ``wire`` is benchmarks/wire_drift.py's, and stays as it is."""
+    numbers = {"prompts": len(PROMPTS), "shift": SHIFT, "wire": WIRE.read()}
+    return TEXT.format(table=table, conclusion=conclusion(table), **numbers)
 
 
 def table_in(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    """The table of this program."""
+    own = text.partition("<!-- wire")[0]
+    return "\n".join(line for line in own.splitlines() if line.startswith("|"))
 
 
 TEXT = """# Drift of PipeFusion
@@ -182,6 +188,28 @@ and 28 steps, M 2 and 8, W 1 and 2; dB against the line through two points):
 - A factor of each block was fitted to other prompts (0.97 in the first to 0.47 in the last). It gains up to
   0.8 in the mean and 1.5 at the worst prompt with W = 1 in 12 and 20 steps. It loses up to 5 elsewhere, and
   is still worse than reuse at one worst prompt.
+
+# Error of float8 on the wire
+
+`wire` fp8 rounds what Ulysses and rings send to three bits of mantissa, with a scale for each token and
+head ([degrees.md](degrees.md#slow-links-wire)). It has nothing to do with PipeFusion: there is no
+staleness, and the error comes anew in every step. Relative error of the latent against `wire` full, on two
+real ranks in float32, Euler:
+
+<!-- wire: made by benchmarks/wire_drift.py -->
+{wire}<!-- end of wire -->
+
+The families are tiny models of **random weights** under the tests' ComfyUI requests, cut short to each
+number of steps along their own schedules. They show that every family runs, and the size of the error, not
+what a trained model makes of it. Krea 2's norms multiply by 1 + weight, so that its random attention is
+sharp and small errors grow (in float32 it is the family furthest from ComfyUI, too). Sana is refused: its
+linear attention sends sums, in full. The last row is a trained model, the demo's, with six prompts at cfg
+2.5: PipeFusion's stale keys and values take it as far (the table above). No released model was measured,
+nor any on a GPU.
+
+A ring rounds the keys and values of other ranks alone. Ulysses rounds queries, keys, values and outputs, so
+it is further away. More steps end nearer to each other: each takes a smaller part of its step from rounded
+numbers.
 """
 
 

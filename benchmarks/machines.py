@@ -2,6 +2,7 @@
 by one that adds latency too.
 
     python benchmarks/machines.py [--rounds 3] [--steps 4] [--only WORDS ...] [--write]
+    python benchmarks/machines.py --wire [--rounds 3] [--steps 4] [--write]     # full against fp8
 
 The hosts are network namespaces (tests/support/hosts.py), each with half of the ranks, on the CPU, with a
 Flux of random weights (177M parameters; --quick: a small one). tc limits the cable's bandwidth (tbf). Latency
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import common
 
@@ -29,9 +31,10 @@ from slow_cable import DEVICE, SlowCable
 
 from backend import protocol
 from backend.client.client import BackendClient
-from backend.config import ParallelConfig
+from backend.config import CHOICES, ParallelConfig
 
 PART = Part("docs/multi_node.md", "links", "benchmarks/machines.py")
+WIRE = Part("docs/multi_node.md", "wire", "benchmarks/machines.py")
 TOKEN = "9" * 64
 #: The links: device of the cable, rate as tc calls it, seconds that a packet takes more.
 LINKS: dict[str, tuple[str, str, float]] = {
@@ -58,6 +61,9 @@ METHODS: dict[int, dict[str, dict]] = {
         },
     },
 }
+#: Methods of METHODS[2] whose tensors may travel as float8, and the links that is compared on.
+PACKED = ("ring 2 across", "Ulysses 2 across")
+PACKED_LINKS = ("no limit", "10 Gbit/s", "1 Gbit/s")
 #: A method bears a link that makes a step longer by at most this part.
 BORNE = 0.1
 SMALL: dict = dict(num_layers=1, num_single_layers=2, num_attention_heads=4)
@@ -93,7 +99,7 @@ class Ranks:
         self.client = BackendClient(f"unix:{self.folder}/s", TOKEN)
         self.steps = steps
 
-    def become(self, degrees: dict) -> Callable[[], float]:
+    def become(self, degrees: dict) -> Callable[..., float]:
         """Change the degrees; return what samples once and says the seconds of a step."""
         config = ParallelConfig(device="cpu", **degrees)
         self.client.request(protocol.Arrange(asdict(config)))
@@ -101,8 +107,8 @@ class Ranks:
         made = common.request(self.model, self.steps, guided=True, side=SIDE[0], text=TEXT[0])
         request = replace(made, model=loaded.model, num_pipeline_patch=config.num_pipeline_patch)
 
-        def sample() -> float:
-            result = self.client.sample(request)
+        def sample(wire: str = "full") -> float:
+            result = self.client.sample(replace(request, wire=wire))
             assert result is not None  # nothing cancels it
             return result.stats["seconds"] / self.steps
 
@@ -133,6 +139,31 @@ def measured(ranks: Ranks, name: str, degrees: dict, rounds: int) -> Method:
     return Method(name, megabytes, seconds)
 
 
+def compared(ranks: Ranks, name: str, rounds: int) -> list[tuple[str, ...]]:
+    """Return two lines of the table of ``wire``: a method's median seconds of a step in full and in float8,
+    which take turns on each link, with the least and the most."""
+    sample = ranks.become(METHODS[2][name])
+    wires = CHOICES["wire"]
+    megabytes = {}
+    for wire in wires:
+        before = ranks.hosts.sent()
+        sample(wire)
+        megabytes[wire] = (ranks.hosts.sent() - before) / ranks.steps / 1e6
+    seconds = {(link, wire): [] for link in PACKED_LINKS for wire in wires}
+    for _ in range(rounds):
+        for link in PACKED_LINKS:
+            ranks.connect(link)
+            for wire in wires:
+                seconds[link, wire].append(sample(wire))
+    ranks.connect("no limit")
+    lines = []
+    for wire in wires:
+        of_wire = [seconds[link, wire] for link in PACKED_LINKS]
+        cells = [f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in of_wire]
+        lines.append((f"{name}, wire {wire}", f"{megabytes[wire]:.2f}", *cells))
+    return lines
+
+
 def row(each: Method) -> tuple[str, ...]:
     """Return a line of the table. The least that a link adds is half of the megabytes over its rate, since
     both directions go at once."""
@@ -152,6 +183,20 @@ def table(rows: dict[str, tuple[str, ...]]) -> str:
     return markdown(head, [rows[name] for name in names if name in rows])
 
 
+def compare_wires(options: argparse.Namespace, model: str):
+    """Measure ``wire`` full and fp8 on the links, and print and write the table."""
+    lines = []
+    with ExitStack() as stack:
+        ranks = Ranks(stack, 2, Path(model), options.steps)
+        for name in PACKED:
+            lines += compared(ranks, name, options.rounds)
+    first, *limited = PACKED_LINKS
+    head = ("method", "MB a step", f"s a step, {first}", *(f"at {link}" for link in limited))
+    print(markdown(head, lines))
+    if options.write:
+        WIRE.write(markdown(head, lines))
+
+
 def main():
     """Measure every method on every link."""
     parser = argparse.ArgumentParser(
@@ -161,6 +206,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=[""], help="methods whose name begins so")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs")
+    parser.add_argument("--wire", action="store_true", help="compare wire full and fp8 instead")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PART.page}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are removed then, too
@@ -171,6 +217,9 @@ def main():
     found: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as model:
         common.save_model(model, **(SMALL if options.quick else {}))
+        if options.wire:
+            compare_wires(options, model)
+            return
         for count, methods in METHODS.items():
             chosen = [name for name in methods if name.startswith(tuple(options.only))]
             if not chosen:

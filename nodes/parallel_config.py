@@ -59,6 +59,9 @@ TOOLTIPS = {
     "pay for it.",
     "shares": "Each GPU's share of the work, in the order of gpus, for GPUs that differ: 60,40. It divides "
     "tokens, heads, blocks and samples. Same result. Empty = measured by auto where GPUs differ, else equal.",
+    "wire": "How Ulysses and ring ranks send queries, keys, values and outputs: full, or fp8 (float8 with a "
+    "scale for each token and head). Half the traffic of bf16, for slow links; not exact, so auto never "
+    "takes it. Needs ulysses_degree or ring_degree above 1.",
 }
 #: What most people need to see; the rest is folded away where ComfyUI knows advanced inputs.
 BASIC = ("gpus", "method", "device")

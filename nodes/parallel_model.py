@@ -197,6 +197,7 @@ class RemoteTransformer(ElsewhereModule):
             loaded.model,
             attention=config.attention,
             compile=config.compile,
+            wire=config.wire,
             latent_shapes=shapes_of_samples,
             tensors=tensors,
         )

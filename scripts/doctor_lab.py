@@ -32,7 +32,7 @@ RUN_SECONDS = 150.0
 #: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
 BLOCKS = 2
 #: Fields of ParallelConfig that travel with each request.
-PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile")
+PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile", "wire")
 
 Made = TypeVar("Made")
 

@@ -20,6 +20,7 @@ from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
 from .mapped_file import mapped
 from .safetensors_files import ALL, CPU, StoredSize
+from .staging import upload
 
 #: Metadata with the own shape of a tensor that is stored in another one, for blocks to fit.
 SHAPE = "comfy.gguf.orig_shape."
@@ -96,7 +97,7 @@ class GGUFFile:
         self.bytes_read += blocks.numel()
         self._check_scales(key, blocks)
         kept = range(left - lo * stored.block, right - lo * stored.block)
-        values = {"values": blocks.flatten(1).to(device)}
+        values = {"values": upload(blocks.flatten(1), device)}
         return Packed(
             gguf_format(stored.kind), {"format": stored.kind}, values, (hi - lo) * stored.block, (kept,)
         )
@@ -126,7 +127,7 @@ class GGUFFile:
     def _values(self, stored: Stored, blocks: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Compute the values of ``blocks`` of a tensor that is plain, or no matrix of whole blocks."""
         self.bytes_read += blocks.numel()
-        blocks = blocks.reshape(-1, stored.size).to(device)
+        blocks = upload(blocks.reshape(-1, stored.size), device)
         if stored.kind in PLAIN:
             return blocks.view(PLAIN[stored.kind]).reshape(-1).to(dtype)
         packed = Packed(

@@ -18,6 +18,7 @@ from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_headers, check_names, shards
 from .mapped_file import MappedFile
 from .regular_files import not_regular
+from .staging import upload
 
 DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ class TensorFiles:
         elif rows != ALL:
             tensor = tensor[rows]
         self.bytes_read += tensor.numel() * tensor.element_size()
-        tensor = tensor.to(device)  # few bytes travel, then become many
+        tensor = upload(tensor, device)  # few bytes travel, then become many
         return tensor if dtype is None else tensor.to(dtype)
 
 

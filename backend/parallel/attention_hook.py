@@ -22,6 +22,7 @@ from .request_caches import Masks, Positions
 from .sequence import Span, TokenShards
 from .step_context import StepContext
 from .token_mixing import Mixing
+from .wire import FULL, pack, unpack
 
 #: A kind of attention, or two of them: whose queries, whose keys.
 Kind = str | tuple[str, str]
@@ -57,6 +58,8 @@ class Attention:
 
     mesh: Mesh
     kernel: str = "auto"
+    #: How tensors travel between SP ranks (wire.py).
+    wire: str = FULL
     buffers: KVBuffers | None = None
     call: BlockCall | None = None
     #: (branch, layer, call, first sample) -> keys and values of static text, (2, b, H, tokens, D).
@@ -80,9 +83,9 @@ class Attention:
         self.call = None  # where a block has failed: the next request begins outside of blocks
         self.mixing.uninstall()
 
-    def begin_request(self, kernel: str, buffers: KVBuffers | None):
+    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL):
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
-        self.kernel, self.buffers = kernel, buffers
+        self.kernel, self.buffers, self.wire = kernel, buffers, wire
         self.positions.clear()
         self.masks.clear()
         self.static_text.clear()
@@ -139,18 +142,20 @@ class Attention:
         parts = 1
         if self.buffers is None:  # of a patch there is less to hide
             parts = ulysses_ring.halves(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
+        sent = [pack(tensor, self.wire) for tensor in (q, k, v)]
         coming = []
         for part in range(parts):
             if queries == keys:
-                coming.append([ulysses_ring.scatter_heads((q, k, v), own_lengths, u, part, parts)])
+                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, u, part, parts)])
             else:
-                own_queries = ulysses_ring.scatter_heads((q,), own_lengths, u, part, parts)
-                coming.append([own_queries, ulysses_ring.scatter_heads((k, v), own_keys, u, part, parts)])
+                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, u, part, parts)
+                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, u, part, parts)])
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
         for part, exchanges in enumerate(coming):
-            own_q, *kv = (tensor for wait in exchanges for tensor in wait())
-            going.send(self._of_own_heads(own_q, kv, *in_common, (*where, part)))
-        return going.wait()
+            own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))
+            out = self._of_own_heads(own_q, kv, *in_common, (*where, part))
+            going.send(pack(out, self.wire))
+        return unpack(going.wait(), q.dtype)
 
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):
         """Attend with the heads that this Ulysses rank has, to the tokens of its group ``own``."""
@@ -180,7 +185,7 @@ class Attention:
             masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
         both = torch.stack(list(kv))
-        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale)
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale, self.wire)
 
     def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
         """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
@@ -200,14 +205,17 @@ class Attention:
         if len(groups) == 1:
             return self._attend(q, kv[0], kv[1], masks and masks[0], scale)
         counts = self._group_counts(whole, "joint")
-        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale)
+        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale, self.wire)
 
     def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Sequence[Tensor], kind: str, where: tuple):
         """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""
         if self.mesh.ring.size > 1:
             both = torch.stack(list(kv))
             counts = self._group_counts(call.tokens, kind)
-            shapes = [(*both.shape[:3], count, both.shape[4]) for count in counts]
-            kv = torch.cat(comm.all_gather(both, shapes, self.mesh.ring, "ring"), dim=3).unbind()
+            sent = pack(both, self.wire)
+            shapes = [(*sent.shape[:3], count, sent.shape[4]) for count in counts]
+            came = comm.all_gather(sent, shapes, self.mesh.ring, "ring")
+            came[self.mesh.ring.rank] = both  # own keys and values did not travel
+            kv = torch.cat([unpack(each, both.dtype) for each in came], dim=3).unbind()
         positions = self.positions.of(call.tokens, kind, kv[0].device)
         return buffers.refresh(where, kv, positions, call.tokens.sequence.length_of(kind), call.context)

@@ -11,7 +11,9 @@ from .block_streams import block_list
 from .mesh import Mesh
 from .sequence import Span
 
-#: Blocks whose weights are gathered ahead while one computes.
+#: Blocks whose weights are gathered ahead while one computes. No link and no size of blocks asks for more: a
+#: gather shorter than the compute before it is hidden by one, and a longer one keeps the link busy anyway
+#: (tests/unit/test_fsdp.py). Each more would hold one more block whole.
 PREFETCH = 1
 
 

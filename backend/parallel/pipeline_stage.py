@@ -23,6 +23,7 @@ from .mesh import Mesh
 from .sequence import Sequence, Span, TokenShards
 from .static_addresses import ENABLED, StaticInputs
 from .step_context import StepContext
+from .wire import FULL
 
 
 def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
@@ -102,9 +103,9 @@ class Stage:
             return output
         return self.current.whole_output(output)
 
-    def begin_request(self, kernel: str, buffers: KVBuffers | None):
+    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL):
         """Forget the request before; ``buffers`` where stale keys and values will be read."""
-        self.attention.begin_request(kernel, buffers)
+        self.attention.begin_request(kernel, buffers, wire)
         self.sequences.clear()
         self.known.clear()
         self.like.clear()

@@ -18,6 +18,7 @@ from .comm import WAITING, Exchange, count, exchange
 from .kernel_table import import_error
 from .mesh import Axis
 from .sequence import Span
+from .wire import FULL, pack, unpack
 
 #: Whose ring is used, and what it imports as it is imported, if they are installed.
 RING_LIBRARY = "yunchang"
@@ -153,11 +154,12 @@ def ring_attend(
     axis: Axis,
     masks: Sequence[Tensor | None] | None,
     scale: float | None,
+    wire: str = FULL,
 ) -> Tensor:
     """Attend with own queries to the keys and values of every ring rank, which travel in one buffer a hop.
 
     q (B, H, S, D); kv (2, B, H, own tokens, D); ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for the
-    keys of rank i, or None. Returns (B, H, S, D).
+    keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
     """
     # here: it brings every kernel package that is installed
     from yunchang.ring.utils import RingComm, update_out_and_lse
@@ -166,24 +168,26 @@ def ring_attend(
     ring = RingComm(axis.group)
     out = lse = incoming = None
     kv = kv.contiguous()
-    row = torch.Size((*kv.shape[:3], kv.shape[4])).numel()
+    travelling = pack(kv, wire)
+    row = torch.Size((*travelling.shape[:3], travelling.shape[4])).numel()
     # what a hop computes with and sends on is done before the next but one is received
-    buffers = [kv.new_empty(max(lengths) * row) for _ in range(min(2, axis.size - 1))]
+    buffers = [travelling.new_empty(max(lengths) * row) for _ in range(min(2, axis.size - 1))]
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size
         if hop + 1 < axis.size:
             length = lengths[source - 1]
-            shape = (*kv.shape[:3], length, kv.shape[4])
+            shape = (*travelling.shape[:3], length, travelling.shape[4])
             incoming = buffers[hop % 2][: length * row].view(shape)
-            ring.send_recv(kv, incoming)
+            ring.send_recv(travelling, incoming)
             ring.commit()
-            count("ring", kv)
+            count("ring", travelling)
         if lengths[source] and q.shape[2]:
+            kv = unpack(travelling, kv.dtype) if hop else kv
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
             out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
             with WAITING:
                 ring.wait()
             assert incoming is not None, "made in this hop"
-            kv = incoming
+            travelling = incoming
     return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from ..config import ConfigError, ParallelConfig, read_shares
 from .choose import AUTO, MANUAL, METHODS
 
-#: Fields that the planner sets; a graph that sets one of them has chosen by hand.
+#: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one
+#: of them has chosen by hand.
 PLANNED = (
     "cfg_degree",
     "pipefusion_degree",
@@ -16,6 +17,7 @@ PLANNED = (
     "num_pipeline_patch",
     "attn_layer_num_for_pp",
     "shard_weights",
+    "wire",
 )
 
 

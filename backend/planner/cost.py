@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
+from ..parallel.wire import FULL, row_bytes
 from ..shares import edges, portions
 from .machine import Machine, Request
 from .model_shape import BlockShape, ModelShape, stages_of
@@ -136,6 +137,14 @@ class Cost:
         width = features or self.shape.width
         return self._samples * self._sequence * width * self.shape.itemsize / patches
 
+    @property
+    def _on_wire(self) -> float:
+        """Bytes of a number that Ulysses or a ring sends, as a part of those that it has."""
+        if self.plan.wire == FULL:
+            return 1.0
+        full = self.shape.head_size * self.shape.itemsize
+        return row_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
+
     def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
         return sum(block.keys or self.shape.width for block in blocks)
 
@@ -149,7 +158,7 @@ class Cost:
         if r == 1:
             return attention
         width = plan.ulysses_degree * plan.tensor_parallel_degree
-        sent = 2 * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
+        sent = 2 * self._on_wire * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
         travelling = sent / self.machine.p2p + (r - 1) * self.machine.latency * len(blocks)
         if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
             return attention + travelling
@@ -175,7 +184,7 @@ class Cost:
             return 0.0
         features = 2 * (self._queries(blocks) + self._keys(blocks))  # and values; outputs
         own = self._activation(patches, features) / plan.ring_degree / plan.tensor_parallel_degree
-        sent = own * (u - 1) / u**2
+        sent = self._on_wire * own * (u - 1) / u**2
         return sent / self.machine.exchange(u) + 2 * self.machine.latency * len(blocks)
 
     def _reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:

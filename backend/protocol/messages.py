@@ -123,6 +123,7 @@ class Describe:
     prompts: int
     num_pipeline_patch: int = 0
     stale_kv: str = "reuse"
+    wire: str = "full"
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ class Sample:
     stale_kv: str = "reuse"
     attention: str = "auto"
     compile: str = "auto"
+    wire: str = "full"
     preview_seconds: float = 0.0
     denoised: bool = False
     prompts: dict = field(default_factory=dict)
@@ -201,6 +203,7 @@ class ModelCall:
     model: str
     attention: str = "auto"
     compile: str = "auto"
+    wire: str = "full"
     client: str = ""
     latent_shapes: list = field(default_factory=list)
     keep: dict = field(default_factory=dict)

@@ -27,7 +27,7 @@ from .request import Request, arguments_of
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
-from .validation import check_kernel, check_patches
+from .validation import check_kernel, check_patches, check_wire
 
 #: Samples of the batch go through the model together up to this many tokens: beyond it a device is busy
 #: anyway, and memory would grow with the batch.
@@ -35,9 +35,10 @@ TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
 
-def _settings(call: ModelCall) -> ParallelConfig:
-    """Return what a call sets of a configuration."""
-    return ParallelConfig(attention=call.attention, compile=call.compile)
+def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
+    """Return ``config`` with what a call sets of it; nothing is stale in a call."""
+    asked = {"attention": call.attention, "compile": call.compile, "wire": call.wire}
+    return replace(config, num_pipeline_patch=1, **asked)
 
 
 def check_call(
@@ -51,8 +52,8 @@ def check_call(
 ):
     """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
     ConfigError."""
-    _settings(call).validate()
-    run = replace(config, attention=call.attention, num_pipeline_patch=1)
+    run = _settings(call, config).validate()
+    check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
@@ -133,7 +134,7 @@ def build_call(
     tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
-        config=_settings(call),
+        config=_settings(call, ParallelConfig()),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,

@@ -14,6 +14,7 @@ from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel import kernel_table, ulysses_ring
 from ..parallel.kernel_table import Capability
+from ..parallel.wire import FULL
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import edges
@@ -62,6 +63,7 @@ def check_sample(
     ConfigError."""
     run = request_config(sample, config)
     _check_settings(sample, config, run)
+    check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
@@ -106,6 +108,15 @@ def check_kernel(
     )
     if reason:
         raise UnsupportedError(reason)
+
+
+def check_wire(config: ParallelConfig, family: Family):
+    """Refuse float8 on the wire for a model of which nothing would travel so. Raises UnsupportedError."""
+    if config.wire != FULL and "sum" in family.blocks.attention:
+        raise UnsupportedError(
+            f"wire is {config.wire}, but {family.name} mixes tokens by linear attention, whose sums go in "
+            f"full; set wire to full."
+        )
 
 
 def _check_tensors(sample, family, model_config):
@@ -310,6 +321,7 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
+    check_wire(config.validate(), family)
     check_patches(config, grid)
     return grid.tokens
 

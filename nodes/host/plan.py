@@ -20,7 +20,7 @@ def plan(dit: ParallelDiT, prompts: int) -> str:
     config = dit.config
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
-    settings = (config.num_pipeline_patch, config.stale_kv)
+    settings = (config.num_pipeline_patch, config.stale_kv, config.wire)
     described = backend.describe(Describe(dit.loaded.model, latent, TEXT_TOKENS, prompts, *settings))
     for rank in described.ranks:
         logging.info("parallel-dit: for %s, %s", what, rank["text"])

@@ -45,7 +45,9 @@ def plan_line(config: ParallelConfig, prompts: int, what: str, described: Descri
     ranks = described.ranks
     more = max(rank["device_bytes"] - rank["weight_bytes"] for rank in ranks)
     sent = max(sum(rank["bytes_per_step"].values()) for rank in ranks)
-    parts = [f"about {_size(more)} more", f"sends {_size(sent)} a step" if sent else "sends nothing"]
+    sends = f"sends {_size(sent)} a step" if sent else "sends nothing"
+    packed = " (wire fp8: not exact)" if config.wire == "fp8" else ""
+    parts = [f"about {_size(more)} more", sends + packed]
     host = max(rank["host_bytes"] for rank in ranks)
     if host:
         parts.append(f"{_size(host)} of weights in host memory")

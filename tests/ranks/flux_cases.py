@@ -1,12 +1,10 @@
 """What ranks/matrix.py runs: a tiny Flux under combinations of degrees, of which the fast tier takes some."""
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-from ranks import share_cases
+from ranks import share_cases, wire_cases
+from ranks.flux_degrees import AXES, configurations
 from ranks.flux_requests import (
     CFG_PP,
     EVEN_BATCH,
@@ -24,15 +22,6 @@ from ranks.flux_requests import (
 from tiny import FLUX_CASES
 
 from backend.config import ParallelConfig
-
-AXES = (
-    "cfg_degree",
-    "pipefusion_degree",
-    "ulysses_degree",
-    "ring_degree",
-    "data_parallel_degree",
-    "tensor_parallel_degree",
-)
 
 #: World sizes that run whole golden cases on the whole tiny Flux. Others have half its blocks, and few steps.
 GOLDEN = (2,)
@@ -54,77 +43,6 @@ KEPT = "modulation ahead"
 #: evenly.
 CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
 UNEVEN_CALL = list(CALLS)[-1]
-#: Combinations of 8 ranks: (cfg, pipefusion, ulysses, ring, data, tensor).
-OF_EIGHT = (
-    (1, 2, 2, 2, 1, 1),
-    (1, 4, 1, 2, 1, 1),
-    (1, 2, 4, 1, 1, 1),
-    (2, 4, 1, 1, 1, 1),
-    (2, 2, 2, 1, 1, 1),
-    (2, 1, 2, 2, 1, 1),
-    (1, 1, 4, 2, 1, 1),
-    (1, 2, 2, 1, 1, 2),
-    (1, 2, 1, 2, 1, 2),
-    (2, 1, 2, 1, 1, 2),
-    (2, 2, 1, 1, 2, 1),
-    (1, 1, 2, 2, 2, 1),
-    (1, 2, 1, 1, 2, 2),
-)
-
-
-def of_degrees(degrees: Iterable[int]) -> ParallelConfig:
-    """The configuration of these degrees, in the order of AXES."""
-    fields: dict[str, Any] = dict(zip(AXES, degrees))
-    return ParallelConfig(**fields)
-
-
-def configurations(world: int) -> list[ParallelConfig]:
-    """Every combination of degrees that fills ``world`` ranks (those OF_EIGHT), and the other ways to hold
-    weights."""
-    if world == 8:
-        found = [of_degrees(degrees) for degrees in OF_EIGHT]
-        found += [
-            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", cfg_degree=2),
-            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", ulysses_degree=2),
-            ParallelConfig(tensor_parallel_degree=4, split_scheme="2d", pipefusion_degree=2),
-        ]
-        return in_order(found)
-    sizes = [
-        [
-            d
-            for d in range(1, world + 1)
-            if world % d == 0
-            and (axis != "cfg_degree" or d <= 2)
-            and (axis != "tensor_parallel_degree" or 8 % d == 0)
-        ]
-        for axis in AXES
-    ]
-    products = [of_degrees(degrees) for degrees in itertools.product(*sizes)]
-    found = [config for config in products if config.world_size == world]
-    schemes = [
-        ParallelConfig(tensor_parallel_degree=world, split_scheme=scheme)
-        for scheme in ("row", "column", "2d")
-    ]
-    sharded = [
-        replace(config, shard_weights=True)
-        for config in found
-        if config.pipefusion_degree == config.tensor_parallel_degree == 1
-        and config.sp_degree * config.data_parallel_degree > 1
-    ]
-    return in_order(found) + schemes + sharded
-
-
-def in_order(configs: list[ParallelConfig]) -> list[ParallelConfig]:
-    """Those of the same weights behind each other."""
-    return sorted(
-        configs,
-        key=lambda config: (
-            config.split_scheme,
-            config.tensor_parallel_degree,
-            config.pipefusion_degree,
-            config.sp_degree,
-        ),
-    )
 
 
 def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
@@ -325,6 +243,22 @@ def shared_runs(config: ParallelConfig) -> list[Run]:
         found.append(Run(config, share_cases.STALE, Case(case.name, STALE_STEPS), config))
     if config.data_parallel_degree * config.cfg_degree > 1:
         found.append(Run(config, CALL, Case(UNEVEN_CALL), config))
+    return found + packed_runs(config)
+
+
+def packed_runs(config: ParallelConfig) -> list[Run]:
+    """The runs of a configuration with float8 on the wire, if it has any: on two and four ranks, fresh and
+    stale keys and values. Replicas with shares have other sums of batches, which round to other float8."""
+    others = config.shard_weights or (config.shares and config.data_parallel_degree > 1)
+    if config.sp_degree == 1 or others or config.world_size not in (2, 4):
+        return []
+    staged = config.pipefusion_degree > 1
+    case = Case(EVEN_BATCH if config.data_parallel_degree > 1 else "size20x12", FEW)
+    varied = replace(config, wire="fp8", num_pipeline_patch=int(staged))
+    found = [Run(config, wire_cases.WIRE, case, varied)]
+    if staged:
+        stale = replace(config, wire="fp8", num_pipeline_patch=3)
+        found.append(Run(config, wire_cases.STALE, Case(case.name, STALE_STEPS), stale))
     return found
 
 
@@ -340,6 +274,7 @@ def runs() -> list[Run]:
                     for case in cases(world, config, variant)
                     if config.cfg_degree == 1 or has_negative(case)
                 ]
+            found += packed_runs(config)
             if has_lora_case(world, config):
                 found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
             calls = CALLS if world == 2 else [UNEVEN_CALL]

@@ -12,21 +12,25 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from families import golden, model_call
+from ranks.compiled import compare
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
 from ranks.share_cases import write_wide
+from ranks.wire_cases import can_simulate, merged, rounding
 from tiny import error_in_std, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 
+from backend import engine as engine_module
 from backend.config import ParallelConfig
 from backend.engine import Engine, describe
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
-from backend.parallel import fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
+from backend.parallel import compiled_blocks, fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.sampling.step_loop import Callbacks
 
 
@@ -61,6 +65,7 @@ def asked(config: ParallelConfig, case: Case, model: str = "tiny"):
         num_pipeline_patch=config.num_pipeline_patch,
         warmup_steps=config.warmup_steps,
         stale_kv=config.stale_kv,
+        wire=config.wire,
     )
 
 
@@ -77,10 +82,12 @@ def call(engine: Engine, case: str):
     return engine.forward(request)
 
 
-def described(config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int) -> list[dict[str, int]]:
+def described(
+    config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int, dtype: torch.dtype | None = None
+) -> list[dict[str, int]]:
     """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of
     modulation."""
-    plans = describe(config, checkpoint, 60, 12, batch, calls=steps)
+    plans = describe(config, checkpoint, 60, 12, batch, calls=steps, dtype=dtype)
     replicas = (
         config.data_parallel_degree
     )  # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
@@ -136,9 +143,8 @@ class SingleProcess:
         """The latent of a case under the staleness of ``config``'s pipeline."""
         key = (case, config.patches, config.warmup_steps, config.stale_kv)
         if key not in self.results:
-            self.results[key] = self.pipeline.sample(
-                asked(replace(config, num_pipeline_patch=config.patches), case), Callbacks()
-            )[0]
+            alone = replace(config, num_pipeline_patch=config.patches, wire="full")
+            self.results[key] = self.pipeline.sample(asked(alone, case), Callbacks())[0]
         return self.results[key]
 
 
@@ -225,6 +231,52 @@ def with_shares(chosen: list[Run], path: str, rank: int) -> list[dict]:
     return found
 
 
+def in_float64(config: ParallelConfig, groups: mesh.Mesh, checkpoint: str) -> Engine:
+    """An engine whose sums differ from others' by 1e-15 at most: where float8 would round up and float8 of
+    another order of summation down, latents of float32 differ by a percent."""
+    engine = Engine(config, groups)
+    with mock.patch.object(engine_module, "chosen_dtype", lambda *_: torch.float64):
+        engine.load("tiny", checkpoint, "default")
+    return engine
+
+
+def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
+    """The runs with float8 on the wire, against one process that rounds what ranks would send."""
+    compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
+    found = []
+    for config, group in itertools.groupby(chosen, attrgetter("config")):
+        of_model = str(Path(checkpoint).with_name("wide")) if config.shares else checkpoint
+        engine = in_float64(config, mesh.build(config, "cpu"), of_model)
+        single = in_float64(ParallelConfig(num_pipeline_patch=2), mesh.single(), of_model)
+        for each in group:
+            (samples, stats), _ = run(engine, each.varied, each.case)
+            sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
+            compiled = compare(engine, asked(each.varied, each.case), samples) if each.ranks == 2 else None
+            if rank:
+                continue
+            alone = replace(each.varied, num_pipeline_patch=each.varied.patches, wire="full")
+            full = single.sample(asked(alone, each.case), Callbacks())[0]
+            simulated = None
+            if can_simulate(each.varied):
+                with rounding(each.varied):
+                    rounded = single.sample(asked(alone, each.case), Callbacks())[0]
+                simulated = relative(samples, rounded)
+            opened = single.check_load(of_model, "default")
+            described_ = described(each.varied, opened, each.case.steps or STEPS, len(samples), torch.float64)
+            found.append(
+                {
+                    "id": each.id,
+                    "relative": relative(samples, full),
+                    "simulated": simulated,
+                    "compiled": compiled,
+                    "sent": sent,
+                    "described": described_,
+                }
+            )
+        mesh.close(engine.mesh)
+    return found
+
+
 def main(checkpoint: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
@@ -232,6 +284,8 @@ def main(checkpoint: str, selected: list[str], out: str):
         ulysses_ring.TILES_OF_A_HALF = tensor_parallel.ROWS_OF_TWO_HALVES = 1
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     on_fp8 = [each for each in chosen if each.variant == FP8]
+    packed = [each for each in chosen if each.varied.wire != "full"]
+    chosen = [each for each in chosen if each.varied.wire == "full"]
     shared = [each for each in chosen if each.config.shares]
     plain = (each for each in chosen if each.variant != FP8 and not each.config.shares)
     found, engine = [], None
@@ -251,12 +305,16 @@ def main(checkpoint: str, selected: list[str], out: str):
             mesh.close(engine.mesh)  # its groups' threads would pile up
     if on_fp8:
         found += together(on_fp8, checkpoint, rank)
-    if shared:
-        wide = Path(checkpoint).with_name("wide")
+    wide = Path(checkpoint).with_name("wide")
+    if shared or any(each.config.shares for each in packed):
         if rank == 0:
             write_wide(wide, checkpoint)
         dist.barrier()
+    if shared:
         found += with_shares(shared, str(wide), rank)
+    if packed:
+        with mock.patch("yunchang.ring.utils.update_out_and_lse", merged):
+            found += with_float8(packed, checkpoint, rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

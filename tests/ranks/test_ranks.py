@@ -23,6 +23,8 @@ KEPT = {2: 0, 3: 2, 4: 13, 8: 5}
 #: Extrapolation follows a line through keys that random weights do not keep to, over more patches: 0.21 was
 #: seen at 5 patches, where reuse stays below 0.06.
 DRIFT = {"stale": 0.15, "stale, uneven patches": 0.25}
+#: Largest relative error of float8 on the wire on random weights in 2 to 4 steps: 0.016 was seen.
+FLOAT8 = 0.03
 #: Solvers whose last step ends in the last prediction, which is that of the whole batch.
 ANCESTRAL = ("batch of 5", "euler_ancestral_simple")
 RUNS = runs()
@@ -60,13 +62,15 @@ def test_configuration(run, rank_programs):
     """Every combination of degrees against the single process, the golden latents, the simulation of stale
     keys and values, and what describe() says; see the checks."""
     row = rank_programs[__name__, run.ranks].result()[run.id]
-    if run.variant.startswith("stale"):
+    if run.varied.wire != "full":
+        check_float8(run, row)
+    elif run.variant.startswith("stale"):
         check_stale(run, row)
     else:
         check_exact(run, row)
     if row.get("described") is not None:
         check_bytes_sent(row)
-    if not run.config.shares:  # of another model
+    if "bytes_read" in row and not run.config.shares:  # of another model
         check_bytes_read(run, row)
     assert row.get(
         "restored", True
@@ -91,6 +95,18 @@ def check_stale(run: Run, row: dict):
     assert row["simulated"] <= 1e-5
     if run.case.name in ANCESTRAL:
         assert row["denoised"] < 1e-6
+
+
+def check_float8(run: Run, row: dict):
+    """float8 on the wire changes the result within FLOAT8, as one process does that rounds the same numbers;
+    the same with compiled blocks."""
+    assert 1e-4 < row["relative"] < FLOAT8
+    assert (row["simulated"] is None) == (run.config.ring_degree > 1 and run.config.pipefusion_degree > 1)
+    assert (row["simulated"] or 0.0) <= 1e-5
+    if run.ranks == 2:
+        found = row["compiled"]
+        assert found["graphs"] and not found["too many"] and not found["notes"]
+        assert found["relative"] <= 1e-5
 
 
 def check_bytes_sent(row: dict):

@@ -110,7 +110,7 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
 
 def test_degrees_change_on_the_same_ranks(checkpoint):
     """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads
-    its stage. No process starts again."""
+    its stage. No process starts again. float8 on the wire comes and goes with a request."""
 
     def changed(**degrees):
         backend, seen = pool.backend_for(ParallelConfig(device="cpu", **degrees)), []
@@ -127,6 +127,14 @@ def test_degrees_change_on_the_same_ranks(checkpoint):
     for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
         same, left, read, progress = changed(**degrees)
         assert same is backend and left and read == [0, 0] and not progress
+        request, golden = request_for(backend, checkpoint)
+        packed = replace(request, wire="fp8")
+        if "cfg_degree" in degrees:
+            with pytest.raises(protocol.RefusedError, match="wire is fp8 but ulysses_degree and ring_degree"):
+                backend.sample(packed)
+            continue
+        assert pool.backend_for(ParallelConfig(device="cpu", wire="fp8", **degrees)) is backend
+        assert 1e-3 < error_in_std(to_vae_units(backend.sample(packed).tensors["samples"]), golden) < 0.1
     for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
         same, left, read, progress = changed(**degrees)
         assert (

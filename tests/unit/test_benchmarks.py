@@ -60,6 +60,7 @@ def start(monkeypatch):
             "scaling",
             "shares",
             "start",
+            "wire_drift",
         ),
         "transport",
     ],

@@ -143,5 +143,7 @@ def test_schemes_of_more_dimensions_are_refused_by_name():
 def test_what_travels_with_a_request_is_of_its_message():
     both = {each.name for each in fields(Sample)} & {each.name for each in fields(ParallelConfig)}
     assert both == set(PER_REQUEST) == set(ParallelConfig().per_request)
-    other = ParallelConfig(warmup_steps=3, attention="sdpa", compile="blocks", stale_kv="extrapolate")
+    other = ParallelConfig(
+        warmup_steps=3, attention="sdpa", compile="blocks", stale_kv="extrapolate", wire="fp8"
+    )
     assert other.topology() == ParallelConfig().topology()

@@ -3,6 +3,7 @@ brings is needed: all ranks one after the other in one process, on meta tensors 
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
     mesh = launches.mesh_of(config, rank)
     with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
         model = launches.load(launches.checkpoint_of(family), config, mesh, stages)
-        sample = launches.request_of(family, batch=mesh.dp.size)
+        sample = replace(launches.request_of(family, batch=mesh.dp.size), wire=config.wire)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
             Denoiser(mesh, request, runner, Callbacks()).run()
@@ -99,18 +100,38 @@ def test_activations_come_while_the_stage_computes():
     assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
 
 
+@pytest.mark.parametrize("methods", [("ulysses",), ("ring",), ("pipefusion", "ring")], ids="+".join)
+def test_float8_travels_in_as_many_messages(methods):
+    """Values and scales in one message, in the order of those in full."""
+    config = configuration(methods)
+    full, packed = run("flux-dev", config), run("flux-dev", replace(config, wire="fp8"))
+    check(packed)
+    kinds = [
+        [[(m.direction, m.peer) for op in log.operations for m in op.messages] for log in logs]
+        for logs in (full, packed)
+    ]
+    assert kinds[0] == kinds[1]
+    numbers = {m.what[0] for log in packed for op in log.operations for m in op.messages}
+    assert "uint8" in numbers
+
+
+@pytest.mark.parametrize("wire", ["full", "fp8"])
 @pytest.mark.parametrize("method", HIDDEN_BEHIND)
-def test_halves_travel_while_others_are_computed(method, monkeypatch):
+def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     """Of two halves of heads, the second comes while the first attends, which goes while the second attends.
     Of two halves of tokens, the first is summed while the second multiplies."""
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
     monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
+    if wire != "full" and method != "ulysses":
+        pytest.skip("it sends no attention's tensors")
     group, work = HIDDEN_BEHIND[method]
-    log = run("flux-dev", configuration((method,)))[1]
+    log = run("flux-dev", replace(configuration((method,)), wire=wire))[1]
     own = [op for op in log.operations if op.group.startswith(group) and op.received]
     # not outputs, which are float32, nor modulation, which is gathered
     blocks = [
-        op for op in own if op.messages[0].what[0] in ("bfloat16", "all_reduce") and len(op.messages) != 2
+        op
+        for op in own
+        if op.messages[0].what[0] in ("bfloat16", "uint8", "all_reduce") and len(op.messages) != 2
     ]
     hidden = [op for op in blocks if work in log.meanwhile(op)]
     assert 0 < len(blocks) == 2 * len(hidden)

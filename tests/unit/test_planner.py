@@ -229,7 +229,7 @@ def test_a_plan_takes_the_first_of_the_devices():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"ulysses_degree": 2}, {"shard_weights": True}, {"num_pipeline_patch": 2}]
+    "fields", [{"ulysses_degree": 2}, {"shard_weights": True}, {"num_pipeline_patch": 2}, {"wire": "fp8"}]
 )
 def test_degrees_that_are_set_are_manual(fields):
     assert sets_degrees(ParallelConfig(**fields)) and not sets_degrees(ParallelConfig(warmup_steps=4))

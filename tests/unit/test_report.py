@@ -1,5 +1,7 @@
 """The lines under the nodes."""
 
+from dataclasses import replace
+
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
 from parallel_dit.backend.config import ParallelConfig
@@ -26,6 +28,8 @@ def test_one_line_for_the_plan():
     config = ParallelConfig(pipefusion_degree=2)
     line = report.plan_line(config, 2, "1024 x 1024", Described(4096, ranks))
     assert line == "1024 x 1024, two prompts: about 1.0 GB more · sends 35.0 MB a step · 2 patches (reuse)"
+    line = report.plan_line(replace(config, wire="fp8"), 2, "1024 x 1024", Described(4096, ranks))
+    assert "· sends 35.0 MB a step (wire fp8: not exact) ·" in line
 
 
 def test_shares_are_counted():

@@ -1,0 +1,51 @@
+"""How queries, keys, values and outputs of attention travel between the ranks of Ulysses and of a ring
+(ParallelConfig.wire): in their own type, or as float8 with a float32 scale for each token and head.
+
+Scales of so few numbers keep an outlier's error in its own head, as the 1 x 128 tiles do in which
+DeepSeek-V3 sends activations (arXiv 2412.19437, 3.3). Values and their scale are one row of bytes, so that no
+message is added, and collectives that know no float8 carry them.
+"""
+
+import torch
+from torch import Tensor
+
+FULL, FP8 = "full", "fp8"
+#: Of the values.
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+#: Of a row: its float32.
+SCALE_BYTES = 4
+#: Least scale: below it a float32 would have few digits left, or none.
+LEAST = 1e-30
+
+
+def row_bytes(features: int, itemsize: int, wire: str) -> int:
+    """Count the bytes of a token's numbers of one head, of ``itemsize`` bytes each where they travel in
+    full."""
+    return features * itemsize if wire == FULL else features + SCALE_BYTES
+
+
+def pack(x: Tensor, wire: str) -> Tensor:
+    """Return (..., D) as it travels: unchanged, or as bytes (..., D + 4). A row that holds an infinity or no
+    number comes back without any number."""
+    if wire == FULL:
+        return x
+    features = x.shape[-1]
+    peak = x.abs().amax(-1, keepdim=True)
+    scale = (peak.float() / LARGEST).clamp_min(LEAST)
+    # with tokens before heads in memory where x has them so: written as it is read
+    order = (*sorted(range(x.ndim - 1), key=x.stride, reverse=True), x.ndim - 1)
+    shape = (*x.shape[:-1], features + SCALE_BYTES)
+    packed = torch.empty_permuted(shape, order, dtype=torch.uint8, device=x.device)
+    packed[..., :features].copy_((x / scale).to(DTYPE).view(torch.uint8))
+    packed[..., features:].copy_(scale.view(torch.uint8))
+    return packed
+
+
+def unpack(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return in ``dtype`` what ``pack`` made of it: (..., D)."""
+    if x.dtype != torch.uint8:
+        return x
+    values = x[..., :-SCALE_BYTES].clone().view(DTYPE).to(dtype)  # which holds every float8
+    scale = x[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return values.mul_(scale)

@@ -1,0 +1,89 @@
+"""Weights travel to a GPU through two page-locked buffers in turn. The CPU is the device here: no GPU."""
+
+import pytest
+import torch
+
+from backend.loading import staging
+from backend.loading.staging import Staging, upload
+
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    """Writes down in ``log`` when it is waited for and recorded, with what its buffer holds then."""
+
+    def __init__(self, log: list, buffers: list):
+        self.log = log
+        self.index = len(buffers) - 1  # of the buffer that was just made
+        self.buffers = buffers
+
+    def synchronize(self):
+        self.log.append(("wait", self.index, int(self.buffers[self.index][0])))
+
+    def record(self):
+        self.log.append(("record", self.index, int(self.buffers[self.index][0])))
+
+
+def recorded(monkeypatch, piece: int) -> tuple[Staging, list, list]:
+    """Buffers of so many bytes, what is done with them in order, and how they were asked for."""
+    monkeypatch.setattr(staging, "PIECE", piece)
+    log, buffers, asked = [], [], []
+
+    def empty(size, **how):
+        asked.append(how)
+        buffers.append(torch.zeros(size, dtype=how["dtype"]))
+        return buffers[-1]
+
+    return Staging(empty, lambda: FakeEvent(log, buffers)), log, asked
+
+
+def test_a_buffer_is_written_when_what_it_held_has_left(monkeypatch):
+    found, log, asked = recorded(monkeypatch, 4)
+    assert asked == [{"dtype": torch.uint8, "pin_memory": True}] * 2
+    sent = torch.arange(1, 15, dtype=torch.uint8)  # 4, 4, 4 and 2 bytes
+    assert found.copy(sent, CPU).equal(sent)
+    assert log == [
+        *(("wait", 0, 0), ("record", 0, 1)),
+        *(("wait", 1, 0), ("record", 1, 5)),
+        *(("wait", 0, 1), ("record", 0, 9)),  # still what it held before
+        *(("wait", 1, 5), ("record", 1, 13)),
+    ]
+    found.copy(sent[:4], CPU)
+    assert log[-2] == ("wait", 0, 9)  # the next tensor goes on in turn
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(7, 5),
+        torch.randn(7, 5).t(),
+        torch.randn(3, 3, dtype=torch.bfloat16),
+        torch.randn(9).to(torch.float8_e4m3fn),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.zeros(0, 4),
+    ],
+    ids=["float32", "transposed", "bfloat16", "float8", "a number", "nothing"],
+)
+def test_every_tensor_arrives_as_it_was(tensor, monkeypatch):
+    found, _, _ = recorded(monkeypatch, 16)
+    came = found.copy(tensor, CPU)
+    assert came.dtype == tensor.dtype and came.shape == tensor.shape and came.is_contiguous()
+    assert came.reshape(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8))
+
+
+def test_the_cpu_reads_the_file_itself():
+    tensor = torch.randn(3)
+    assert upload(tensor, "cpu") is tensor
+
+
+def test_each_gpu_tensor_goes_through_the_buffers(monkeypatch):
+    asked = []
+
+    class Recorded:
+        def copy(self, tensor, device):
+            asked.append(device)
+            return tensor
+
+    monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
+    upload(torch.zeros(2), "cuda:1")
+    assert asked == [torch.device("cuda:1")]
