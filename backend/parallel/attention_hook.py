@@ -153,8 +153,8 @@ class Attention:
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
         for part, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))
-            out = self._of_own_heads(own_q, kv, *in_common, (*where, part))
-            going.send(pack(out, self.wire))
+            # unnamed: it is freed as it has gone
+            going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, part)), self.wire))
         return unpack(going.wait(), q.dtype)
 
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):

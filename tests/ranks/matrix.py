@@ -266,6 +266,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
             found.append(
                 {
                     "id": each.id,
+                    "kept": False,
                     "relative": relative(samples, full),
                     "simulated": simulated,
                     "compiled": compiled,
