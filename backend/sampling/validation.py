@@ -321,8 +321,8 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
-    check_wire(config.validate(), family)
     check_patches(config, grid)
+    check_wire(config.validate(), family)
     return grid.tokens
 
 
