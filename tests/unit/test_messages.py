@@ -115,15 +115,14 @@ def test_float8_travels_in_as_many_messages(methods):
     assert "uint8" in numbers
 
 
-@pytest.mark.parametrize("wire", ["full", "fp8"])
-@pytest.mark.parametrize("method", HIDDEN_BEHIND)
+@pytest.mark.parametrize(
+    "method, wire", [*((method, "full") for method in HIDDEN_BEHIND), ("ulysses", "fp8")]
+)
 def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     """Of two halves of heads, the second comes while the first attends, which goes while the second attends.
     Of two halves of tokens, the first is summed while the second multiplies."""
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
     monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
-    if wire != "full" and method != "ulysses":
-        pytest.skip("it sends no attention's tensors")
     group, work = HIDDEN_BEHIND[method]
     log = run("flux-dev", replace(configuration((method,)), wire=wire))[1]
     own = [op for op in log.operations if op.group.startswith(group) and op.received]
