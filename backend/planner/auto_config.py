@@ -2,18 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from ..config import ConfigError, ParallelConfig, read_shares
+from ..config import AXES, ConfigError, ParallelConfig, read_shares
 from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one
 #: of them has chosen by hand.
 PLANNED = (
-    "cfg_degree",
-    "pipefusion_degree",
-    "ulysses_degree",
-    "ring_degree",
-    "data_parallel_degree",
-    "tensor_parallel_degree",
+    *AXES.values(),
     "num_pipeline_patch",
     "attn_layer_num_for_pp",
     "shard_weights",
