@@ -12,22 +12,14 @@ import math
 import re
 import sys
 from pathlib import Path
-from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
 from workflow_graphs import graph_of
+from workflow_layout import TITLE, WIDTH, best_layout, group_of, height_of, lines_of
 from workflow_recipes import NAMES
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-#: Groups from left to right: title, colour, and what their nodes make (or which they are).
-GROUPS = (
-    ("Encoders, VAE, images", "#3f789e", {"CLIP", "VAE", "IMAGE", "CLIP_VISION"}),
-    ("GPUs and model", "#8a8", {"PARALLEL_CONFIG", "PARALLEL_DIT", "MODEL"}),
-    ("Prompt and latent", "#b58b2a", {"CONDITIONING", "LATENT", "NOISE", "SIGMAS", "SAMPLER", "GUIDER"}),
-    ("Sample on all GPUs", "#a1309b", {"ParallelSampler", "SamplerCustom", "KSampler", "LTXVSeparate"}),
-    ("Result", "#444", {"VAEDecode", "Save", "CreateVideo", "LTXVAudioVAEDecode", "PreviewImage"}),
-)
 #: Loader -> the folder of models in which its files are.
 DIRECTORIES = {
     "LoadParallelDiT": "diffusion_models",
@@ -44,8 +36,7 @@ DIRECTORIES = {
 }
 #: File -> where it is published, as in the templates of ComfyUI.
 URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())
-#: Nodes under which a report of several lines stands -> room for it (MOST of web/report.js for the first).
-REPORTS = {"LoadParallelDiT": 240, "ParallelSampler": 120}
+CATEGORY = "Parallel DiT"
 COLOURS = {
     "CLIP": "#ffd500",
     "VAE": "#ff6e6e",
@@ -55,11 +46,6 @@ COLOURS = {
     "PARALLEL_DIT": "#9fd49f",
     "PARALLEL_CONFIG": "#9fb0d4",
 }
-WIDTH, GAP, TITLE = 340, 80, 30
-#: Heights of a slot and of a widget in the renderer that takes more (Nodes 2.0), of a box of text and of a
-#: picture, and what a node has besides.
-SLOT, WIDGET, TEXT, PICTURE, FRAME = 24, 30, 90, 260, 40
-ROW = 24
 #: Zoom at which the page opens a file; below 8/14 its canvas leaves all texts out. The template browser
 #: fits the graph into the window instead.
 SCALE = 0.6
@@ -113,30 +99,6 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list[tuple[str, 
     return values
 
 
-def column_of(kind: str, outputs: list[str]) -> int:
-    """The group of a node: that which names it, else that of what it makes."""
-    for column in (4, 3):
-        if kind.startswith(tuple(GROUPS[column][2])):
-            return column
-    return next((i for i, (_, _, makes) in enumerate(GROUPS) if outputs and outputs[0] in makes), 3)
-
-
-def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int) -> int:
-    """A node's height with so many rows of slots and of ``shown`` widgets. Nodes 2.0 folds advanced ones
-    away, the other renderer shows them in rows that are lower."""
-    advanced = sum(bool(options.get("advanced")) for _, options in widgets)
-    rows = max(WIDGET * (shown - advanced), ROW * shown)
-    texts = sum(bool(options.get("multiline")) for _, options in widgets)
-    return (
-        FRAME
-        + SLOT * slots
-        + rows
-        + TEXT * texts
-        + PICTURE * kind.startswith(("Save", "LoadImage", "ParallelSampler", "SamplerCustom", "KSampler"))
-        + sum(height for name, height in REPORTS.items() if kind.startswith(name))
-    )
-
-
 def models_of(kind: str, inputs: dict) -> list[dict]:
     """What the page offers to download for a loader: name, url and folder of each of its files."""
     names = [value for value in inputs.values() if isinstance(value, str) and value in URLS]
@@ -155,16 +117,14 @@ def gpus_of(graph: dict) -> str:
     return f"{math.prod(degrees) if degrees else 'All'} GPUs"
 
 
-def note_node(title: str, note: str) -> dict:
-    """The note above a graph."""
-    rows = len(wrap_note(note, 100)) + note.count("\n\n")
-    height = 60 + 22 * rows
+def note_node(title: str, note: str, box: tuple[int, int, int, int]) -> dict:
+    """The note of a graph in its box (left, top, width, height)."""
     return {
         "id": 1,
         "type": "MarkdownNote",
         "title": title,
-        "pos": [0, -height - 130],
-        "size": [2 * WIDTH + GAP, height],
+        "pos": list(box[:2]),
+        "size": list(box[2:]),
         "inputs": [],
         "outputs": [],
         "properties": {},
@@ -172,32 +132,10 @@ def note_node(title: str, note: str) -> dict:
     }
 
 
-def groups_of(nodes: list[dict]) -> list[dict]:
-    """A box around the nodes of each column."""
-    found = []
-    for column, (title, colour, _) in enumerate(GROUPS):
-        left = column * (WIDTH + GAP)
-        inside = [node for node in nodes if node["pos"][0] == left and node["type"] != "MarkdownNote"]
-        if inside:
-            bottom = max(node["pos"][1] + node["size"][1] for node in inside)
-            bounding = [left - 20, -TITLE - 60, WIDTH + 40, bottom + TITLE + 80]
-            found.append(
-                {
-                    "id": column + 1,
-                    "title": title,
-                    "bounding": bounding,
-                    "color": colour,
-                    "font_size": 24,
-                    "flags": {},
-                }
-            )
-    return found
-
-
 def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     """The form that ComfyUI's page opens, of the form that /prompt takes."""
-    nodes = [note_node(title, note)]
-    links, heights = [], [0] * len(GROUPS)
+    nodes, grouped = [], []
+    links = []
     for key, node in graph.items():
         kind = node["class_type"]
         linked, widgets = inputs_of(info[kind], node["inputs"])
@@ -210,21 +148,20 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
             {"name": name, "type": type_, "links": []}
             for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)
         ]
-        column = column_of(kind, info[kind]["output"])
         values = values_of(widgets, node["inputs"])
-        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values))
+        is_ours = info[kind]["category"] == CATEGORY
+        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values), is_ours)
         models = models_of(kind, node["inputs"])
         made = {
             "id": int(key),
             "type": kind,
-            "pos": [column * (WIDTH + GAP), heights[column]],
+            "pos": [0, 0],
             "size": [WIDTH, height],
             "inputs": [],
             "outputs": outputs,
             "properties": {"Node name for S&R": kind} | ({"models": models} if models else {}),
             "widgets_values": [value for _, value in values],
         }
-        heights[column] += height + TITLE + 30
         if "_meta" in node:
             made["title"] = node["_meta"]["title"]
         for slot, (name, type_) in enumerate([*linked, *fed]):
@@ -238,6 +175,10 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
                 | ({"widget": {"name": name}} if (name, type_) in fed else {})
             )
         nodes.append(made)
+        grouped.append((group_of(kind, info[kind]["output"]), made))
+    layout = best_layout(grouped, note)
+    layout.place()
+    nodes.insert(0, note_node(title, note, layout.box))
     by_id = {node["id"]: node for node in nodes}
     for order, node in enumerate(nodes):
         node |= {"flags": {}, "order": order, "mode": 0}
@@ -248,15 +189,11 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "last_link_id": len(links),
         "nodes": nodes,
         "links": links,
-        "groups": groups_of(nodes),
+        "groups": layout.boxes(),
         "config": {},
-        "extra": {"ds": {"scale": SCALE, "offset": [150, 190 - nodes[0]["pos"][1]]}},
+        "extra": {"ds": {"scale": SCALE, "offset": [150, 190]}},
         "version": 0.4,
     }
-
-
-def wrap_note(text: str, width: int = 84) -> list[str]:
-    return [row for line in text.split("\n") for row in wrap(line, width)]
 
 
 def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
@@ -309,7 +246,7 @@ def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
             font=font,
         )
         lines = (
-            wrap_note(node["widgets_values"][0])
+            lines_of(node["widgets_values"][0], 84)
             if is_note
             else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]
         )
