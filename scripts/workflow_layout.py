@@ -52,7 +52,7 @@ GROUPS = (
     Group("GPUs and model", "#8a8", ("PARALLEL_CONFIG", "PARALLEL_DIT", "MODEL")),
     Group("Prompt and latent", "#b58b2a"),
     Group("Sample on all GPUs", "#a1309b", (), ("ParallelSampler", "SamplerCustom", "LTXVSeparate")),
-    Group("Result", "#444", (), ("VAEDecode", "Save", "CreateVideo", "LTXVAudioVAEDecode", "PreviewImage")),
+    Group("Result", "#999", (), ("VAEDecode", "Save", "CreateVideo", "LTXVAudioVAEDecode", "PreviewImage")),
 )
 OTHERS = GROUPS[2]
 
@@ -186,12 +186,12 @@ class Layout:
 
 
 def best_layout(nodes: list[tuple[Group, dict]], note: str) -> Layout:
-    """The layout that opens at the largest zoom; of those within a hundredth the one whose note is leftmost,
-    and whose groups have the fewest columns."""
+    """The layout that opens at the largest zoom; of those within a hundredth the one whose groups have the
+    fewest columns, and whose note is at the left."""
     grouped = [(group, [node for other, node in nodes if other is group]) for group in GROUPS]
     present = [(group, found) for group, found in grouped if found]
     count = len(present)
-    unders = [(0, 1), (0, 0), (0, 2), *((first, 1) for first in range(1, count)), (count - 2, 2)]
+    unders = [(0, 1), (0, 0), (0, 2), (count - 2, 2), (count - 1, 1)]
     choices = [[(group, columns) for columns in splits(found)] for group, found in present]
     ways = [(parts, under) for under in unders for parts in product(*choices)]
 
