@@ -13,10 +13,10 @@ import re
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
 from workflow_graphs import graph_of
-from workflow_layout import TITLE, WIDTH, best_layout, group_of, height_of, lines_of
+from workflow_layout import WIDTH, best_layout, group_of, height_of
 from workflow_recipes import NAMES
+from workflow_thumbnails import demo_thumbnail, graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
@@ -37,15 +37,6 @@ DIRECTORIES = {
 #: File -> where it is published, as in the templates of ComfyUI.
 URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())
 CATEGORY = "Parallel DiT"
-COLOURS = {
-    "CLIP": "#ffd500",
-    "VAE": "#ff6e6e",
-    "CONDITIONING": "#ffa931",
-    "LATENT": "#ff9cf9",
-    "IMAGE": "#64b5f6",
-    "PARALLEL_DIT": "#9fd49f",
-    "PARALLEL_CONFIG": "#9fb0d4",
-}
 #: Zoom at which the page opens a file; below 8/14 its canvas leaves all texts out. The template browser
 #: fits the graph into the window instead.
 SCALE = 0.6
@@ -196,67 +187,6 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     }
 
 
-def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
-    """The graph as boxes and links, for the template browser."""
-    right = max(node["pos"][0] + node["size"][0] for node in page["nodes"])
-    bottom = max(node["pos"][1] + node["size"][1] for node in page["nodes"])
-    top = page["nodes"][0]["pos"][1] - TITLE
-    scale = 2 * min((size[0] - 24) / right, (size[1] - 24) / (bottom - top))
-    left = (2 * size[0] - right * scale) / 2
-
-    def at(x, y):
-        return left + x * scale, 24 + (y - top) * scale
-
-    image = Image.new("RGB", (2 * size[0], 2 * size[1]), "#202020")
-    draw = ImageDraw.Draw(image)
-    font, small = ImageFont.load_default(max(20 * scale, 10)), ImageFont.load_default(max(15 * scale, 8))
-    by_id = {node["id"]: node for node in page["nodes"]}
-    for _, source, source_slot, target, slot, type_ in page["links"]:
-        a, b = by_id[source], by_id[target]
-        x0, y0 = at(a["pos"][0] + a["size"][0], a["pos"][1] + 14 + 22 * source_slot)
-        x1, y1 = at(b["pos"][0], b["pos"][1] + 14 + 22 * slot)
-        bend = max(abs(x1 - x0) / 2, 40 * scale)
-        steps = [i / 24 for i in range(25)]
-        curve = [
-            (
-                (1 - t) ** 3 * x0
-                + 3 * (1 - t) ** 2 * t * (x0 + bend)
-                + 3 * (1 - t) * t * t * (x1 - bend)
-                + t**3 * x1,
-                y0 + (3 * t * t - 2 * t**3) * (y1 - y0),
-            )
-            for t in steps
-        ]
-        draw.line(curve, fill=COLOURS.get(type_, "#aaaaaa"), width=max(round(4 * scale), 2))
-    for node in page["nodes"]:
-        (x, y), (width, height) = node["pos"], node["size"]
-        is_note = node["type"] == "MarkdownNote"
-        draw.rounded_rectangle(
-            (*at(x, y - TITLE), *at(x + width, y + height)),
-            8 * scale,
-            fill="#65552c" if is_note else "#353535",
-            outline="#111111",
-        )
-        widgets = [] if is_note else inputs_of(info[node["type"]], {})[1]
-        names = [name for name, _ in values_of(widgets, dict.fromkeys(name for name, _ in widgets))]
-        draw.text(
-            at(x + 14, y - TITLE + 5),
-            node.get("title") or info[node["type"]]["display_name"] or node["type"],
-            fill="#dddddd",
-            font=font,
-        )
-        lines = (
-            lines_of(node["widgets_values"][0], 84)
-            if is_note
-            else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]
-        )
-        for row, line in enumerate(lines):
-            place = y + 12 + (22 * max(len(node["inputs"]), len(node["outputs"])) + 25 * row)
-            if place + 20 < y + height:
-                draw.text(at(x + 14, place), line, fill="#bbbbbb", font=small)
-    return image.resize(size, Image.Resampling.LANCZOS)
-
-
 def main():
     info = json.loads(Path(sys.argv[1]).read_text())
     for name in sys.argv[2:] or NAMES:
@@ -272,7 +202,8 @@ def main():
             )
             + "\n"
         )
-        screenshot(page, info).save(FOLDER / f"{name}.jpg", quality=88)
+        picture = demo_thumbnail(title) if name == "demo" else graph_thumbnail(page)
+        picture.save(FOLDER / f"{name}.jpg", quality=88)
 
 
 if __name__ == "__main__":
