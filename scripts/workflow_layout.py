@@ -14,8 +14,8 @@ from textwrap import wrap
 READABLE = 8 / 14
 #: Part of the window that the graph fills, and what is added around it.
 FILLED, MARGIN = 0.75, 10
-#: The smaller of the usual windows, for which layouts are chosen.
-WINDOW = (1366, 768)
+#: What a browser leaves of the smaller usual screen, 1366 x 768, for which layouts are chosen.
+WINDOW = (1366, 640)
 WIDTH, TITLE = 300, 30
 #: Between nodes of a column (with the lower one's title), between columns of a group, between groups.
 BELOW, WITHIN, BETWEEN = 50, 30, 60

@@ -22,6 +22,13 @@ STEPS = 4
 SEEDS = count(1000)
 #: Least contrast of text of any size (WCAG 2, level AA).
 CONTRAST = 4.5
+#: Zoom at which a graph that was opened from its card fills three quarters of the window, with a margin.
+FITTED = """() => {
+  const boxes = app.graph.nodes.map(({ pos: [x, y], size: [w, h] }) => [x, y - 30, x + w, y + h]);
+  const size = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis + 2]))
+    - Math.min(...boxes.map((box) => box[axis])) + 20);
+  return 0.75 * Math.min(innerWidth / size[0], innerHeight / size[1]);
+}"""
 RENDERERS = pytest.mark.parametrize("nodes2", [False, True], ids=["canvas", "nodes 2.0"])
 
 
@@ -123,6 +130,8 @@ def test_a_template_is_opened_from_its_card_and_queued(empty):
     empty.click("[role=dialog] *", "parallel-dit")
     empty.click("[role=dialog] [data-testid='template-workflow-demo']")
     empty.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
+    # fitted into the window so that the classic canvas draws texts (test_a_template_opens_with_texts)
+    empty.wait(f"Math.abs(app.canvas.ds.scale - ({FITTED})()) < 0.001 && !app.canvas.low_quality", 30)
     _set(empty, "ParallelSampler", "steps", STEPS)
     empty.run()
     assert f"{STEPS} steps in " in empty.reports()["ParallelSampler"]
