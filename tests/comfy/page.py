@@ -111,6 +111,25 @@ class ComfyPage(Page):
             name,
         )
 
+    def open_card(self, name: str):
+        """Open a template of this pack from its card in the template browser."""
+        self.click(".templates-tab-button")
+        self.click("[role=dialog] *", "parallel-dit")
+        self.click(f"[role=dialog] [data-testid='template-workflow-{name}']")
+        self.wait("app.graph.nodes.some((node) => node.type === 'MarkdownNote')")
+
+    def set(self, node: str, widget: str, value):
+        """Set a widget of the first node of a type."""
+        self.call(
+            """(type, name, value) => {
+              const node = app.graph.nodes.find((each) => each.type === type);
+              node.widgets.find((each) => each.name === name).value = value;
+            }""",
+            node,
+            widget,
+            value,
+        )
+
     def bounds(self) -> list[dict]:
         """Return the nodes' bounds, once all of them are drawn."""
         self.wait(f"({BOUNDS})().every((found) => found && found.height)")
