@@ -113,7 +113,10 @@ class ComfyPage(Page):
 
     def open_card(self, name: str):
         """Open a template of this pack from its card in the template browser."""
-        self.click(".templates-tab-button")
+        for _ in range(10):  # a click is lost while the page still lays something out
+            self.click(".templates-tab-button")
+            if self.becomes("!!document.querySelector('[role=dialog]')", 5):
+                break
         self.click("[role=dialog] *", "parallel-dit")
         self.click(f"[role=dialog] [data-testid='template-workflow-{name}']")
         self.wait("app.graph.nodes.some((node) => node.type === 'MarkdownNote')")
@@ -205,7 +208,7 @@ class ComfyPage(Page):
         ended = "fetch('/history').then((r) => r.json()).then((h) => Object.keys(h).length)"
         before = self.evaluate(ended)
         self.press_run()
-        self.wait(f"{ended}.then((count) => count > {before})")
+        self.wait(f"{ended}.then((count) => count > {before})", 600)  # ranks start in it, on a busy machine
         self.wait_for_queue()
 
     def wait_for_queue(self):
