@@ -134,8 +134,7 @@ class Layout:
 
     def __post_init__(self):
         first, count = self.under
-        left = bottom = 0 if count else WIDTH + BETWEEN
-        lefts = []
+        left, lefts = (0 if count else WIDTH + BETWEEN), []
         for _, columns in self.parts:
             lefts.append(left)
             left += len(columns) * (WIDTH + WITHIN) - WITHIN + BETWEEN
