@@ -294,7 +294,7 @@ class Engine:
     ) -> tuple[Tensor, dict]:
         """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises Cancelled.
 
-        callbacks.on_step gets the number of steps done and a function that makes x0 as a latent.
+        callbacks.on_step gets the number of steps done and a function that starts a Download of x0.
         ``prepared``: by prepare_sample, where that was done before.
         """
         prepared = prepared or self.prepare_sample(sample)

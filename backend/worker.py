@@ -239,7 +239,7 @@ class Leader(Worker):
         total = len(message.tensors["sigmas"]) - 1
         tensors = {}
         callbacks = Callbacks(
-            lambda step, make_x0: progress(job, step, total, previews, make_x0),
+            lambda step, start: progress(job, step, total, previews, start),
             job.cancelled.is_set,
             lambda x0: tensors.update(denoised=x0),
         )

@@ -47,7 +47,6 @@ METHODS = {
     "pipefusion": "pipefusion_degree",
 }
 RANKS = (2, 4, 8, 16)
-EVERY = ("flux-dev", "wan21-t2v")
 #: The first step computes what the prompt decides, and PipeFusion's is synchronous; the second one is steady.
 STEPS = 2
 STORED = Path(__file__).with_suffix(".json")
@@ -217,14 +216,11 @@ def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
 
 def runs(families: list[str], methods: list[str]) -> Iterator[tuple[str, str, int, int]]:
     """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one,
-    and as the first and middle stages, which send to the next. EVERY number of ranks of some families; of the
-    others the most, but the fewest of tensor parallelism, whose cuts are alike."""
-    for family, method in product(families, methods):
-        usual = min(RANKS) if method == "tensor parallel" else max(RANKS)
-        for ranks in RANKS if family in EVERY else (usual,):
-            stages = (0, ranks // 2) if method == "pipefusion" and ranks == max(RANKS) else ()
-            for rank in (*stages, ranks - 1):
-                yield family, method, ranks, rank
+    and of most stages as the first and the middle one too, which send to the next."""
+    for family, method, ranks in product(families, methods, RANKS):
+        stages = (0, ranks // 2) if method == "pipefusion" and ranks == max(RANKS) else ()
+        for rank in (*stages, ranks - 1):
+            yield family, method, ranks, rank
 
 
 def stored() -> dict[str, dict]:

@@ -41,6 +41,7 @@ from backend.parallel.stage_split import Stages
 from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel, running
 from backend.sampling.request import build
+from backend.sampling.runs import with_downloads
 from backend.sampling.step_loop import Callbacks, Denoiser
 
 #: Method -> degrees, and the ranks that are counted.
@@ -179,7 +180,9 @@ class LastStep(Denoiser):
         self.calls = self.runner.calls - before
 
 
-def run(family: str, config: ParallelConfig, rank: int, mode: Count | Clock) -> LastStep:
+def run(
+    family: str, config: ParallelConfig, rank: int, mode: Count | Clock, callbacks: Callbacks | None = None
+) -> LastStep:
     """Run the family's request as one rank; return the loop whose last step ``mode`` has seen."""
     checkpoint = checkpoint_of(family)
     mesh = mesh_of(config, rank)
@@ -189,7 +192,7 @@ def run(family: str, config: ParallelConfig, rank: int, mode: Count | Clock) -> 
         sample = request_of(family)
         request = build(sample, config, model.family, model.config, model.dtype, META)
         with running(model, request) as runner:
-            loop = LastStep(mesh, request, runner, Callbacks())
+            loop = LastStep(mesh, request, runner, with_downloads(callbacks or Callbacks(), request))
             loop.mode = mode
             with mode:
                 loop.run()

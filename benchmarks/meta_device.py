@@ -71,11 +71,20 @@ class Count(Mode):
             self.waits[f"{what} in {place()}"] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return self._leave(*args)
         out = compute(func, args, kwargs)
         if self.active:
             given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
             self._note(func, given, list(tensors_in(out)))
         return out
+
+    def _leave(self, onto: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy from the device to the host, for which nobody waits where the host's memory is page-locked."""
+        if not (non_blocking and getattr(onto, "is_page_locked", False)):
+            self.wait("copy_")
+        self.device["copy_"] += self.active
+        return onto
 
     def _note(self, func, given: list[Tensor], made: list[Tensor]):
         name = func._schema.name.partition("::")[2]
@@ -128,6 +137,20 @@ class Work:
 def _contiguous(*tensors: Tensor):
     found = [x for x in tensors if isinstance(x, Tensor)]
     assert all(x.is_contiguous() for x in found), "NCCL sends contiguous tensors"
+
+
+class Event:
+    """Stands for torch.cuda.Event: asked twice, the device is there the second time."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def record(self):
+        pass
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
 
 
 class Ring:
@@ -239,6 +262,8 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(Tensor, "__invert__", _inverted(Tensor.__invert__))
         replace(Tensor, "__getitem__", _chosen(count, Tensor.__getitem__))
         replace(Tensor, "to", _to_host(count, Tensor.to))
+        replace(torch.cuda, "Event", Event)
+        replace(torch, "empty", _page_locked(torch.empty))
         replace(torch, "tensor", _from_host(count, torch.tensor))
         replace(Tensor, "new_tensor", _new_tensor(count, Tensor.new_tensor))
         yield
@@ -294,6 +319,15 @@ def _from_host(count: Count, own):
         return own(data, *rest, **named)
 
     return tensor
+
+
+def _page_locked(own):
+    def empty(*sizes, pin_memory=False, **named):
+        out = own(*sizes, **named)
+        out.is_page_locked = pin_memory
+        return out
+
+    return empty
 
 
 def _new_tensor(count: Count, own):

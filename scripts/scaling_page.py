@@ -142,12 +142,6 @@ class Model:
         prompts = 1 if self.family in DISTILLED else 2
         return Request(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
 
-    def plans(self, method: str, ranks: int) -> list[RankPlan]:
-        """Plan every rank. Raises ConfigError and UnsupportedError."""
-        config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
-        check_degrees(self.checkpoint, config)
-        return self.size.plans(config, self.checkpoint, torch.bfloat16)
-
     def macs(self, plan: RankPlan, method: str, ranks: int) -> float:
         """Count the multiplications of a rank's blocks in a step of one prompt."""
         tp = ranks if method == "tensor parallel" else 1
@@ -168,6 +162,15 @@ class Model:
 def model(family: str) -> Model:
     """Return the released model of a golden family."""
     return Model(family)
+
+
+@cache
+def plans_of(family: str, method: str, ranks: int) -> list[RankPlan]:
+    """Plan every rank. Raises ConfigError and UnsupportedError."""
+    found = model(family)
+    config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
+    check_degrees(found.checkpoint, config)
+    return found.size.plans(config, found.checkpoint, torch.bfloat16)
 
 
 # ------------------------------------------------------------------ projected seconds
@@ -247,7 +250,7 @@ def counted_cell(family: str, method: str, ranks: int) -> str:
     even one."""
     found = model(family)
     try:
-        plans = found.plans(method, ranks)
+        plans = plans_of(family, method, ranks)
     except (ConfigError, UnsupportedError):
         return "-"
     weights = max(plan.weight_bytes for plan in plans) / 1e9
@@ -270,26 +273,53 @@ def counted_table(method: str) -> str:
 
 
 # ------------------------------------------------------------------ dry run
-def largest_run(family: str, method: str) -> str:
-    """Name the stored dry run of most ranks, the last of them; "" where no degree fits the model."""
-    every = dry_run.stored().items()
-    ran = [name for name, counted in every if isinstance(counted, dict)]
-    names = [name.split("/") for name in ran if name.startswith(f"{family}/{method}/")]
-    return "/".join(max(names, key=lambda parts: (int(parts[2]), int(parts[3])), default=()))
+@dataclass(frozen=True)
+class Compared:
+    """A dry run of one rank next to what is counted of it."""
+
+    name: str
+    counted: dict
+
+    @property
+    def parts(self) -> tuple[str, str, int, int]:
+        """Family, method, ranks, rank."""
+        family, method, ranks, rank = self.name.split("/")
+        return family, method, int(ranks), int(rank)
+
+    @property
+    def plan(self) -> RankPlan:
+        """What describe() says of the rank."""
+        *where, rank = self.parts
+        return plans_of(*where)[rank]
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Counted bytes by mechanism, without what is sent once a request or with each step's embedding."""
+        return {name: size for name, size in self.plan.bytes_per_step.items() if name != "modulation"}
+
+    @property
+    def macs(self) -> float:
+        """Counted multiplications."""
+        family, method, ranks, _ = self.parts
+        return model(family).macs(self.plan, method, ranks)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Bytes sent and multiplications of the dry run over the counted ones."""
+        sent = sum(self.sent.values())
+        traffic = sum(self.counted["sent"].values()) / sent if sent else 1.0
+        return traffic, self.counted["macs"] / self.macs
 
 
 def dry_cell(family: str, method: str) -> str:
-    """Write what a dry run sends and multiplies, over what is counted of the same rank."""
-    name = largest_run(family, method)
-    if not name:
+    """Write what dry runs send and multiply, over what is counted of the same ranks: least and most."""
+    every = {name: run for name, run in dry_run.stored().items() if name.startswith(f"{family}/{method}/")}
+    ratios = [Compared(name, run).ratios for name, run in every.items() if isinstance(run, dict)]
+    if not ratios:
         return "-"
-    counted = dry_run.stored()[name]
-    ranks, rank = (int(part) for part in name.split("/")[2:])
-    found = model(family)
-    plan = found.plans(method, ranks)[rank]
-    sent = {each: size for each, size in plan.bytes_per_step.items() if each != "modulation"}
-    traffic = sum(counted["sent"].values()) / sum(sent.values()) if sent else 1.0
-    return f"{traffic:.2f}, {counted['macs'] / found.macs(plan, method, ranks):.2f} ({rank + 1} of {ranks})"
+    written = [(f"{min(each):.2f}", f"{max(each):.2f}") for each in zip(*ratios)]
+    ranges = [low if low == high else f"{low} to {high}" for low, high in written]
+    return f"{', '.join(ranges)} ({len(ratios)})"
 
 
 def dry_row(family: str) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ class Checkpoint:
     latent_format: str | None = None
     pipeline: dict = field(default_factory=dict)
     trial: Mapping | None = None
+    #: What others computed of it, once for all requests (rank_plan/weights.py).
+    known: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def generic(self) -> dict | None:

@@ -1,4 +1,4 @@
-"""Weights on their way from a mapped file to a GPU, through page-locked memory.
+"""Copies between host and GPU through page-locked memory: weights of a mapped file, and previews.
 
 A copy straight from a mapped file is held up by each of its page faults: 1.2 to 11 times as slow as one
 through page-locked memory (safetensors issue 729), 17 times on GB300 (NVIDIA cosmos-framework 150). Here the
@@ -51,3 +51,21 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of a mapped file on ``device``; on the CPU the tensor itself."""
     place = torch.device(device)
     return _staging(place).copy(tensor, place) if place.type == "cuda" else tensor.to(place)
+
+
+class Download:
+    """A tensor on its way to the host, for which nobody waits: from a GPU into page-locked memory, on its
+    current stream; on the CPU a copy."""
+
+    def __init__(self, tensor: Tensor):
+        if tensor.device.type == "cpu":
+            self._tensor, self._arrived = tensor.clone(), None
+            return
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def arrived(self) -> Tensor | None:
+        """Return the host's tensor, or None where it is still on its way."""
+        return self._tensor if self._arrived is None or self._arrived.query() else None

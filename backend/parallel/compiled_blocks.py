@@ -46,8 +46,8 @@ class Compiler:
                 forward, fullgraph=True, dynamic=True, backend=self._backend
             )
         RUNNING.layers = layers
-        args = tuple(_usual_strides(each, first) for each in args)
-        kwargs = {name: _usual_strides(each, first) for name, each in kwargs.items()}
+        args = tuple(_plain(each, first) for each in args)
+        kwargs = {name: _plain(each, first) for name, each in kwargs.items()}
         try:
             return self.compiled[forward](block, *args, **kwargs)
         except TorchDynamoException as error:  # raised before anything of the block has run
@@ -66,13 +66,34 @@ class Compiler:
 COMPILER = Compiler()
 
 
-def _usual_strides(value: Any, first: bool) -> Any:
+def _plain(value: Any, first: bool) -> Any:
+    """Return an argument as graphs are made for: with usual strides, and sizes that do not change marked."""
+    if isinstance(value, tuple):  # cosines and sines of positions, (S, D), (B, S, 1, D) or (B, H, S, D)
+        for table in value:
+            if isinstance(table, Tensor) and table.ndim > 1:
+                _fix_features(table)
+        return value
+    if not isinstance(value, Tensor):
+        return value
+    value = _usual_strides(value, first)
+    if value.ndim == 3 and value.shape[1] != 1 and value.is_floating_point():  # (B, 1, S) may be a mask
+        _fix_features(value)
+    return value
+
+
+def _fix_features(value: Tensor):
+    """Tell the compiler that features and heads are the model's: it computes with symbols otherwise, and
+    traces LTX-2's block for 9 s instead of 2."""
+    torch._dynamo.mark_static(value, value.ndim - 1)
+    if value.ndim == 4 and value.shape[2] != 1:
+        torch._dynamo.mark_static(value, 1)
+
+
+def _usual_strides(value: Tensor, first: bool) -> Tensor:
     """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
     leaves there mean nothing, but graphs are guarded by them. Tokens are copied whose features were cut from
     wider ones, as some layers' are, and for the ``first`` block other views, as embedders and pipelines leave
     them; those between blocks lie alike in all of them."""
-    if not isinstance(value, Tensor):
-        return value
     is_cut = value.ndim == 3 and value.stride(1) != value.shape[2]
     if is_cut or (first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous())):
         return value.clone(memory_format=torch.contiguous_format)

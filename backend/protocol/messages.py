@@ -216,7 +216,8 @@ class ModelCall:
 @dataclass(frozen=True)
 class Progress:
     """``step`` of ``total`` steps are done; in a Load, of the bytes that rank 0 reads of the files. tensors
-    may hold ``x0``, the latest denoised prediction in the shape of the request's latent."""
+    may hold ``x0``, the latest denoised prediction that has arrived, in the shape of the request's latent:
+    on GPUs of an earlier step."""
 
     step: int
     total: int

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..loading.checkpoint import Checkpoint
-from ..loading.parameter_sources import packed_sizes
-from ..loading.safetensors_files import StoredSize
+from ..loading.parameter_sources import Source, packed_sizes
+from ..loading.safetensors_files import StoredSize, Weights
 from ..loading.weight_loading import block_of, keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
@@ -53,10 +53,50 @@ class HeldWeights:
     gathered: int
 
 
-def block_indices(checkpoint: Checkpoint) -> dict[str, int | None]:
-    """Return parameter -> its block in pipeline order, None outside of them."""
-    blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
-    return {name: blocks.get(block_of(name, blocks) or "") for name in checkpoint.parameters}
+@dataclass(frozen=True)
+class Whole:
+    """A parameter of a checkpoint. layer: whose weight it is; key: in the files; is_linear: the weight of a
+    linear layer in a block."""
+
+    name: str
+    module: str
+    block: int | None
+    layer: nn.Module
+    is_weight: bool
+    is_linear: bool
+    is_float32: bool
+    shape: tuple[int, ...]
+    source: Source
+    key: str
+
+
+def parameters_of(checkpoint: Checkpoint) -> list[Whole]:
+    """Return every parameter of a checkpoint, found once."""
+    if "parameters" not in checkpoint.known:
+        modules = dict(checkpoint.empty.named_modules())
+        blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
+        checkpoint.known["parameters"] = [
+            _whole(checkpoint, name, modules[name.rpartition(".")[0]], blocks)
+            for name in checkpoint.parameters
+        ]
+    return checkpoint.known["parameters"]
+
+
+def _whole(checkpoint: Checkpoint, name: str, layer: nn.Module, blocks: Mapping[str, int]) -> Whole:
+    module, _, leaf = name.rpartition(".")
+    block, source = blocks.get(block_of(name, blocks) or ""), checkpoint.sources[name]
+    return Whole(
+        name,
+        module,
+        block,
+        layer,
+        is_weight=leaf == "weight",
+        is_linear=leaf == "weight" and block is not None and isinstance(layer, nn.Linear),
+        is_float32=checkpoint.family.build.is_float32(name),
+        shape=checkpoint.shapes[name],
+        source=source,
+        key=checkpoint.key(source),
+    )
 
 
 def held_parameters(
@@ -69,33 +109,37 @@ def held_parameters(
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    modules = dict(checkpoint.empty.named_modules())
-    blocks = block_indices(checkpoint)
+    known = checkpoint.known  # those that are not cut, which most ranks of most configurations hold
     found: list[list[HeldParameter]] = [[] for _ in cuts]
-    for name, parameter in checkpoint.empty.named_parameters():
-        where, _, leaf = name.rpartition(".")
-        own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-        is_dequantized = name not in choices or choices[name].needs_scratch
-        source = checkpoint.sources[name]
-        key = checkpoint.key(source)
-        shape = tuple(parameter.shape)
-        module = modules[where]
-        is_quantizable = isinstance(module, nn.Linear) and leaf == "weight" and blocks[name] is not None
+    for each in parameters_of(checkpoint):
+        own_dtype = torch.float32 if each.is_float32 else dtype
+        is_dequantized = each.name not in choices or choices[each.name].needs_scratch
+        kind = (each.name, own_dtype, is_dequantized, bits)
         for held, own in zip(found, cuts):
-            cut = own.get(where)
-            kept = _shape(shape, cut)
-            plain = kept.numel() * own_dtype.itemsize
-            packed = None
-            if leaf == "weight" and keeps_packed(module, cut is not None):
-                packed = packed_sizes(checkpoint.files, key, source, cut, shape[0])
-            if packed is None and bits and is_quantizable:
-                packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
-            if packed is None:
-                held.append(HeldParameter(where, blocks[name], [StoredSize(kept[0], plain)], own_dtype))
-            else:
-                unpacked = plain if is_dequantized else 0
-                held.append(HeldParameter(where, blocks[name], packed, own_dtype, unpacked))
+            cut = own.get(each.module)
+            if cut is None and kind in known:
+                held.append(known[kind])
+                continue
+            held.append(_held(checkpoint.files, each, cut, own_dtype, is_dequantized, bits))
+            if cut is None:
+                known[kind] = held[-1]
     return found
+
+
+def _held(
+    files: Weights, each: Whole, cut: Shard | None, dtype: torch.dtype, is_dequantized: bool, bits: int
+) -> HeldParameter:
+    """A parameter, or what ``cut`` leaves of it."""
+    kept = _shape(each.shape, cut)
+    plain = kept.numel() * dtype.itemsize
+    packed = None
+    if each.is_weight and keeps_packed(each.layer, cut is not None):
+        packed = packed_sizes(files, each.key, each.source, cut, each.shape[0])
+    if packed is None and bits and each.is_linear:
+        packed = [StoredSize(kept[0], plain * bits // (8 * dtype.itemsize))]
+    if packed is None:
+        return HeldParameter(each.module, each.block, [StoredSize(kept[0], plain)], dtype)
+    return HeldParameter(each.module, each.block, packed, dtype, plain if is_dequantized else 0)
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..loading.staging import Download
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
@@ -29,19 +30,23 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     model = prepared.model
     request = prepared.request
     started = time.perf_counter()
-
-    def on_step(step, x0):
-        return callbacks.on_step(step, lambda: request.grid.to_latent(x0).to("cpu", copy=True))
-
     with running(model, request) as runner:
-        told = replace(callbacks, on_step=on_step)
-        denoiser = Denoiser(mesh, request, runner, told)
+        denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         tokens = _all_replicas(mesh, denoiser.run(), request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
     return samples.cpu(), runner.statistics(started)
+
+
+def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:
+    """Return ``callbacks`` whose on_step gets a function that starts a Download of x0 as a latent."""
+
+    def on_step(step, x0):
+        return callbacks.on_step(step, lambda: Download(request.grid.to_latent(x0)))
+
+    return replace(callbacks, on_step=on_step)
 
 
 def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:

@@ -3,7 +3,10 @@
 import time
 from collections.abc import Callable
 
+from torch import Tensor
+
 from .. import protocol
+from ..loading.staging import Download
 from .server import Job
 
 #: Least time between two messages about a load's progress.
@@ -13,12 +16,13 @@ LOAD_SECONDS = 0.1
 class Previews:
     """Allow one preview in ``seconds``; count them, and the seconds that the ranks waited for them."""
 
-    def __init__(self, seconds: float, clock):
+    def __init__(self, seconds: float, clock: Callable[[], float]):
         self.seconds = seconds
         self.clock = clock
         self.last = float("-inf")
         self.count = 0
         self.spent = 0.0
+        self.coming: Download | None = None
 
     def due(self) -> bool:
         """Return whether a preview is wanted now; then the next one is ``seconds`` away."""
@@ -27,21 +31,36 @@ class Previews:
         self.last = self.clock()
         return True
 
+    def latest(self, start: Callable[[], Download]) -> dict[str, Tensor]:
+        """Return a preview that has arrived, as x0, if there is one. Where none is on its way and one is due,
+        ``start`` it: on the CPU it arrives at once, from a GPU after this step or a later one."""
+        began = self.clock()
+        found = self._arrived()
+        if self.coming is None and self.due():
+            self.coming = start()
+            found = found or self._arrived()
+        self.spent += self.clock() - began
+        return found
+
+    def _arrived(self) -> dict[str, Tensor]:
+        x0 = self.coming.arrived() if self.coming else None
+        if x0 is None:
+            return {}
+        self.coming = None
+        self.count += 1
+        return {"x0": x0}
+
     @property
     def stats(self) -> dict:
         """Return their number and cost for a Result."""
         return {"previews": self.count, "preview_seconds": self.spent}
 
 
-def progress(job: Job, step: int, total: int, previews: Previews, make_x0):
-    """Reply that ``step`` of ``total`` steps are done, with the latest x0 where a preview is due."""
-    if not (job.client_keeps_up and previews.due()):
-        job.reply(protocol.Progress(step, total))
-        return
-    began = previews.clock()
-    job.reply(protocol.Progress(step, total, {"x0": make_x0()}))
-    previews.count += 1
-    previews.spent += previews.clock() - began
+def progress(job: Job, step: int, total: int, previews: Previews, start: Callable[[], Download]):
+    """Reply that ``step`` of ``total`` steps are done, with the x0 that Previews.latest has for a client that
+    keeps up."""
+    tensors = previews.latest(start) if job.client_keeps_up else {}
+    job.reply(protocol.Progress(step, total, tensors))
 
 
 def load_progress(job: Job) -> Callable[[int, int], None]:

@@ -41,9 +41,16 @@ TRANSFORMERS = [
 
 STEPS, MASKED = 2, 5
 #: Most frames, rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
-FRAMES, SIDE, TEXT = 2, 24, 40
+FRAMES, SIDE, TEXT = 2, 12, 40
 #: Conditioning that tells of the latent's size in a form of its own.
-OF_THE_SIZE = ("keyframe_idxs", "vace_context", "camera_conditions", "reference_latent", "time_dim_concat")
+OF_THE_SIZE = (
+    "keyframe_idxs",
+    "vace_context",
+    "camera_conditions",
+    "reference_latent",
+    "time_dim_concat",
+    "pose_latents",
+)
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2

@@ -67,22 +67,21 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
 
 
 def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
-    """What to run: all golden cases on two ranks of CFG and USP; elsewhere, where the code is the same, one
-    golden case, and few steps of what is special there."""
+    """What to run: on two ranks all golden cases under Ulysses, and fewer steps of them under rings, CFG and
+    stale keys and values; elsewhere, where the code is the same, one golden case, and few steps of what is
+    special there."""
     few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
     if config.data_parallel_degree > 1:
         return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
     if variant == STALE_SOLVERS:
-        return [*map(Case, FLUX_CASES), Case(CFG_PP, STALE_STEPS)]
+        return [Case(case, STALE_STEPS) for case in (*FLUX_CASES, CFG_PP)]
     plain = config.split_scheme == "megatron" and not config.shard_weights
     if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
-        golden = (
-            FLUX_CASES
-            if config.ulysses_degree == 2
-            else [case for case in FLUX_CASES if case not in NEW_SOLVERS | LIKE_OTHERS]
-        )
+        golden = [Case(case) for case in FLUX_CASES]
+        if config.ulysses_degree == 1:
+            golden = [Case(case, STALE_STEPS) for case in FLUX_CASES if case not in NEW_SOLVERS | LIKE_OTHERS]
         return [
-            *map(Case, golden),
+            *golden,
             Case(CFG_PP, STALE_STEPS),
             Case(SHORT_NEGATIVE, FEW),
             Case(MIXED_HEUN, STALE_STEPS),

@@ -40,8 +40,9 @@ def request_of(case: Case):
 
 
 def shortened(sample, steps: int):
-    """The request over fewer, longer steps."""
+    """The request over at most ``steps`` steps, longer ones."""
     sigmas = sample.tensors["sigmas"]
+    steps = min(steps, len(sigmas) - 1)
     return replace(
         sample,
         tensors={

@@ -21,7 +21,7 @@ from ranks.compiled import compare
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
 from ranks.share_cases import write_wide
-from ranks.wire_cases import can_simulate, merged, rounding
+from ranks.wire_cases import merged, rounding
 from tiny import error_in_std, relative, to_vae_units
 from torch.distributed.tensor import DTensor
 
@@ -256,11 +256,8 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
                 continue
             alone = replace(each.varied, num_pipeline_patch=each.varied.patches, wire="full")
             full = single.sample(asked(alone, each.case), Callbacks())[0]
-            simulated = None
-            if can_simulate(each.varied):
-                with rounding(each.varied):
-                    rounded = single.sample(asked(alone, each.case), Callbacks())[0]
-                simulated = relative(samples, rounded)
+            with rounding(each.varied):
+                rounded = single.sample(asked(alone, each.case), Callbacks())[0]
             opened = single.check_load(of_model, "default")
             described_ = described(each.varied, opened, each.case.steps or STEPS, len(samples), torch.float64)
             found.append(
@@ -268,7 +265,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
                     "id": each.id,
                     "kept": False,
                     "relative": relative(samples, full),
-                    "simulated": simulated,
+                    "simulated": relative(samples, rounded),
                     "compiled": compiled,
                     "sent": sent,
                     "described": described_,

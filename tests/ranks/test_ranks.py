@@ -105,9 +105,10 @@ def check_float8(run: Run, row: dict):
     """float8 on the wire changes the result within FLOAT8, as one process does that rounds the same numbers;
     the same with compiled blocks."""
     assert 1e-4 < row["relative"] < FLOAT8
-    assert (row["simulated"] is None) == (run.config.ring_degree > 1 and run.config.pipefusion_degree > 1)
-    # rings merge what hops bring in float32, after which a number may round to the next float8
-    assert (row["simulated"] or 0.0) <= (FLIPPED * row["relative"] if run.config.ring_degree > 1 else 1e-5)
+    # rings merge what hops bring in float32, after which a number may round to the next float8; with buffers
+    # they gather instead
+    merges = run.config.ring_degree > 1 and run.varied.patches == 1
+    assert row["simulated"] <= (FLIPPED * row["relative"] if merges else 1e-5)
     if run.ranks == 2:
         found = row["compiled"]
         assert found["graphs"] and not found["too many"] and not found["notes"]

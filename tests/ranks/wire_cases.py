@@ -22,11 +22,6 @@ def rounded(x: Tensor) -> Tensor:
     return unpack(pack(x, FP8), x.dtype)
 
 
-def can_simulate(config: ParallelConfig) -> bool:
-    """Not buffers that differ from rank to rank: each has its own tokens in full."""
-    return config.ring_degree == 1 or config.pipefusion_degree == 1
-
-
 def merged(out: Tensor | None, lse: Tensor | None, block: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """yunchang's update_out_and_lse in the type of its inputs: its float32 would round sums of another order
     to other float8."""
@@ -38,7 +33,7 @@ def merged(out: Tensor | None, lse: Tensor | None, block: Tensor, block_lse: Ten
 
 
 def around(kernel: str, q: Tensor, kv, groups: list[Tensor], ring: int, scale) -> Tensor:
-    """Attend as rank ``ring`` of a ring does, in its order; ``groups``: positions of each rank's tokens."""
+    """Attend as rank ``ring`` of a ring does, in its order; ``groups``: each rank's tokens."""
     out = lse = None
     for hop in range(len(groups)):
         at = groups[(ring - hop) % len(groups)]
@@ -47,6 +42,14 @@ def around(kernel: str, q: Tensor, kv, groups: list[Tensor], ring: int, scale) -
         out, lse = merged(out, lse, block.transpose(1, 2), block_lse)
     assert out is not None, "each rank has tokens"
     return out.transpose(1, 2).to(q.dtype)
+
+
+def buffered(self: Attention, q: Tensor, kv, call: BlockCall, scale, keys, where, mine: Tensor, ring: int):
+    """Attend as rank ``ring`` of a ring does with a stage's buffer of its own: what others send is rounded,
+    its own tokens ``mine`` (of the patch) are not."""
+    sent = [rounded(each).index_copy(2, mine, each[:, :, mine]) for each in kv]
+    k, v = self._refresh(call, self.buffers, sent, keys, (*where, ring))
+    return self._attend(q[:, :, mine], k, v, None, scale)
 
 
 @contextmanager
@@ -64,10 +67,15 @@ def rounding(config: ParallelConfig) -> Iterator[None]:
         else:
             assert mask is None and q.shape == kv[0].shape, "of one kind, without hidden tokens"
             shards = replace(call.tokens, sp_size=u * r, shares=config.shares_of("ring", "ulysses"))
-            groups = [shards.positions(keys, range(ring * u, (ring + 1) * u)) for ring in range(r)]
+            patch = call.tokens.positions(keys)
+            of_rings = (shards.positions(keys, range(ring * u, (ring + 1) * u)) for ring in range(r))
+            groups = [torch.isin(patch, positions).nonzero().flatten() for positions in of_rings]
             out = torch.empty_like(q)
             for ring, mine in enumerate(groups):
-                out[:, :, mine] = around(self.kernel, q[:, :, mine], kv, groups, ring, scale)
+                if self.buffers is None:
+                    out[:, :, mine] = around(self.kernel, q[:, :, mine], kv, groups, ring, scale)
+                else:
+                    out[:, :, mine] = buffered(self, q, kv, call, scale, keys, where, mine, ring)
         return rounded(out) if u > 1 else out
 
     with mock.patch.object(Attention, "_of_own_heads", simulated):

@@ -10,6 +10,7 @@ import torch
 from handshakes import answer, closed, connect, greeted
 
 from backend import protocol
+from backend.loading.staging import Download
 from backend.protocol import Failure, Load, Ping, Pong, Welcome, framing
 from backend.serving.progress import Previews, progress
 from backend.serving.server import MAX_CLIENTS, MAX_WAITING, _listen
@@ -215,14 +216,49 @@ def test_previews_are_counted_with_their_cost(server):
     framing.send(client, Load("/a"))
     job, previews = server.next_job(5), Previews(0.2, lambda: now[0])
 
-    def make_x0():
+    def start():
         now[0] += 0.05
-        return torch.ones(1)
+        return Download(torch.ones(1))
 
     for step in (1, 2):
-        progress(job, step, 2, previews, make_x0)
+        progress(job, step, 2, previews, start)
         assert framing.receive(client) == protocol.Progress(
             step, 2, {"x0": torch.ones(1)} if step == 1 else {}
         )
         now[0] += 0.1
     assert previews.stats == {"previews": 1, "preview_seconds": pytest.approx(0.05)}
+
+
+def test_a_preview_on_its_way_goes_with_the_next_step():
+    """One that arrives a step after it was started, as from a GPU: a step sends that of the one before."""
+    step, started = [0], []
+
+    class Coming(Download):
+        def __init__(self):
+            self.step = step[0]
+            started.append(self.step)
+
+        def arrived(self):
+            return torch.full((1,), self.step) if step[0] > self.step else None
+
+    previews, sent = Previews(1e-9, time.monotonic), []
+    for step[0] in range(4):
+        sent.append(previews.latest(Coming))
+    assert sent == [{}, *({"x0": torch.full((1,), each)} for each in range(3))]
+    assert started == [0, 1, 2, 3] and previews.count == 3
+
+
+def test_one_preview_is_on_its_way_at_a_time():
+    """A host that is far ahead of its GPU starts no second one."""
+    started = []
+
+    class Never(Download):
+        def __init__(self):
+            started.append(self)
+
+        def arrived(self):
+            return None
+
+    previews = Previews(1e-9, time.monotonic)
+    assert [previews.latest(Never) for _ in range(5)] == [{}] * 5
+    assert len(started) == 1 and not previews.count

@@ -1,6 +1,7 @@
 """A steady step waits for no device, and starts no more operations than benchmarks/launches.py has stored."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
+
+from backend.config import ParallelConfig  # noqa: E402
+from backend.sampling.step_loop import Callbacks  # noqa: E402
+from backend.serving.progress import Previews  # noqa: E402
 
 #: Methods of few ranks, and of more: these run the same code with other lengths.
 FEW, MANY = ("one rank", "u2", "pp2"), ("u8", "ring 4", "pp8")
@@ -46,10 +51,30 @@ def check(family: str, methods: tuple[str, ...]):
         assert line.cpu_ops <= min(SLACK * host, MOST_ON_HOST), method
 
 
+#: Operations on the device for a preview: x0 as a latent, and its copy to the host.
+PREVIEW = 3
+
+
+def test_nor_does_a_step_with_a_preview():
+    """The copy is started in one step and sent with the next; the last step starts another."""
+    counts = {}
+    for seconds in (0.0, 1e-9):
+        previews = Previews(seconds, time.monotonic)
+        callbacks = Callbacks(lambda step, start: previews.latest(start))  # noqa: B023 (called in this turn)
+        counts[seconds] = Count()
+        launches.run("flux-dev", ParallelConfig(), 0, counts[seconds], callbacks)
+        assert not counts[seconds].waits
+        assert previews.count == (1 if seconds else 0)
+    without, shown = (count.device.total() for count in counts.values())
+    assert 0 < shown - without <= PREVIEW
+
+
 WAITS = {
     "a copy to the device": lambda x: torch.arange(3).to(META),
     "a copy of a number": lambda x: torch.tensor(2.0).to(META),
     "a copy from the device": lambda x: x.cpu(),
+    "a copy to pageable memory": lambda x: torch.empty(3).copy_(x, non_blocking=True),
+    "a copy that is waited for": lambda x: torch.empty(3, pin_memory=True).copy_(x),
     "numbers of the host": lambda x: torch.tensor([1, 2], device=META),
     "a condition": lambda x: bool(x.all()),
     "a size": lambda x: x.nonzero(),
@@ -59,6 +84,7 @@ WAITS = {
 FREE = {
     "a number of the host": lambda x: x * torch.tensor(2.0),
     "positions on the device": lambda x: x[torch.arange(2, device=META)],
+    "a copy to page-locked memory": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
     "a cast": lambda x: x.to(torch.float64),
 }
 

@@ -311,6 +311,20 @@ def test_flops_of_a_shape_are_those_that_balance_stages(checkpoint):
     assert counted == pytest.approx(checkpoint.block_costs)
 
 
+@pytest.mark.parametrize("wire", ["full", "fp8"])
+@pytest.mark.parametrize(
+    "degrees", [{"ulysses_degree": 2}, {"ring_degree": 2}, {"ulysses_degree": 2, "ring_degree": 2}], ids=str
+)
+def test_bytes_on_the_wire_are_those_of_describe(checkpoint, degrees, wire):
+    """On a machine of one byte a second whose ranks compute for nothing: seconds are bytes, to 1 %."""
+    plan = ParallelConfig(**degrees, wire=wire)
+    link = Machine("link", 1e30, 1e30, 1e30, p2p=1.0, all_to_all={}, latency=0.0, launch=0.0)
+    seconds = Cost(shape_of(checkpoint, checkpoint.dtype), plan, link, Request(2048, 128, 1, 2)).total
+    ranks = describe(plan, checkpoint, 2048, 128, branches=2)
+    sent = [sum(rank.bytes_per_step.get(name, 0) for name in ("ulysses", "ring")) for rank in ranks]
+    assert seconds == pytest.approx(sum(sent) / len(sent), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -1,10 +1,11 @@
-"""Weights travel to a GPU through two page-locked buffers in turn. The CPU is the device here: no GPU."""
+"""Weights travel to a GPU through two page-locked buffers in turn, previews from it into page-locked memory.
+No GPU: the CPU or a meta device stands for one."""
 
 import pytest
 import torch
 
 from backend.loading import staging
-from backend.loading.staging import Staging, upload
+from backend.loading.staging import Download, Staging, upload
 
 CPU = torch.device("cpu")
 
@@ -87,3 +88,55 @@ def test_each_gpu_tensor_goes_through_the_buffers(monkeypatch):
     monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
     upload(torch.zeros(2), "cuda:1")
     assert asked == [torch.device("cuda:1")]
+
+
+class Host(torch.Tensor):
+    """Page-locked memory that writes down in ``log`` what is copied into it, and how."""
+
+    log: list
+
+    def copy_(self, tensor, **how):
+        self.log.append(("copy", tensor.device.type, how))
+        return self
+
+
+def test_a_download_is_started_and_asked_but_not_waited_for(monkeypatch):
+    log = []
+
+    class Event:
+        here = False
+
+        def record(self):
+            log.append("record")
+
+        def query(self):
+            log.append("query")
+            return self.here
+
+    def empty(shape, **how):
+        log.append(how)
+        host = torch.zeros(shape, dtype=how["dtype"]).as_subclass(Host)
+        host.log = log
+        return host
+
+    latent = torch.zeros(2, 3, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    coming = Download(latent)
+    assert log == [
+        {"dtype": torch.bfloat16, "pin_memory": True},
+        ("copy", "meta", {"non_blocking": True}),
+        "record",
+    ]
+    assert coming.arrived() is None
+    Event.here = True
+    came = coming.arrived()
+    assert came is not None and came.shape == (2, 3) and came.device.type == "cpu"
+    assert log[3:] == ["query", "query"]
+
+
+def test_a_download_of_the_cpu_is_a_copy_that_is_there():
+    tensor = torch.ones(3)
+    came = Download(tensor).arrived()
+    tensor.zero_()
+    assert came is not None and came.equal(torch.ones(3))
