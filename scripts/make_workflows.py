@@ -12,22 +12,14 @@ import math
 import re
 import sys
 from pathlib import Path
-from textwrap import wrap
 
-from PIL import Image, ImageDraw, ImageFont
 from workflow_graphs import graph_of
+from workflow_layout import WIDTH, best_layout, group_of, height_of
 from workflow_recipes import NAMES
+from workflow_thumbnails import demo_thumbnail, graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-#: Groups from left to right: title, colour, and what their nodes make (or which they are).
-GROUPS = (
-    ("Encoders, VAE, images", "#3f789e", {"CLIP", "VAE", "IMAGE", "CLIP_VISION"}),
-    ("GPUs and model", "#8a8", {"PARALLEL_CONFIG", "PARALLEL_DIT", "MODEL"}),
-    ("Prompt and latent", "#b58b2a", {"CONDITIONING", "LATENT", "NOISE", "SIGMAS", "SAMPLER", "GUIDER"}),
-    ("Sample on all GPUs", "#a1309b", {"ParallelSampler", "SamplerCustom", "KSampler", "LTXVSeparate"}),
-    ("Result", "#444", {"VAEDecode", "Save", "CreateVideo", "LTXVAudioVAEDecode", "PreviewImage"}),
-)
 #: Loader -> the folder of models in which its files are.
 DIRECTORIES = {
     "LoadParallelDiT": "diffusion_models",
@@ -44,22 +36,7 @@ DIRECTORIES = {
 }
 #: File -> where it is published, as in the templates of ComfyUI.
 URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())
-#: Nodes under which a report of several lines stands -> room for it (MOST of web/report.js for the first).
-REPORTS = {"LoadParallelDiT": 240, "ParallelSampler": 120}
-COLOURS = {
-    "CLIP": "#ffd500",
-    "VAE": "#ff6e6e",
-    "CONDITIONING": "#ffa931",
-    "LATENT": "#ff9cf9",
-    "IMAGE": "#64b5f6",
-    "PARALLEL_DIT": "#9fd49f",
-    "PARALLEL_CONFIG": "#9fb0d4",
-}
-WIDTH, GAP, TITLE = 340, 80, 30
-#: Heights of a slot and of a widget in the renderer that takes more (Nodes 2.0), of a box of text and of a
-#: picture, and what a node has besides.
-SLOT, WIDGET, TEXT, PICTURE, FRAME = 24, 30, 90, 260, 40
-ROW = 24
+CATEGORY = "Parallel DiT"
 #: Zoom at which the page opens a file; below 8/14 its canvas leaves all texts out. The template browser
 #: fits the graph into the window instead.
 SCALE = 0.6
@@ -113,30 +90,6 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list[tuple[str, 
     return values
 
 
-def column_of(kind: str, outputs: list[str]) -> int:
-    """The group of a node: that which names it, else that of what it makes."""
-    for column in (4, 3):
-        if kind.startswith(tuple(GROUPS[column][2])):
-            return column
-    return next((i for i, (_, _, makes) in enumerate(GROUPS) if outputs and outputs[0] in makes), 3)
-
-
-def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int) -> int:
-    """A node's height with so many rows of slots and of ``shown`` widgets. Nodes 2.0 folds advanced ones
-    away, the other renderer shows them in rows that are lower."""
-    advanced = sum(bool(options.get("advanced")) for _, options in widgets)
-    rows = max(WIDGET * (shown - advanced), ROW * shown)
-    texts = sum(bool(options.get("multiline")) for _, options in widgets)
-    return (
-        FRAME
-        + SLOT * slots
-        + rows
-        + TEXT * texts
-        + PICTURE * kind.startswith(("Save", "LoadImage", "ParallelSampler", "SamplerCustom", "KSampler"))
-        + sum(height for name, height in REPORTS.items() if kind.startswith(name))
-    )
-
-
 def models_of(kind: str, inputs: dict) -> list[dict]:
     """What the page offers to download for a loader: name, url and folder of each of its files."""
     names = [value for value in inputs.values() if isinstance(value, str) and value in URLS]
@@ -155,16 +108,14 @@ def gpus_of(graph: dict) -> str:
     return f"{math.prod(degrees) if degrees else 'All'} GPUs"
 
 
-def note_node(title: str, note: str) -> dict:
-    """The note above a graph."""
-    rows = len(wrap_note(note, 100)) + note.count("\n\n")
-    height = 60 + 22 * rows
+def note_node(title: str, note: str, box: tuple[int, int, int, int]) -> dict:
+    """The note of a graph in its box (left, top, width, height)."""
     return {
         "id": 1,
         "type": "MarkdownNote",
         "title": title,
-        "pos": [0, -height - 130],
-        "size": [2 * WIDTH + GAP, height],
+        "pos": list(box[:2]),
+        "size": list(box[2:]),
         "inputs": [],
         "outputs": [],
         "properties": {},
@@ -172,32 +123,10 @@ def note_node(title: str, note: str) -> dict:
     }
 
 
-def groups_of(nodes: list[dict]) -> list[dict]:
-    """A box around the nodes of each column."""
-    found = []
-    for column, (title, colour, _) in enumerate(GROUPS):
-        left = column * (WIDTH + GAP)
-        inside = [node for node in nodes if node["pos"][0] == left and node["type"] != "MarkdownNote"]
-        if inside:
-            bottom = max(node["pos"][1] + node["size"][1] for node in inside)
-            bounding = [left - 20, -TITLE - 60, WIDTH + 40, bottom + TITLE + 80]
-            found.append(
-                {
-                    "id": column + 1,
-                    "title": title,
-                    "bounding": bounding,
-                    "color": colour,
-                    "font_size": 24,
-                    "flags": {},
-                }
-            )
-    return found
-
-
 def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
     """The form that ComfyUI's page opens, of the form that /prompt takes."""
-    nodes = [note_node(title, note)]
-    links, heights = [], [0] * len(GROUPS)
+    nodes, grouped = [], []
+    links = []
     for key, node in graph.items():
         kind = node["class_type"]
         linked, widgets = inputs_of(info[kind], node["inputs"])
@@ -210,21 +139,20 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
             {"name": name, "type": type_, "links": []}
             for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)
         ]
-        column = column_of(kind, info[kind]["output"])
         values = values_of(widgets, node["inputs"])
-        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values))
+        is_ours = info[kind]["category"] == CATEGORY
+        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values), is_ours)
         models = models_of(kind, node["inputs"])
         made = {
             "id": int(key),
             "type": kind,
-            "pos": [column * (WIDTH + GAP), heights[column]],
+            "pos": [0, 0],
             "size": [WIDTH, height],
             "inputs": [],
             "outputs": outputs,
             "properties": {"Node name for S&R": kind} | ({"models": models} if models else {}),
             "widgets_values": [value for _, value in values],
         }
-        heights[column] += height + TITLE + 30
         if "_meta" in node:
             made["title"] = node["_meta"]["title"]
         for slot, (name, type_) in enumerate([*linked, *fed]):
@@ -238,6 +166,10 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
                 | ({"widget": {"name": name}} if (name, type_) in fed else {})
             )
         nodes.append(made)
+        grouped.append((group_of(kind, info[kind]["output"]), made))
+    layout = best_layout(grouped, note)
+    layout.place()
+    nodes.insert(0, note_node(title, note, layout.box))
     by_id = {node["id"]: node for node in nodes}
     for order, node in enumerate(nodes):
         node |= {"flags": {}, "order": order, "mode": 0}
@@ -248,76 +180,11 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
         "last_link_id": len(links),
         "nodes": nodes,
         "links": links,
-        "groups": groups_of(nodes),
+        "groups": layout.boxes(),
         "config": {},
-        "extra": {"ds": {"scale": SCALE, "offset": [150, 190 - nodes[0]["pos"][1]]}},
+        "extra": {"ds": {"scale": SCALE, "offset": [150, 190]}},
         "version": 0.4,
     }
-
-
-def wrap_note(text: str, width: int = 84) -> list[str]:
-    return [row for line in text.split("\n") for row in wrap(line, width)]
-
-
-def screenshot(page: dict, info: dict, size=(768, 512)) -> Image.Image:
-    """The graph as boxes and links, for the template browser."""
-    right = max(node["pos"][0] + node["size"][0] for node in page["nodes"])
-    bottom = max(node["pos"][1] + node["size"][1] for node in page["nodes"])
-    top = page["nodes"][0]["pos"][1] - TITLE
-    scale = 2 * min((size[0] - 24) / right, (size[1] - 24) / (bottom - top))
-    left = (2 * size[0] - right * scale) / 2
-
-    def at(x, y):
-        return left + x * scale, 24 + (y - top) * scale
-
-    image = Image.new("RGB", (2 * size[0], 2 * size[1]), "#202020")
-    draw = ImageDraw.Draw(image)
-    font, small = ImageFont.load_default(max(20 * scale, 10)), ImageFont.load_default(max(15 * scale, 8))
-    by_id = {node["id"]: node for node in page["nodes"]}
-    for _, source, source_slot, target, slot, type_ in page["links"]:
-        a, b = by_id[source], by_id[target]
-        x0, y0 = at(a["pos"][0] + a["size"][0], a["pos"][1] + 14 + 22 * source_slot)
-        x1, y1 = at(b["pos"][0], b["pos"][1] + 14 + 22 * slot)
-        bend = max(abs(x1 - x0) / 2, 40 * scale)
-        steps = [i / 24 for i in range(25)]
-        curve = [
-            (
-                (1 - t) ** 3 * x0
-                + 3 * (1 - t) ** 2 * t * (x0 + bend)
-                + 3 * (1 - t) * t * t * (x1 - bend)
-                + t**3 * x1,
-                y0 + (3 * t * t - 2 * t**3) * (y1 - y0),
-            )
-            for t in steps
-        ]
-        draw.line(curve, fill=COLOURS.get(type_, "#aaaaaa"), width=max(round(4 * scale), 2))
-    for node in page["nodes"]:
-        (x, y), (width, height) = node["pos"], node["size"]
-        is_note = node["type"] == "MarkdownNote"
-        draw.rounded_rectangle(
-            (*at(x, y - TITLE), *at(x + width, y + height)),
-            8 * scale,
-            fill="#65552c" if is_note else "#353535",
-            outline="#111111",
-        )
-        widgets = [] if is_note else inputs_of(info[node["type"]], {})[1]
-        names = [name for name, _ in values_of(widgets, dict.fromkeys(name for name, _ in widgets))]
-        draw.text(
-            at(x + 14, y - TITLE + 5),
-            node.get("title") or info[node["type"]]["display_name"] or node["type"],
-            fill="#dddddd",
-            font=font,
-        )
-        lines = (
-            wrap_note(node["widgets_values"][0])
-            if is_note
-            else [f"{name}  {value}"[:36] for name, value in zip(names, node["widgets_values"], strict=True)]
-        )
-        for row, line in enumerate(lines):
-            place = y + 12 + (22 * max(len(node["inputs"]), len(node["outputs"])) + 25 * row)
-            if place + 20 < y + height:
-                draw.text(at(x + 14, place), line, fill="#bbbbbb", font=small)
-    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def main():
@@ -335,7 +202,8 @@ def main():
             )
             + "\n"
         )
-        screenshot(page, info).save(FOLDER / f"{name}.jpg", quality=88)
+        picture = demo_thumbnail(title) if name == "demo" else graph_thumbnail(page)
+        picture.save(FOLDER / f"{name}.jpg", quality=88)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ def graph_of(name: str) -> tuple[str, str, dict]:
         )
     else:
         add("SaveImage", images=images, filename_prefix=prefix)
-    return f"{recipe['title']} on several GPUs", note_of(recipe), graph
+    return recipe["title"], note_of(recipe), graph
 
 
 def two_stages(add, settings: dict, wired: dict, low: list) -> list:

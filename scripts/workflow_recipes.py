@@ -38,31 +38,31 @@ WRITTEN = {
         "`ulysses_degree` 2 or `pipefusion_degree` 2 in its place, or with it (four ranks). The model knows "
         "circles, squares and triangles, left of, right of, above and below each other.",
     ),
-    "flux_txt2img": ("Flux.1 dev on several GPUs", FLUX_FILES + "\n\n" + FITS),
+    "flux_txt2img": ("Flux.1 dev", FLUX_FILES + "\n\n" + FITS),
     "flux_img2img": (
-        "Image to image on several GPUs",
+        "Image to image",
         FLUX_FILES + "\n\n`denoise` says how much of the image is made anew: 0.6 keeps its layout.",
     ),
     "flux_inpaint": (
-        "Inpainting on several GPUs",
+        "Inpainting",
         FLUX_FILES
         + "\n\nRight-click the image, *Open in MaskEditor*, and paint over what should change; the "
         "rest of the latent stays as it is.",
     ),
     "parallel_model": (
-        "Any sampler on several GPUs",
+        "Any sampler",
         "ComfyUI's own sampling nodes: **Parallel Model** makes a MODEL of a Parallel DiT. "
         + FLUX_FILES
         + "\n\nEvery sampler, guider and scheduler can follow.",
     ),
     "wan21_t2v": (
-        "Wan 2.1 text to video on several GPUs",
+        "Wan 2.1 text to video",
         "Files:\n- `models/diffusion_models/wan2.1_t2v_14B_fp16.safetensors` (or 1.3B), "
         "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`\n\n"
         "`shift` 0 is the model's own (8).",
     ),
     "wan21_i2v": (
-        "Wan 2.1 image to video on several GPUs",
+        "Wan 2.1 image to video",
         "Files:\n- `models/diffusion_models/wan2.1_i2v_480p_14B_fp16.safetensors`, "
         "`models/vae/wan_2.1_vae.safetensors`\n- `models/text_encoders/umt5_xxl_fp16.safetensors`, "
         "`models/clip_vision/clip_vision_h.safetensors`\n\nThe image is the first frame.",

@@ -111,6 +111,28 @@ class ComfyPage(Page):
             name,
         )
 
+    def open_card(self, name: str):
+        """Open a template of this pack from its card in the template browser."""
+        for _ in range(10):  # a click is lost while the page still lays something out
+            self.click(".templates-tab-button")
+            if self.becomes("!!document.querySelector('[role=dialog]')", 5):
+                break
+        self.click("[role=dialog] *", "parallel-dit")
+        self.click(f"[role=dialog] [data-testid='template-workflow-{name}']")
+        self.wait("app.graph.nodes.some((node) => node.type === 'MarkdownNote')")
+
+    def set(self, node: str, widget: str, value):
+        """Set a widget of the first node of a type."""
+        self.call(
+            """(type, name, value) => {
+              const node = app.graph.nodes.find((each) => each.type === type);
+              node.widgets.find((each) => each.name === name).value = value;
+            }""",
+            node,
+            widget,
+            value,
+        )
+
     def bounds(self) -> list[dict]:
         """Return the nodes' bounds, once all of them are drawn."""
         self.wait(f"({BOUNDS})().every((found) => found && found.height)")
@@ -186,7 +208,7 @@ class ComfyPage(Page):
         ended = "fetch('/history').then((r) => r.json()).then((h) => Object.keys(h).length)"
         before = self.evaluate(ended)
         self.press_run()
-        self.wait(f"{ended}.then((count) => count > {before})")
+        self.wait(f"{ended}.then((count) => count > {before})", 600)  # ranks start in it, on a busy machine
         self.wait_for_queue()
 
     def wait_for_queue(self):

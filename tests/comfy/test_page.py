@@ -22,6 +22,13 @@ STEPS = 4
 SEEDS = count(1000)
 #: Least contrast of text of any size (WCAG 2, level AA).
 CONTRAST = 4.5
+#: Zoom at which a graph that was opened from its card fills three quarters of the window, with a margin.
+FITTED = """() => {
+  const boxes = app.graph.nodes.map(({ pos: [x, y], size: [w, h] }) => [x, y - 30, x + w, y + h]);
+  const size = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis + 2]))
+    - Math.min(...boxes.map((box) => box[axis])) + 20);
+  return 0.75 * Math.min(innerWidth / size[0], innerHeight / size[1]);
+}"""
 RENDERERS = pytest.mark.parametrize("nodes2", [False, True], ids=["canvas", "nodes 2.0"])
 
 
@@ -44,22 +51,10 @@ def empty(page):
 def demo(empty):
     """The demo, opened and as short as it may be, which has run: ranks start for the first test alone."""
     empty.template("demo")
-    _set(empty, "ParallelSampler", "steps", STEPS)
-    _set(empty, "ParallelSampler", "seed", next(SEEDS))
+    empty.set("ParallelSampler", "steps", STEPS)
+    empty.set("ParallelSampler", "seed", next(SEEDS))
     empty.run()
     return empty
-
-
-def _set(page, node: str, widget: str, value):
-    page.call(
-        """(type, name, value) => {
-          const node = app.graph.nodes.find((each) => each.type === type);
-          node.widgets.find((each) => each.name === name).value = value;
-        }""",
-        node,
-        widget,
-        value,
-    )
 
 
 def _status(page) -> dict:
@@ -98,7 +93,7 @@ def test_nodes_are_added_and_connected_by_hand(empty):
 
 def test_a_mistake_is_read_in_the_toast(empty):
     empty.template("demo")
-    _set(empty, "ParallelConfig", "cfg_degree", 3)
+    empty.set("ParallelConfig", "cfg_degree", 3)
     empty.press_run()
     empty.has_text(
         "cfg_degree is 3, but guidance has two branches (positive and negative); set it to 1 or 2."
@@ -108,8 +103,8 @@ def test_a_mistake_is_read_in_the_toast(empty):
 def test_what_only_headers_tell_is_read_under_the_node(empty):
     """And while they are read, which takes a process its imports, the node says so."""
     empty.template("demo")
-    _set(empty, "ParallelConfig", "cfg_degree", 1)
-    _set(empty, "ParallelConfig", "pipefusion_degree", 7)
+    empty.set("ParallelConfig", "cfg_degree", 1)
+    empty.set("ParallelConfig", "pipefusion_degree", 7)
     empty.press_run()
     text = """app.graph.nodes.find((node) => node.type === "LoadParallelDiT").widgets
       .find(({ name }) => name === "$$node-text-preview")?.value ?? "" """
@@ -119,11 +114,10 @@ def test_what_only_headers_tell_is_read_under_the_node(empty):
 
 
 def test_a_template_is_opened_from_its_card_and_queued(empty):
-    empty.click(".templates-tab-button")
-    empty.click("[role=dialog] *", "parallel-dit")
-    empty.click("[role=dialog] [data-testid='template-workflow-demo']")
-    empty.wait("app.graph.nodes.some((node) => node.type === 'ParallelSampler')")
-    _set(empty, "ParallelSampler", "steps", STEPS)
+    empty.open_card("demo")
+    # fitted into the window so that the classic canvas draws texts (test_a_template_opens_with_texts)
+    empty.wait(f"Math.abs(app.canvas.ds.scale - ({FITTED})()) < 0.001 && !app.canvas.low_quality", 30)
+    empty.set("ParallelSampler", "steps", STEPS)
     empty.run()
     assert f"{STEPS} steps in " in empty.reports()["ParallelSampler"]
 
@@ -178,13 +172,13 @@ def test_a_run_that_ends_in_another_tab_reports_to_its_own(demo):
 
 def test_a_run_is_compared_with_one_rank(demo):
     """By what auto has measured until one rank has run the same, and by that from then on."""
-    _set(demo, "EmptySD3LatentImage", "width", 128)  # which no other test has on one rank
+    demo.set("EmptySD3LatentImage", "width", 128)  # which no other test has on one rank
     two = {"method": "manual", "cfg_degree": 2}
 
     def ran(**config) -> str:
         for name, value in {"device": "cpu", "gpus": "", **config}.items():
-            _set(demo, "ParallelConfig", name, value)
-        _set(demo, "ParallelSampler", "seed", next(SEEDS))
+            demo.set("ParallelConfig", name, value)
+        demo.set("ParallelSampler", "seed", next(SEEDS))
         demo.run()
         demo.show("ParallelSampler")
         report = demo.reports()["ParallelSampler"]
@@ -204,8 +198,8 @@ def _leave(page):
 
 def _begin(page, steps: int):
     """Press Run for so many steps, and wait for the first of them."""
-    _set(page, "ParallelSampler", "steps", steps)
-    _set(page, "ParallelSampler", "seed", next(SEEDS))
+    page.set("ParallelSampler", "steps", steps)
+    page.set("ParallelSampler", "seed", next(SEEDS))
     page.press_run()
     page.wait("fetch('/parallel_dit/status').then((r) => r.json()).then((s) => s.doing.startsWith('step '))")
 
@@ -276,7 +270,7 @@ def test_no_template_has_nodes_over_others_and_its_note_is_read(empty, nodes2):
 
 def test_the_benchmark_writes_the_best_config(demo):
     """Of those with the shares that the graph has set."""
-    _set(demo, "ParallelConfig", "shares", "70,30")
+    demo.set("ParallelConfig", "shares", "70,30")
     demo.open_panel()
     demo.click(".pdit-benchmark")
     demo.wait("document.querySelector('.pdit-message').textContent.startsWith('best: ')", LONG)

@@ -6,10 +6,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+
+from backend.client import pool
+from backend.protocol import Ping
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: Too small to measure anything.
@@ -76,6 +80,21 @@ def test_overhead_compares_two_ways_to_the_same_latent(start, model, tmp_path):
     report = json.loads((tmp_path / "overhead.json").read_text())
     assert report["difference"] < 1e-5 and report["ratio"]["median"] > 0
     assert (tmp_path / "overhead.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, capsys):
+    """Of ranks that are not there: what it writes of them."""
+    asked, ended = [], []
+    backend = SimpleNamespace(client=SimpleNamespace(request=asked.append))
+    monkeypatch.setattr(pool, "backend_for", lambda config: backend)
+    monkeypatch.setattr(pool, "close_all", lambda: ended.append(len(asked)))
+    start("start", "--rounds", "3", "--patience", "0", "--out", str(tmp_path))
+    assert ended[:4] == [1, 2, 3, 4] and set(map(type, asked)) == {Ping}
+    found = json.loads((tmp_path / "start.json").read_text())
+    assert len(found["rounds"]["2 ranks"]) == 3 == len(found["busy_percent"])
+    assert all(0 < seconds < 60 for seconds in found["rounds"]["2 ranks"])
+    assert (tmp_path / "start.png").read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out.splitlines()[2].startswith("2 ranks  ")
 
 
 def test_scaling_measures_two_ranks(model, tmp_path):

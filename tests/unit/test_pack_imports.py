@@ -104,29 +104,45 @@ def test_every_template_is_a_graph_of_the_page():
 PAGES = sorted((ROOT / "workflows").glob("*.json"))
 
 
-def box(node: dict) -> tuple[float, float, float, float]:
-    """Left, top (with its title), right and bottom of a node."""
+#: How much higher nodes get when they run, by the beginning of their type: MOST of web/report.js under a
+#: loader, a report and a preview under a sampler, a picture under a node that saves one.
+GROWTH = {"LoadParallelDiT": 240, "ParallelSampler": 380, "SamplerCustom": 260, "Save": 260}
+#: How ComfyUI 0.33 opens a template: nodes with a margin fill a part of the window, and below a zoom its
+#: classic canvas draws no texts (8 of 14 pixels, MinFontSizeForLOD and NODE_TEXT_SIZE).
+MARGIN, FILLED, READABLE = 10, 0.75, 8 / 14
+#: Templates with six or more columns: of a small screen they take too much.
+WIDE = {
+    *("flux2_edit", "ideogram4_txt2img", "krea2_int8_lora_txt2img", "ltx25_t2v", "ltx2_i2v", "ltx2_t2v"),
+    *("ltxv_t2v", "parallel_model", "qwen_image_lightning_txt2img", "wan22_lightx2v_t2v"),
+    "wan22_t2v_two_stage",
+}
+
+
+def box(node: dict, is_grown: bool = False) -> tuple[float, float, float, float]:
+    """Left, top (with its title), right and bottom of a node, before or after it has run."""
     (x, y), (width, height) = node["pos"], node["size"]
-    return x, y - 30, x + width, y + height
+    grown = sum(more for name, more in GROWTH.items() if node["type"].startswith(name))
+    return x, y - 30, x + width, y + height + grown * is_grown
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 def test_a_template_is_laid_out(path):
-    """No two nodes overlap, every node is in one group, and the note says for how many GPUs it is."""
+    """No two nodes overlap, every node is in one group, both also after a run; and the note says for how many
+    GPUs it is."""
     page = json.loads(path.read_text())
     note, *nodes = page["nodes"]
     assert (
         re.match(r"\*\*(\d+|All) GPUs\.\*\*", note["widgets_values"][0])
         and "`" not in note["widgets_values"][0]
     )
-    boxes = [box(node) for node in page["nodes"]]
+    boxes = [box(node, is_grown=True) for node in page["nodes"]]
     for i, (left, top, right, bottom) in enumerate(boxes):
         assert not [
             other
             for other in boxes[:i]
             if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom
         ]
-    for left, top, right, bottom in map(box, nodes):
+    for left, top, right, bottom in boxes[1:]:
         inside = [
             group
             for group in page["groups"]
@@ -160,3 +176,16 @@ def test_the_page_can_offer_every_file(path):
                 "checkpoints",
                 "clip_vision",
             )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_a_template_opens_with_texts(path):
+    """From its card, in a browser on a screen of 1920 x 1080, and on 1366 x 768 unless it is WIDE."""
+    boxes = [box(node) for node in json.loads(path.read_text())["nodes"]]
+    size = [max(each[axis + 2] for each in boxes) - min(each[axis] for each in boxes) for axis in (0, 1)]
+
+    def zoom(*window: int) -> float:
+        return min(FILLED * inner / (outer + 2 * MARGIN) for inner, outer in zip(window, size, strict=True))
+
+    assert zoom(1920, 945) >= READABLE
+    assert (zoom(1366, 768) >= READABLE) == (path.stem not in WIDE)
