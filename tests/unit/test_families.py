@@ -64,7 +64,7 @@ def test_a_preview_stays_as_it_was(tmp_path):
     kept, copies = [], []
 
     def on_step(step, make_x0):
-        kept.append(make_x0())
+        kept.append(make_x0().arrived())
         copies.append(kept[-1].clone())
 
     engine.sample(golden(next(case for case in CASES if case.startswith("ltxv")))[0], Callbacks(on_step))
