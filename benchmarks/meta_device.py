@@ -20,6 +20,7 @@ from meta_shapes import Mode, compute
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backend.loading import staging
 from backend.parallel import attention_kernels
 
 META = torch.device("meta")
@@ -263,7 +264,7 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(Tensor, "__getitem__", _chosen(count, Tensor.__getitem__))
         replace(Tensor, "to", _to_host(count, Tensor.to))
         replace(torch.cuda, "Event", Event)
-        replace(torch, "empty", _page_locked(torch.empty))
+        replace(staging, "page_locked", _page_locked)
         replace(torch, "tensor", _from_host(count, torch.tensor))
         replace(Tensor, "new_tensor", _new_tensor(count, Tensor.new_tensor))
         yield
@@ -321,13 +322,10 @@ def _from_host(count: Count, own):
     return tensor
 
 
-def _page_locked(own):
-    def empty(*sizes, pin_memory=False, **named):
-        out = own(*sizes, **named)
-        out.is_page_locked = pin_memory
-        return out
-
-    return empty
+def _page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    vars(out)["is_page_locked"] = True
+    return out
 
 
 def _new_tensor(count: Count, own):

@@ -53,6 +53,11 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     return _staging(place).copy(tensor, place) if place.type == "cuda" else tensor.to(place)
 
 
+def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of the host that a GPU copies to while nobody waits."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
 class Download:
     """A tensor on its way to the host, for which nobody waits: from a GPU into page-locked memory, on its
     current stream; on the CPU a copy."""
@@ -61,7 +66,7 @@ class Download:
         if tensor.device.type == "cpu":
             self._tensor, self._arrived = tensor.clone(), None
             return
-        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor = page_locked(tensor.shape, tensor.dtype)
         self._tensor.copy_(tensor, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record()

@@ -14,6 +14,7 @@ import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
 
 from backend.config import ParallelConfig  # noqa: E402
+from backend.loading import staging  # noqa: E402
 from backend.sampling.step_loop import Callbacks  # noqa: E402
 from backend.serving.progress import Previews  # noqa: E402
 
@@ -74,7 +75,7 @@ WAITS = {
     "a copy of a number": lambda x: torch.tensor(2.0).to(META),
     "a copy from the device": lambda x: x.cpu(),
     "a copy to pageable memory": lambda x: torch.empty(3).copy_(x, non_blocking=True),
-    "a copy that is waited for": lambda x: torch.empty(3, pin_memory=True).copy_(x),
+    "a copy that is waited for": lambda x: staging.page_locked((3,), x.dtype).copy_(x),
     "numbers of the host": lambda x: torch.tensor([1, 2], device=META),
     "a condition": lambda x: bool(x.all()),
     "a size": lambda x: x.nonzero(),
@@ -84,7 +85,7 @@ WAITS = {
 FREE = {
     "a number of the host": lambda x: x * torch.tensor(2.0),
     "positions on the device": lambda x: x[torch.arange(2, device=META)],
-    "a copy to page-locked memory": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
+    "a copy to page-locked memory": lambda x: staging.page_locked((3,), x.dtype).copy_(x, non_blocking=True),
     "a cast": lambda x: x.to(torch.float64),
 }
 
