@@ -38,7 +38,7 @@ from .parameter_sources import (
     sources,
 )
 from .safetensors_files import Weights
-from .weight_loading import column_units, load
+from .weight_loading import block_of, column_units, load
 
 #: Ends of the key of a table of positions, which takes seconds and gigabytes to compute.
 STORED_TABLES = ("pos_embed", "pos_embedding")
@@ -60,8 +60,6 @@ class Checkpoint:
     latent_format: str | None = None
     pipeline: dict = field(default_factory=dict)
     trial: Mapping | None = None
-    #: What others computed of it, once for all requests (rank_plan/weights.py).
-    known: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def generic(self) -> dict | None:
@@ -206,9 +204,17 @@ class Checkpoint:
         return from_diffusers(self.family.layout, self.shapes, numbered(self.shapes))
 
     @cached_property
-    def parameters(self) -> list[str]:
-        """Names of the whole parameters."""
-        return [name for name, _ in self.empty.named_parameters()]
+    def parameters(self) -> dict[str, tuple[int | None, type[nn.Module]]]:
+        """Whole parameter -> where its block is in pipeline order, None outside of blocks, and the class of
+        its layer."""
+        order = {block: i for i, block in enumerate(self.block_names)}
+        return {
+            name: (
+                order.get(block_of(name, order) or ""),
+                type(self.empty.get_submodule(name.rpartition(".")[0])),
+            )
+            for name, _ in self.empty.named_parameters()
+        }
 
     @cached_property
     def sources(self) -> dict[str, Source]:

@@ -65,9 +65,10 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
     return next((block for block in (".".join(parts[:end]) for end in ends) if block in blocks), None)
 
 
-def keeps_packed(module: nn.Module, is_cut: bool = False) -> bool:
-    """Does a layer keep its weight as stored where that is quantized? ``is_cut``: by tensor parallelism."""
-    return type(module) in LINEAR or (is_cut and isinstance(module, nn.Linear))
+def keeps_packed(layer: type[nn.Module], is_cut: bool = False) -> bool:
+    """Do layers of a class keep their weight as stored where that is quantized? ``is_cut``: by tensor
+    parallelism."""
+    return layer in LINEAR or (is_cut and issubclass(layer, nn.Linear))
 
 
 def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
@@ -76,7 +77,7 @@ def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str,
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
         module = checkpoint.empty.get_submodule(where)
-        if leaf != "weight" or not keeps_packed(module, where in shards) or source.shape:
+        if leaf != "weight" or not keeps_packed(type(module), where in shards) or source.shape:
             continue
         quantization = checkpoint.files.quantization(checkpoint.key(source))
         if quantization is not None:
@@ -111,7 +112,7 @@ def _fill(
     where, _, leaf = name.rpartition(".")
     module = checkpoint.empty.get_submodule(where)
     packed = None
-    if leaf == "weight" and keeps_packed(module):
+    if leaf == "weight" and keeps_packed(type(module)):
         packed = checkpoint.read_packed(name, device, shard)
     if packed is None:
         value = checkpoint.read(name, dtype, device, shard)

@@ -10,7 +10,7 @@ from torch import nn
 from ..loading.checkpoint import Checkpoint
 from ..loading.parameter_sources import Source, packed_sizes
 from ..loading.safetensors_files import StoredSize, Weights
-from ..loading.weight_loading import block_of, keeps_packed
+from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
@@ -55,43 +55,28 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter of a checkpoint. layer: whose weight it is; key: in the files; is_linear: the weight of a
-    linear layer in a block."""
+    """A parameter of a checkpoint. block: where it is in the order of blocks; layer: the class of the module
+    that has it; key: in the files."""
 
-    name: str
     module: str
     block: int | None
-    layer: nn.Module
+    layer: type[nn.Module]
     is_weight: bool
-    is_linear: bool
     is_float32: bool
     shape: tuple[int, ...]
     source: Source
     key: str
 
 
-def parameters_of(checkpoint: Checkpoint) -> list[Whole]:
-    """Return every parameter of a checkpoint, found once."""
-    if "parameters" not in checkpoint.known:
-        modules = dict(checkpoint.empty.named_modules())
-        blocks = {name: i for i, name in enumerate(checkpoint.block_names)}
-        checkpoint.known["parameters"] = [
-            _whole(checkpoint, name, modules[name.rpartition(".")[0]], blocks)
-            for name in checkpoint.parameters
-        ]
-    return checkpoint.known["parameters"]
-
-
-def _whole(checkpoint: Checkpoint, name: str, layer: nn.Module, blocks: Mapping[str, int]) -> Whole:
+def _whole(checkpoint: Checkpoint, name: str) -> Whole:
     module, _, leaf = name.rpartition(".")
-    block, source = blocks.get(block_of(name, blocks) or ""), checkpoint.sources[name]
+    block, layer = checkpoint.parameters[name]
+    source = checkpoint.sources[name]
     return Whole(
-        name,
         module,
         block,
         layer,
         is_weight=leaf == "weight",
-        is_linear=leaf == "weight" and block is not None and isinstance(layer, nn.Linear),
         is_float32=checkpoint.family.build.is_float32(name),
         shape=checkpoint.shapes[name],
         source=source,
@@ -109,20 +94,20 @@ def held_parameters(
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    known = checkpoint.known  # those that are not cut, which most ranks of most configurations hold
     found: list[list[HeldParameter]] = [[] for _ in cuts]
-    for each in parameters_of(checkpoint):
+    for name in checkpoint.parameters:
+        each = _whole(checkpoint, name)
         own_dtype = torch.float32 if each.is_float32 else dtype
-        is_dequantized = each.name not in choices or choices[each.name].needs_scratch
-        kind = (each.name, own_dtype, is_dequantized, bits)
+        is_dequantized = name not in choices or choices[name].needs_scratch
+        uncut = None  # most ranks hold most parameters alike
         for held, own in zip(found, cuts):
             cut = own.get(each.module)
-            if cut is None and kind in known:
-                held.append(known[kind])
+            if cut is None and uncut is not None:
+                held.append(uncut)
                 continue
             held.append(_held(checkpoint.files, each, cut, own_dtype, is_dequantized, bits))
             if cut is None:
-                known[kind] = held[-1]
+                uncut = held[-1]
     return found
 
 
@@ -135,7 +120,8 @@ def _held(
     packed = None
     if each.is_weight and keeps_packed(each.layer, cut is not None):
         packed = packed_sizes(files, each.key, each.source, cut, each.shape[0])
-    if packed is None and bits and each.is_linear:
+    is_linear = each.is_weight and each.block is not None and issubclass(each.layer, nn.Linear)
+    if packed is None and bits and is_linear:
         packed = [StoredSize(kept[0], plain * bits // (8 * dtype.itemsize))]
     if packed is None:
         return HeldParameter(each.module, each.block, [StoredSize(kept[0], plain)], dtype)
