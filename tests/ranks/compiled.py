@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from cropping import cropped
 from tiny import relative
 from torch import nn
 
@@ -23,6 +24,8 @@ torch.compile(nn.Identity(), backend="eager")(torch.zeros(1))  # imports the com
 #: Kinds of sequences: whole, a patch with the text, and patches without; of several latents, patches may lack
 #: tokens of one.
 OF_PATCHES = 3
+#: Rows and columns of the latent of a second request: no patch is text alone.
+SMALLER = 10
 
 
 def kinds(model: LoadedModel) -> int:
@@ -33,11 +36,13 @@ def kinds(model: LoadedModel) -> int:
 
 
 def another(engine: Engine, sample: Sample) -> Sample:
-    """A request of another seed, more steps, and other prompts, shorter ones if the family takes any."""
+    """A request of another seed, more steps, a smaller latent, and other prompts, shorter ones if the family
+    takes any."""
     sigmas = sample.tensors["sigmas"]
     longer = torch.linspace(float(sigmas[0]), float(sigmas[-1]), len(sigmas) + 1)
-    sample = replace(sample, seed=sample.seed + 1, tensors={**sample.tensors, "sigmas": longer})
-    shorter = replace(sample, tensors={name: _shorter(name, x) for name, x in sample.tensors.items()})
+    tensors = cropped({**sample.tensors, "sigmas": longer}, SMALLER)
+    sample = replace(sample, seed=sample.seed + 1, tensors=tensors)
+    shorter = replace(sample, tensors={name: _shorter(name, x) for name, x in tensors.items()})
     try:
         engine.check_sample(shorter)
     except UnsupportedError:

@@ -19,6 +19,7 @@ import diffusers
 import torch
 import torch.distributed as dist
 import variants
+from cropping import cropped
 from families import golden, model_call
 from ranks.compiled import compare
 from ranks.family_cases import Run, runs
@@ -40,17 +41,8 @@ TRANSFORMERS = [
 ]  # imported before ranks are forked
 
 STEPS, MASKED = 2, 5
-#: Most frames, rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
-FRAMES, SIDE, TEXT = 2, 12, 40
-#: Conditioning that tells of the latent's size in a form of its own.
-OF_THE_SIZE = (
-    "keyframe_idxs",
-    "vace_context",
-    "camera_conditions",
-    "reference_latent",
-    "time_dim_concat",
-    "pose_latents",
-)
+#: Most rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
+SIDE, TEXT = 12, 40
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
@@ -86,20 +78,11 @@ def request(case: str, config: ParallelConfig):
 
 
 def shortened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a request with fewer tokens. Several latents, and what has the latent's size in another
-    form, stay as they are; so does text of a fixed length."""
-    size = tensors["noise"].shape[2:]
-    if len(size) < 2 or any(f"positive.{name}" in tensors for name in OF_THE_SIZE):
-        return tensors
-    most = (FRAMES, SIDE, SIDE)[-len(size) :]
-    cut = {}
-    for name, value in tensors.items():
-        if len(value.shape[2:]) == len(size) and all(a in (1, b) for a, b in zip(value.shape[2:], size)):
-            value = value[(..., *map(slice, most))].contiguous()  # a latent, or a mask that spreads to it
-        elif name.endswith("c_crossattn") and value.shape[1] > 2 * TEXT:
-            value = value[:, -TEXT:]  # Flux.2's begins with padding
-        cut[name] = value
-    return cut
+    """The tensors of a request with fewer tokens; text of a fixed length stays as it is."""
+    return {
+        name: value[:, -TEXT:] if name.endswith("c_crossattn") and value.shape[1] > 2 * TEXT else value
+        for name, value in cropped(tensors, SIDE).items()  # Flux.2's text begins with padding
+    }
 
 
 def write(folder: str, case: str):
