@@ -87,8 +87,8 @@ def shared_checkpoints(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def rank_programs(request, tmp_path_factory, shared_checkpoints):
     """(name of a module of tests, ranks) -> what its rank program will have found of the runs that the
-    selected tests need. Programs run from the first test on, one after the other: first those of few ranks,
-    which leave room for other processes."""
+    selected tests need. Programs run from the first test on: first those of few ranks, which leave room for
+    other processes, and of those the ones with most runs, which nobody shall wait for in the end."""
     wanted = {}
     for item in filter(_has_program, request.session.items):
         for run in _runs(item):
@@ -101,12 +101,13 @@ def rank_programs(request, tmp_path_factory, shared_checkpoints):
     yield launch.in_background(
         {
             (module.__name__, ranks): partial(module.run_program, ranks, folders[module], list(runs))
-            for (module, ranks), runs in sorted(wanted.items(), key=_ranks)
+            for (module, ranks), runs in sorted(wanted.items(), key=_turn)
         }
     )
     for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ranks(wanted) -> int:
-    return wanted[0][1]
+def _turn(wanted) -> tuple[int, int]:
+    (_, ranks), runs = wanted
+    return ranks, -len(runs)

@@ -74,7 +74,7 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     if config.data_parallel_degree > 1:
         return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
     if variant == STALE_SOLVERS:
-        return [Case(case, STALE_STEPS) for case in (*FLUX_CASES, CFG_PP)]
+        return [Case(case, STALE_STEPS) for case in (*FLUX_CASES, CFG_PP) if case != "size20x12"]
     plain = config.split_scheme == "megatron" and not config.shard_weights
     if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
         golden = [Case(case) for case in FLUX_CASES]
@@ -115,8 +115,9 @@ TOGETHER = (
     ParallelConfig(ulysses_degree=2, shard_weights=True),
     ParallelConfig(pipefusion_degree=2, offload_modulation=True),
 )
-#: Cases of the fast tier on two ranks under every method; the other solvers come under one method each.
-EVERYWHERE = {CFG_PP, SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
+#: Cases of the fast tier on two ranks under every method; solvers come under one method each, the one that
+#: reads the negative prediction where ranks share the predictions, and with stale keys and values.
+EVERYWHERE = {SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
 #: Golden cases that --all alone runs on ranks, under Ulysses and with stale keys and values: their solvers
 #: keep what others keep (a history of one or more predictions, noise), and their schedules are others'.
 LIKE_OTHERS = {
@@ -179,8 +180,10 @@ class Run:
             return self.case.name == UNEVEN_CALL or self.config.data_parallel_degree > 1
         if self.variant == LORA:
             return not self.config.shard_weights or self.config.ulysses_degree > 1
-        if self.case.name in LIKE_OTHERS:
+        if self.case.name in LIKE_OTHERS or (self.variant == "all warm-up" and self.case.name != MIXED):
             return False
+        if self.case.name == CFG_PP:
+            return self.config.cfg_degree > 1 or self.varied.patches > 1
         if self.case.name in EVERYWHERE or self.case.name not in FLUX_CASES:
             return True
         return getattr(self.config, turn_of(self.case.name)) > 1

@@ -90,10 +90,21 @@ SOME = {
     "unit/test_rank_memory.py::test_weights_are_those_of_the_loaded_rank": 15,
     "unit/test_rank_memory.py::test_sharded_weights_are_those_of_the_loaded_rank": 5,
     "unit/test_rank_memory.py::test_activations_are_about_what_a_request_allocates": 2,
+    "unit/test_rank_memory.py::test_activations_of_control_videos_are_about_what_they_allocate": 1,
+    "unit/test_released.py::test_a_released_file": 50,
+    "unit/test_lora_lists.py::test_a_list": 20,
+    "unit/test_variant_refusals.py::test_refusals_name_the_remedy": 20,
+    "unit/test_planner.py::test_choice_keeps_its_promises": 48,
+    "unit/test_packed.py::test_every_format": 6,
+    "unit/test_memory_page.py::test_a_form_is_a_file_of_its_model": 4,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
     "unit/test_lora_names.py::test_both_names_of_every_matrix": 3,
     "unit/test_computed_once.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 2,
     "unit/test_families.py::test_half_precision_is_near": 6,
+    "unit/test_families.py::test_diffusers_folder_has_the_same_weights": 9,
+    "unit/test_families.py::test_single_file_with_diffusers_names": 9,
+    "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies": 9,
+    "unit/test_packed.py::test_every_family_multiplies_by_float8": 9,
     "unit/test_fallback.py::test_half_precision_is_near": 2,
     "socket/test_bad_tensors.py::test_a_broken_tensor_is_refused_or_runs": 12,
     "comfy/test_comfy_graph.py::test_same_latent_as_ksampler": 2,
@@ -103,11 +114,7 @@ SOME = {
 #: FILE::TEST of what the engine does alike for all families of one signature: the fast tier takes the first.
 #: A family's golden latent, which shows its data, is not among them.
 OF_SIGNATURES = (
-    "unit/test_families.py::test_diffusers_folder_has_the_same_weights",
-    "unit/test_families.py::test_single_file_with_diffusers_names",
     "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole",
-    "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies",
-    "unit/test_packed.py::test_every_family_multiplies_by_float8",
     "unit/test_tensor_parallel.py::test_megatron_halves_attention_and_mlp_of_every_family",
     "comfy/test_families.py::test_unet_config_is_comfyuis",
 )

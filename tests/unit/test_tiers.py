@@ -31,7 +31,7 @@ class Item:
 
 
 def test_a_family_of_a_known_signature_is_left_out():
-    where = ("unit/test_families.py", "test_single_file_with_diffusers_names")
+    where = ("unit/test_families.py", "test_patches_against_full_buffers_equal_the_whole")
     sd3, hunyuan = Item(*where, "sd3"), Item(*where, "hunyuan-image21")
     tiers.choose([sd3, hunyuan])
     assert not sd3.marks and hunyuan.marks
