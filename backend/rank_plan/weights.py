@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..loading.checkpoint import Checkpoint
-from ..loading.parameter_sources import Source, packed_sizes
-from ..loading.safetensors_files import StoredSize, Weights
+from ..loading.parameter_sources import packed_sizes
+from ..loading.safetensors_files import StoredSize
 from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
@@ -53,37 +53,6 @@ class HeldWeights:
     gathered: int
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A parameter of a checkpoint. block: where it is in the order of blocks; layer: the class of the module
-    that has it; key: in the files."""
-
-    module: str
-    block: int | None
-    layer: type[nn.Module]
-    is_weight: bool
-    is_float32: bool
-    shape: tuple[int, ...]
-    source: Source
-    key: str
-
-
-def _whole(checkpoint: Checkpoint, name: str) -> Whole:
-    module, _, leaf = name.rpartition(".")
-    block, layer = checkpoint.parameters[name]
-    source = checkpoint.sources[name]
-    return Whole(
-        module,
-        block,
-        layer,
-        is_weight=leaf == "weight",
-        is_float32=checkpoint.family.build.is_float32(name),
-        shape=checkpoint.shapes[name],
-        source=source,
-        key=checkpoint.key(source),
-    )
-
-
 def held_parameters(
     checkpoint: Checkpoint,
     cuts: Sequence[Mapping[str, Shard]],
@@ -94,38 +63,31 @@ def held_parameters(
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    found: list[list[HeldParameter]] = [[] for _ in cuts]
-    for name in checkpoint.parameters:
-        each = _whole(checkpoint, name)
-        own_dtype = torch.float32 if each.is_float32 else dtype
-        is_dequantized = name not in choices or choices[name].needs_scratch
-        uncut = None  # most ranks hold most parameters alike
-        for held, own in zip(found, cuts):
-            cut = own.get(each.module)
-            if cut is None and uncut is not None:
-                held.append(uncut)
-                continue
-            held.append(_held(checkpoint.files, each, cut, own_dtype, is_dequantized, bits))
-            if cut is None:
-                uncut = held[-1]
-    return found
+    scratch = {name: name not in choices or choices[name].needs_scratch for name in checkpoint.parameters}
+    return [
+        [_held(checkpoint, name, own, dtype, scratch[name], bits) for name in checkpoint.parameters]
+        for own in cuts
+    ]
 
 
 def _held(
-    files: Weights, each: Whole, cut: Shard | None, dtype: torch.dtype, is_dequantized: bool, bits: int
+    checkpoint: Checkpoint, name: str, cuts: Mapping[str, Shard], dtype: torch.dtype, scratch: bool, bits: int
 ) -> HeldParameter:
-    """A parameter, or what ``cut`` leaves of it."""
-    kept = _shape(each.shape, cut)
-    plain = kept.numel() * dtype.itemsize
+    """A parameter, or what is left of it where it is cut. ``scratch``: is it dequantized to be multiplied?"""
+    module, _, leaf = name.rpartition(".")
+    block, layer = checkpoint.parameters[name]
+    shape, source, cut = checkpoint.shapes[name], checkpoint.sources[name], cuts.get(module)
+    own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+    kept = _shape(shape, cut)
+    plain = kept.numel() * own_dtype.itemsize
     packed = None
-    if each.is_weight and keeps_packed(each.layer, cut is not None):
-        packed = packed_sizes(files, each.key, each.source, cut, each.shape[0])
-    is_linear = each.is_weight and each.block is not None and issubclass(each.layer, nn.Linear)
-    if packed is None and bits and is_linear:
-        packed = [StoredSize(kept[0], plain * bits // (8 * dtype.itemsize))]
+    if leaf == "weight" and keeps_packed(layer, cut is not None):
+        packed = packed_sizes(checkpoint.files, checkpoint.key(source), source, cut, shape[0])
+    if packed is None and bits and leaf == "weight" and block is not None and issubclass(layer, nn.Linear):
+        packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
-        return HeldParameter(each.module, each.block, [StoredSize(kept[0], plain)], dtype)
-    return HeldParameter(each.module, each.block, packed, dtype, plain if is_dequantized else 0)
+        return HeldParameter(module, block, [StoredSize(kept[0], plain)], own_dtype)
+    return HeldParameter(module, block, packed, own_dtype, plain if scratch else 0)
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
