@@ -272,8 +272,9 @@ def test_workflow_makes_a_picture(comfy, files, name):
         for node in nodes_of(graph, "ParallelSampler")
         or [node for node in graph.values() if "steps" in node["inputs"]]
     )
-    assert len(run.steps) == steps == 4
-    assert sum(most for value, most in run.steps if value == most) == 4
+    done = [(value, most) for value, most in run.steps if most <= 4]  # a slow load tells of its bytes
+    assert len(done) == steps == 4
+    assert sum(most for value, most in done if value == most) == 4
     picture = picture_of(comfy, run)
     start, kind = {"SaveImage": (1, b"PNG"), "SaveAnimatedWEBP": (8, b"WEBP"), "SaveVideo": (4, b"ftyp")}[
         next(node["class_type"] for node in graph.values() if node["class_type"].startswith("Save"))
