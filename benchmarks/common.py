@@ -1,9 +1,10 @@
 """What the benchmarks share: a Flux-like model with random weights, ranks, clocks, rounds and statistics.
 Reports are in report.py.
 
-Method: one thread a rank on the CPU, float32 there; all scenarios of a benchmark run in one call, interleaved
-in rounds and in another order each round; before a round we wait until other processes are quiet; speed-ups
-are taken within a round, then their median and range over rounds are printed.
+Method: one thread a rank on the CPU, float32 there, and a core of its own where ways to sample are compared;
+all scenarios of a benchmark run in one call, interleaved in rounds and in another order each round; before a
+round we wait until other processes are quiet; speed-ups are taken within a round, then their median and range
+over rounds are printed.
 """
 
 import argparse
@@ -150,6 +151,14 @@ def spawn(script: str, ranks: int, device: str, model: str | None = None, **conf
             str(ranks),
         ]
         sys.exit(subprocess.run([*command, script, *sys.argv[1:]], env=env).returncode)
+
+
+def hold_to_one_core(device: str):
+    """Keep this rank and its threads to a core of its own, as they would keep to a GPU: else they take turns
+    on all cores. Nothing on CUDA, on other systems than Linux, and with fewer cores than ranks."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if device == "cpu" and len(cores) >= int(os.environ["WORLD_SIZE"]):
+        os.sched_setaffinity(0, {cores[int(os.environ["RANK"])]})
 
 
 def engine(config: ParallelConfig, device: str, model: str, mesh: Mesh | None = None) -> Engine:
@@ -303,6 +312,7 @@ def compete(script: str, contest: Callable, show: Callable, options: argparse.Na
     once more, and ``show(found, options)`` on the first."""
     if not spawned():
         spawn(script, options.ranks, options.device, options.model)
+    hold_to_one_core(options.device)
     found = contest(options, os.environ[MODEL_VARIABLE])
     if os.environ["RANK"] == "0":
         show(found, options)

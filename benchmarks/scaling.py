@@ -198,6 +198,7 @@ def main():
     options = common.parse(parser)
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
+    common.hold_to_one_core(options.device)
     scenarios = runs(options, os.environ[common.MODEL_VARIABLE])
     actions = {
         name: lambda name=name, run=run: measure_on_all(run, name, options.device)

@@ -48,12 +48,6 @@ MODEL = dict(
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(1_000_000))"
 
 
-def hold_to_one_core(rank: int):
-    """Keep this rank, and what it starts, to one core."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
 @contextlib.contextmanager
 def competitor(rank: int) -> Iterator[Callable[[bool], None]]:
     """Yield a function that lets a busy process run on the core of the last rank, or stops it."""
@@ -156,7 +150,7 @@ def main():
         common.spawn(__file__, 2, "cpu", options.model, **MODEL)
     model = os.environ[common.MODEL_VARIABLE]
     rank = int(os.environ["RANK"])
-    hold_to_one_core(rank)
+    common.hold_to_one_core("cpu")
     sample = common.request(model, options.steps, False, options.side, options.text)
     rows, busy = [], []
     with torch.inference_mode(), competitor(rank) as run:

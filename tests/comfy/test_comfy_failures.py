@@ -152,7 +152,8 @@ class Seen(Exception):
 
 
 def test_ctrl_c_while_sampling_is_no_failure_of_the_backend(start_comfy):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+    # a shell's background jobs begin with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     server = start_comfy()
 
     def press(step):
