@@ -154,8 +154,8 @@ def spawn(script: str, ranks: int, device: str, model: str | None = None, **conf
 
 
 def hold_to_one_core(device: str):
-    """Keep this rank and its threads to a core of its own, as they would keep to a GPU: else they take turns
-    on all cores. Nothing on CUDA, on other systems than Linux, and with fewer cores than ranks."""
+    """Keep this rank, and what it starts, to a core of its own, as it would keep to a GPU: else ranks take
+    turns on all cores. Nothing on CUDA, on other systems than Linux, and with fewer cores than ranks."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if device == "cpu" and len(cores) >= int(os.environ["WORLD_SIZE"]):
         os.sched_setaffinity(0, {cores[int(os.environ["RANK"])]})

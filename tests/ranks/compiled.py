@@ -24,8 +24,8 @@ torch.compile(nn.Identity(), backend="eager")(torch.zeros(1))  # imports the com
 #: Kinds of sequences: whole, a patch with the text, and patches without; of several latents, patches may lack
 #: tokens of one.
 OF_PATCHES = 3
-#: Rows and columns of the latent of a second request: no patch is text alone.
-SMALLER = 10
+#: Rows and columns that the latent of a second request lacks: few, so that no patch is text alone.
+SMALLER = 2
 
 
 def kinds(model: LoadedModel) -> int:
@@ -36,11 +36,12 @@ def kinds(model: LoadedModel) -> int:
 
 
 def another(engine: Engine, sample: Sample) -> Sample:
-    """A request of another seed, more steps, a smaller latent, and other prompts, shorter ones if the family
-    takes any."""
+    """A request of another seed, more steps, a smaller latent if it is a single one, and other prompts,
+    shorter ones if the family takes any."""
     sigmas = sample.tensors["sigmas"]
     longer = torch.linspace(float(sigmas[0]), float(sigmas[-1]), len(sigmas) + 1)
-    tensors = cropped({**sample.tensors, "sigmas": longer}, SMALLER)
+    side = max(sample.tensors["noise"].shape[-2:]) - SMALLER
+    tensors = cropped({**sample.tensors, "sigmas": longer}, side)
     sample = replace(sample, seed=sample.seed + 1, tensors=tensors)
     shorter = replace(sample, tensors={name: _shorter(name, x) for name, x in tensors.items()})
     try:
