@@ -27,6 +27,8 @@ from backend.protocol import BackendError, Challenge, Failure, framing, handshak
 from backend.protocol.messages import VERSION
 from backend.serving.server import _listen
 
+pytestmark = pytest.mark.usefixtures("real_launches")  # whose environments and doors are looked at
+
 #: The nodes' side of a backend and nothing else; it answers each line with the ranks that run then.
 PARENT = """
 import sys; sys.path.insert(0, {root!r})

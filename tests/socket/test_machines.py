@@ -19,7 +19,10 @@ from backend.engine import Engine
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 
-pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
+pytestmark = [
+    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not()),
+    pytest.mark.usefixtures("real_launches"),
+]
 TOKEN = "7" * 64
 PATIENCE = 600
 #: Steps that take minutes.
