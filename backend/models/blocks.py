@@ -110,6 +110,8 @@ class Blocks:
     sequence, two kinds from queries to keys, "cross" to the prompt; calls of token_mixing.py are "sum" and
     "surroundings".
     attention_calls: block -> how many of these calls it makes, if not all.
+    values: for calls within the sequence, the layers of a block whose outputs, next to each other in this
+    order, are the call's values, changed by nothing and with as many heads as queries; a block may lack some.
     heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
     between blocks, if they are not those of all heads.
     control_layers: layers of a block (patterns) that run once for each control input (Conditioning.controls),
@@ -134,6 +136,7 @@ class Blocks:
     per_feature: tuple[str, ...] = ()
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
     attention_calls: Callable[[Any], int] | None = None
+    values: tuple[tuple[str, ...], ...] = ()
     heads: Callable[[Mapping], int] = _heads
     head_size: Callable[[Mapping], int] = _head_size
     width: Callable[[Mapping], int] | None = None

@@ -190,6 +190,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="first",
+        values=(("attn1.to_v",),),
         per_token={"image_rotary_emb": ("image", 0)},
     ),
     conditioning=Conditioning(

@@ -106,6 +106,7 @@ FAMILY = Family(
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="first",
+        values=(("attn.add_v_proj", "attn.to_v"),),
         per_token={"image_rotary_emb": ("joint", 0)},
         text_layers=TEXT_LAYERS,
     ),

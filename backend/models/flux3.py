@@ -127,6 +127,7 @@ FAMILY = Family(
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="first",
+        values=(("attn.to_v",),),
         per_token={"image_rotary_emb": ("joint", 0), "temb_mod": ("image", 1)},
     ),
     conditioning=Conditioning(

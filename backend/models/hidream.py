@@ -124,6 +124,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
+        values=(("block.attn1.to_v", "block.attn1.to_v_t"),),
         needs_text_token=True,
         adapter=LlamaInEveryBlock(),
         per_token={"image_rotary_emb": ("joint", 1)},

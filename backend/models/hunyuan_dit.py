@@ -168,6 +168,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
         attention=("image", "cross"),
+        values=(("attn1.to_v",),),
         adapter=LongSkips(),
     ),
     conditioning=Conditioning(

@@ -109,6 +109,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
+        values=(("attn.to_v", "attn.add_v_proj"),),
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"image_rotary_emb": ("image", 0)},

@@ -146,6 +146,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
+        values=(("attn.to_v", "attn.add_v_proj"),),
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},

@@ -140,6 +140,7 @@ FAMILY = Family(
         returns=("image", "text"),
         text="encoder_hidden_states",
         text_position="last",
+        values=(("attn.to_v", "attn.add_v_proj"),),
         adapter=MaskedText("attention_mask"),
         needs_text_token=True,
         text_layers=TEXT_LAYERS,

@@ -139,6 +139,7 @@ FAMILY = Family(
     blocks=Blocks(
         lists={"layers": JOINED},
         text_position="first",
+        values=(("attention.to_v",),),
         flop_shares={"adaln_modulation": lambda config: 0},
         per_token={"image_rotary_emb": ("joint", 1)},
     ),

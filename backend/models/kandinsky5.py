@@ -152,6 +152,12 @@ TENSOR_PLAN = {
     "*.feed_forward.in_layer": "colwise",
     "*.feed_forward.out_layer": "rowwise",
 }
+PROMPT_MODULES = (
+    "text_embeddings",
+    "pooled_text_embeddings",
+    "text_rope_embeddings",
+    "visual_rope_embeddings",
+)
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
@@ -164,6 +170,7 @@ FAMILY = Family(
         image="visual_embed",
         per_token={"rope": ("image", 1)},
         attention=("image", "cross"),
+        values=(("self_attention.to_value",),),
         # text blocks take the timestep, so they change with it
         text_layers=("cross_attention.to_key", "cross_attention.to_value"),
         heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
@@ -177,12 +184,7 @@ FAMILY = Family(
         refusal=refusal,
     ),
     cache=Cache(
-        prompt_modules=(
-            "text_embeddings",
-            "pooled_text_embeddings",
-            "text_rope_embeddings",
-            "visual_rope_embeddings",
-        ),
+        prompt_modules=PROMPT_MODULES,
         step_modules=("text_transformer_blocks.[0-9]",),
         image_modules=("visual_embeddings",),
         modulation=("visual_modulation.out_layer",),

@@ -250,6 +250,7 @@ FAMILY = Family(
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
         text_position="first",
+        values=(("attn.to_v",),),
         per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
         width=lambda config: config["hidden_size"],
     ),

@@ -176,7 +176,12 @@ FAMILY = Family(
     latent=Latent(frames=False),
     noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
-    blocks=Blocks(last="proj_out", lists={"transformer_blocks": APART}, attention=("image", "cross")),
+    blocks=Blocks(
+        last="proj_out",
+        lists={"transformer_blocks": APART},
+        attention=("image", "cross"),
+        values=(("attn1.to_v",),),
+    ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
         widths=lambda config: {"c_crossattn": config["caption_channels"]},

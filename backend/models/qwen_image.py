@@ -138,6 +138,7 @@ FAMILY = Family(
         returns=("text", "image"),
         text="encoder_hidden_states",
         text_position="first",
+        values=(("attn.add_v_proj", "attn.to_v"),),
         adapter=MaskedText("encoder_hidden_states_mask"),
         needs_text_token=True,
         text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),

@@ -252,6 +252,7 @@ FAMILY = Family(
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "cross"),
         attention_calls=attention_calls,
+        values=(("attn1.to_v",),),
     ),
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),

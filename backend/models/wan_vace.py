@@ -151,6 +151,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "io": ModelIO(arguments=forward_args),
         "blocks.attention": ("image", "cross", "image", "cross"),
         "blocks.attention_calls": attention_calls,
+        "blocks.values": (("attn1.to_v",), ("control.attn1.to_v",)),
         "blocks.control_layers": ("control.*",),
         "conditioning.accepted": ("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
         "conditioning.required": ("c_crossattn", "vace_context"),

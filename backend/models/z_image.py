@@ -105,6 +105,11 @@ LAYOUT = Layout(
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
     },
 )
+ONLY = {
+    "siglip_feat_dim": (None, "Z-Image Omni"),
+    "all_patch_size": ((2,), "a Z-Image of other patches"),
+    "all_f_patch_size": ((1,), "a Z-Image of other patches"),
+}
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
@@ -117,6 +122,7 @@ FAMILY = Family(
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
         image="x",
         text_position="last",
+        values=(("attention.to_v",),),
         flop_shares={"adaLN_modulation.*": lambda config: 0},
         per_token={"freqs_cis": ("joint", 1)},
         heads=lambda config: config["n_heads"],
@@ -135,13 +141,6 @@ FAMILY = Family(
         step_modules=("t_embedder",),
         image_modules=("all_x_embedder.*",),
     ),
-    build=Build(
-        patch_module=patch_module,
-        only={
-            "siglip_feat_dim": (None, "Z-Image Omni"),
-            "all_patch_size": ((2,), "a Z-Image of other patches"),
-            "all_f_patch_size": ((1,), "a Z-Image of other patches"),
-        },
-    ),
+    build=Build(patch_module=patch_module, only=ONLY),
     layout=LAYOUT,
 )

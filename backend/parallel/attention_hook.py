@@ -7,7 +7,7 @@ function. Buffers hold the whole sequence for this rank's heads. The SP ranks of
 tokens of a patch, so the bytes sent do not grow with the number of patches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import opaque_ops
 from . import attention_kernels, comm, ulysses_ring
+from .early_values import EarlyValues
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .request_caches import Masks, Positions
@@ -33,7 +34,8 @@ class BlockCall:
     """The block that runs now, and how many attention calls it has made.
 
     tokens: those of this forward. dummy: the text is one dummy token. static_text: keys and values of text,
-    which stands first, are cached. text_mask: (B, text), true where keys may be read.
+    which stands first, are cached. text_mask: (B, text), true where keys may be read. values: those of the
+    next attention call, where they are on their way.
     """
 
     layer: int
@@ -44,19 +46,27 @@ class BlockCall:
     static_text: bool = False
     text_mask: Tensor | None = None
     calls: int = 0
+    values: EarlyValues | None = None
+
+    @property
+    def next_kind(self) -> Kind:
+        """The kind of the next call."""
+        return self.kinds[self.calls % len(self.kinds)]
 
     def next(self) -> tuple[Kind, tuple]:
         """Count one call; return its kind (Blocks.attention) and its key (branch, layer, call)."""
+        kind = self.next_kind
         index = self.calls
         self.calls += 1
-        return self.kinds[index % len(self.kinds)], (self.context.branch, self.layer, index)
+        return kind, (self.context.branch, self.layer, index)
 
 
 @dataclass
 class Attention:
-    """The hook and its state."""
+    """The hook and its state. head_size: features of a head, of whose values some leave early."""
 
     mesh: Mesh
+    head_size: int = 0
     kernel: str = "auto"
     #: How tensors travel between SP ranks (wire.py).
     wire: str = FULL
@@ -111,6 +121,31 @@ class Attention:
             return self._without_dummy(call, query, key, value, attn_mask, scale, where)
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
 
+    def send_values(self, made: Iterable[Tensor]):
+        """Begin to send the values of the block's next attention call to the ranks of their heads. ``made``:
+        (B, tokens, features) of each stream, as they follow each other. Of a patch there is less to hide: its
+        values go with queries and keys."""
+        call = self.call
+        if call is None or self.mesh.ulysses.size == 1 or self.buffers is not None:
+            return
+        kind = call.next_kind
+        assert isinstance(kind, str), "Blocks.values are those of queries' own tokens"
+        lengths = call.tokens.lengths(kind)
+        if not any(lengths):
+            return
+        streams = list(made)
+        if call.dummy and kind == "joint":
+            del streams[0 if call.tokens.sequence.text_position == "first" else -1]
+        values = comm.cat(streams, 1).unflatten(2, (-1, self.head_size)).transpose(1, 2)
+        own = [lengths[i] for i in self._own_group()]
+        coming = ulysses_ring.scatter_heads([pack(values, self.wire)], own, self.mesh.ulysses)
+        call.values = EarlyValues(coming, values.dtype)
+
+    def _own_group(self) -> range:
+        """The SP ranks whose tokens this Ulysses group holds."""
+        first = self.mesh.ring.rank * self.mesh.ulysses.size
+        return range(first, first + self.mesh.ulysses.size)
+
     def _attend(self, q, k, v, mask, scale):
         """Run the chosen kernel; without queries there is nothing to compute."""
         return q if not q.shape[2] else attention_kernels.attend(self.kernel, q, k, v, mask, scale)
@@ -130,8 +165,7 @@ class Attention:
         key_lengths = call.tokens.lengths(keys)
         if not any(lengths) and not any(key_lengths):  # text, of which a later patch has none
             return q
-        first = self.mesh.ring.rank * u.size
-        own = range(first, first + u.size)  # SP ranks whose tokens this Ulysses group holds
+        own = self._own_group()
         in_common = (call, mask, scale, keys, own)
         if u.size == 1:
             return self._of_own_heads(q, (k, v), *in_common, where)
@@ -142,7 +176,9 @@ class Attention:
         parts = 1
         if self.buffers is None:  # of a patch there is less to hide
             parts = ulysses_ring.halves(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
-        sent = [pack(tensor, self.wire) for tensor in (q, k, v)]
+        early = call.values
+        call.values = None
+        sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
         coming = []
         for part in range(parts):
             if queries == keys:
@@ -153,6 +189,9 @@ class Attention:
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
         for part, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))
+            if early:
+                kv.append(early.of_heads(part, parts))
+                assert kv[0].shape == kv[1].shape, "values are those of their keys' tokens"
             # unnamed: it is freed as it has gone
             going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, part)), self.wire))
         return unpack(going.wait(), q.dtype)

@@ -7,6 +7,8 @@ which only the tokens of this forward carry values.
 """
 
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from ..opaque_ops import RUNNING, tokens_of
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe
+from .early_values import watch
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .sequence import Sequence, Span, TokenShards
@@ -45,6 +48,7 @@ class Stage:
         self.family = family
         self.adapter = family.blocks.adapter
         self.blocks = blocks
+        self.transformer = transformer
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
@@ -53,7 +57,6 @@ class Stage:
         self.like: dict[str, Tensor] = {}
         self.cuts = WeakTensorKeyDictionary()
         self.static = StaticInputs() if ENABLED else None
-        self.transformer = transformer
         self.structure = BlockStructure.of(transformer, family)
         index = 0
         for name in family.blocks.lists:
@@ -69,14 +72,17 @@ class Stage:
         self.receives_whole = True
         #: Do references enter before the text does?
         self.references_first = False
-        self.last = None
+        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, self._values)]
         if family.blocks.last:
-            self.last = transformer.get_submodule(family.blocks.last).register_forward_hook(self._fill)
+            last = transformer.get_submodule(family.blocks.last)
+            self.hooks.append(last.register_forward_hook(self._fill))
 
     def join(self, mesh: Mesh):
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""
         self.mesh = mesh
-        self.attention = Attention(mesh)
+        config: Any = self.transformer.config  # of diffusers
+        blocks = self.family.blocks
+        self.attention = Attention(mesh, blocks.head_size(config) if blocks.values else 0)
         self.pipe = None
         if mesh.pp.size > 1:
             self.pipe = Pipe(mesh.edges.before, mesh.edges.after, "pipeline", keeps_buffers=True)
@@ -94,8 +100,11 @@ class Stage:
             for i, wrapped in enumerate(modules):
                 assert isinstance(wrapped, StagedBlock) and wrapped.block is not None, "all blocks are here"
                 modules[i] = wrapped.block
-        if self.last:
-            self.last.remove()
+        for hook in self.hooks:
+            hook.remove()
+
+    def _values(self, made: Iterable[Tensor]):
+        self.attention.send_values(made)  # of the mesh that is joined now
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""

@@ -22,9 +22,12 @@ import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
 
 METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
-#: Method -> its group, and what stands for the work that hides its messages: attention (meta_device.py), and
-#: products.
-HIDDEN_BEHIND = {"ulysses": ("ulysses", "aten::mul"), "tensor_parallel": ("tp", "aten::mm")}
+#: Method -> its group, what stands for the work that hides its messages: attention (meta_device.py), and
+#: products; and how many of a block's messages have it to hide behind: of Ulysses the values, which leave
+#: before queries and keys, the second half of these, and the first half of the outputs.
+HIDDEN_BEHIND = {"ulysses": ("ulysses", "aten::mul", 3 / 5), "tensor_parallel": ("tp", "aten::mm", 1 / 2)}
+#: Families with two streams, one, both in turn, masks, dummy tokens and two attention calls.
+OF_VALUES = ("flux-dev", "wan21-t2v", "hunyuan-video", "z-image-turbo", "hidream", "sd3", "cogvideox")
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 
@@ -119,11 +122,12 @@ def test_float8_travels_in_as_many_messages(methods):
     "method, wire", [*((method, "full") for method in HIDDEN_BEHIND), ("ulysses", "fp8")]
 )
 def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
-    """Of two halves of heads, the second comes while the first attends, which goes while the second attends.
-    Of two halves of tokens, the first is summed while the second multiplies."""
+    """Values come while queries and keys are rotated. Of two halves of heads, the second comes while the
+    first attends, which goes while the second attends. Of two halves of tokens, the first is summed while the
+    second multiplies."""
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
     monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
-    group, work = HIDDEN_BEHIND[method]
+    group, work, part = HIDDEN_BEHIND[method]
     log = run("flux-dev", replace(configuration((method,)), wire=wire))[1]
     own = [op for op in log.operations if op.group.startswith(group) and op.received]
     # not outputs, which are float32, nor modulation, which is gathered
@@ -133,7 +137,22 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
         if op.messages[0].what[0] in ("bfloat16", "uint8", "all_reduce") and len(op.messages) != 2
     ]
     hidden = [op for op in blocks if work in log.meanwhile(op)]
-    assert 0 < len(blocks) == 2 * len(hidden)
+    assert 0 < len(hidden) == part * len(blocks)
+
+
+@pytest.mark.parametrize("family", OF_VALUES)
+def test_values_travel_while_queries_and_keys_are_made_ready(family):
+    """Of a block's three exchanges values are the first; queries and keys, twice as much, follow once they
+    are normed and rotated, and outputs go back."""
+    log = run(family, configuration(("ulysses",)))[1]
+    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    count = len(exchanges) // 3
+    assert count and len(exchanges) == 3 * count
+    for values, both, outputs in zip(*[iter(exchanges)] * 3):
+        of_values, of_both, of_outputs = ([m.what[1] for m in op.messages] for op in (values, both, outputs))
+        assert of_both == [2 * size for size in of_values] and sum(of_outputs) == sum(of_values)
+        assert "aten::mul" in log.names[values.started : both.started]
+        assert values.waited >= both.waited
 
 
 def edge(direction: str, peer: int, count: int, group="edge:0,1") -> Operation:
