@@ -1,8 +1,6 @@
 """Fixtures of several files of socket tests."""
 
-import os
-from pathlib import Path
-
+import forking
 import pytest
 from fake_backend import FakeBackend
 from handshakes import TOKEN
@@ -10,16 +8,13 @@ from handshakes import TOKEN
 from backend.protocol import Welcome
 from backend.serving.server import Server
 
-#: In PYTHONPATH it makes agents fork their ranks (forking_agent/sitecustomize.py).
-FORKING = Path(__file__).parents[1] / "support/forking_agent"
 
-
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def forked_ranks():
     """Ranks of these tests are forked, but for those of real_launches, of another Python, and of commands as
     a user types them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(FORKING), prepend=os.pathsep)
+        forking.fork(patched)
         yield
 
 
@@ -27,7 +22,7 @@ def forked_ranks():
 def real_launches(forked_ranks):
     """Ranks of a module are processes that import everything themselves, as users start them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("PYTHONPATH")
+        forking.launch_really(patched)
         yield
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 from live_backend import (  # noqa: F401
@@ -108,9 +109,10 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     assert time.monotonic() - began < 20 * seconds  # the ranks do not go on with the other 57 steps
 
 
-def test_degrees_change_on_the_same_ranks(checkpoint):
+def test_degrees_change_on_the_same_ranks(checkpoint, monkeypatch):
     """From Ulysses to CFG and back every rank keeps its weights, and reads nothing; in a pipeline each reads
-    its stage. No process starts again. float8 on the wire comes and goes with a request."""
+    its stage. No process starts again. float8 on the wire comes and goes with a request. Each rank imports
+    everything itself, and has a hash seed of its own."""
 
     def changed(**degrees):
         backend, seen = pool.backend_for(ParallelConfig(device="cpu", **degrees)), []
@@ -122,6 +124,8 @@ def test_degrees_change_on_the_same_ranks(checkpoint):
         assert backend.welcome.degrees == ParallelConfig(**degrees).degrees
         return backend, left, [rank["bytes_read"] for rank in loaded.info["ranks"]], bool(seen)
 
+    pool.close_all()
+    forking.launch_really(monkeypatch)
     backend, *_ = changed(ulysses_degree=2)
     pids = backend.welcome.pids
     for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):

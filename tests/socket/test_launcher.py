@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import faults
+import forking
 import pytest
 import tiny
 
@@ -144,7 +145,7 @@ def test_address_without_token(monkeypatch):
 
 
 def test_backend_is_reused_until_its_topology_changes(checkpoint, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")  # as users start them
+    forking.launch_really(monkeypatch)
     lines = []
     first = pool.backend_for(TWO_RANKS, show=lines.append)
     seconds = [int(re.fullmatch(r"starting 2 ranks, (\d+) s(: [12] of 2 ready)?", line)[1]) for line in lines]

@@ -1,7 +1,8 @@
 """With this folder in PYTHONPATH, torchrun forks the ranks of this pack from its agent, which has imported
-everything once, where each rank would import it for seconds. Command lines, signals, pipes and exit codes are
-those of processes that were started anew; Python's hash seed is the same on all ranks. Python itself imports
-this file as it starts (the documentation of ``site``)."""
+everything once, where each rank would import it for seconds. Signals, pipes, sessions and exit codes are
+those of processes that were started anew. /proc shows the agent's command line for them, and Python's hash
+seed is the same on all ranks: tests for which that matters use real_launches. Python itself imports this file
+as it starts (the documentation of ``site``)."""
 
 import gc
 import importlib.util
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 PACK = Path(__file__).parents[3]
 AGENT = ["-m", "torch.distributed.run"]
 #: Signals that torchrun handles in its agent.
-HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Fork:
@@ -25,10 +27,15 @@ class Fork:
 
     def __init__(self, command: list[str], environment: dict[str, str], stdout, stderr):
         self.returncode: int | None = None
+        begun, begins = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         self.pid = os.fork()
         if self.pid == 0:
-            gc.freeze()  # files of the agent, which are closed here, are not closed again
-            _become(command, environment, stdout, stderr)
+            _be(command, environment, stdout, stderr, begins)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        os.close(begins)
+        os.read(begun, 1)  # until it has a session of its own, as after Popen, or has ended
+        os.close(begun)
 
     def poll(self) -> int | None:
         """The exit code, as of Popen, or None while it runs."""
@@ -47,26 +54,35 @@ class Fork:
         return code
 
 
-def _become(command: list[str], environment: dict[str, str], stdout, stderr):
+def _be(command: list[str], environment: dict[str, str], stdout, stderr, begins: int):
     """Be the process of ``command``, python -u -m MODULE ...; does not return."""
-    os.setsid()
-    for name in HANDLED:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, file in ((1, stdout), (2, stderr)):
-        if file is not None:
-            os.dup2(file.fileno(), number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    at = command.index("-m") + 1
-    sys.argv = command[at:]
+    code: int | str | None = 1
     try:
-        runpy.run_module(command[at], run_name="__main__", alter_sys=True)  # which ends this process
+        gc.freeze()  # files of the agent, which are closed here, are not closed again
+        os.setsid()
+        for each in HANDLED:
+            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        os.write(begins, b".")
+        for number, file in ((1, stdout), (2, stderr)):
+            if file is not None:
+                os.dup2(file.fileno(), number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+        at = command.index("-m") + 1
+        sys.argv = command[at:]
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # it was imported once
+        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _fork_ranks():
