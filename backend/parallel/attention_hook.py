@@ -7,7 +7,7 @@ function. Buffers hold the whole sequence for this rank's heads. The SP ranks of
 tokens of a patch, so the bytes sent do not grow with the number of patches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,7 +35,7 @@ class BlockCall:
 
     tokens: those of this forward. dummy: the text is one dummy token. static_text: keys and values of text,
     which stands first, are cached. text_mask: (B, text), true where keys may be read. values: those of the
-    next attention call, where they are on their way.
+    next attention call, where they are on their way; made: what some of its value layers have made.
     """
 
     layer: int
@@ -47,6 +47,7 @@ class BlockCall:
     text_mask: Tensor | None = None
     calls: int = 0
     values: EarlyValues | None = None
+    made: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def next_kind(self) -> Kind:
@@ -60,6 +61,11 @@ class BlockCall:
         self.calls += 1
         return kind, (self.context.branch, self.layer, index)
 
+    def without_dummy(self, x: Tensor, dim: int) -> Tensor:
+        """Return ``x`` without the dummy token, which is where the text is."""
+        first = self.tokens.sequence.text_position == "first"
+        return x.narrow(dim, int(first), x.shape[dim] - 1)
+
 
 @dataclass
 class Attention:
@@ -71,6 +77,8 @@ class Attention:
     #: How tensors travel between SP ranks (wire.py).
     wire: str = FULL
     buffers: KVBuffers | None = None
+    #: Do blocks run compiled? What a rank sends may not depend on whether its own compiler works.
+    compiled: bool = False
     call: BlockCall | None = None
     #: (branch, layer, call, first sample) -> keys and values of static text, (2, b, H, tokens, D).
     static_text: dict[tuple, Tensor] = field(default_factory=dict)
@@ -93,9 +101,9 @@ class Attention:
         self.call = None  # where a block has failed: the next request begins outside of blocks
         self.mixing.uninstall()
 
-    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL):
+    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
-        self.kernel, self.buffers, self.wire = kernel, buffers, wire
+        self.kernel, self.buffers, self.wire, self.compiled = kernel, buffers, wire, compiled
         self.positions.clear()
         self.masks.clear()
         self.static_text.clear()
@@ -121,22 +129,30 @@ class Attention:
             return self._without_dummy(call, query, key, value, attn_mask, scale, where)
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
 
-    def send_values(self, made: Iterable[Tensor]):
-        """Begin to send the values of the block's next attention call to the ranks of their heads. ``made``:
-        (B, tokens, features) of each stream, as they follow each other. Of a patch there is less to hide: its
-        values go with queries and keys."""
+    def note_values(self, place: int, count: int, made: Tensor):
+        """Take what the value layer ``place`` of ``count`` has made for the block's next attention call, (B,
+        tokens, features), and once all have, begin to send it to the ranks of its heads.
+
+        Of a patch there is less to hide, and compiled blocks norm and rotate in a kernel or two: there values
+        go with queries and keys."""
         call = self.call
-        if call is None or self.mesh.ulysses.size == 1 or self.buffers is not None:
+        if call is None or self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled:
             return
+        call.made[place] = made
+        if len(call.made) == count:
+            streams = [call.made.pop(i) for i in range(count)]
+            self._send_values(call, comm.cat(streams, 1))
+
+    def _send_values(self, call: BlockCall, made: Tensor):
         kind = call.next_kind
-        assert isinstance(kind, str), "Blocks.values are those of queries' own tokens"
+        assert isinstance(kind, str) and kind != "cross", "Blocks.values are of calls within the sequence"
+        assert call.values is None, "each call uses its own"
         lengths = call.tokens.lengths(kind)
         if not any(lengths):
             return
-        streams = list(made)
         if call.dummy and kind == "joint":
-            del streams[0 if call.tokens.sequence.text_position == "first" else -1]
-        values = comm.cat(streams, 1).unflatten(2, (-1, self.head_size)).transpose(1, 2)
+            made = call.without_dummy(made, 1)
+        values = made.unflatten(2, (-1, self.head_size)).transpose(1, 2)
         own = [lengths[i] for i in self._own_group()]
         coming = ulysses_ring.scatter_heads([pack(values, self.wire)], own, self.mesh.ulysses)
         call.values = EarlyValues(coming, values.dtype)
@@ -152,9 +168,9 @@ class Attention:
 
     def _without_dummy(self, call: BlockCall, q, k, v, mask, scale, where):
         """Attend among image tokens alone; the dummy token gets zeros."""
-        first = call.tokens.sequence.text_position == "first"
-        q, k, v = (t[:, :, 1:] if first else t[:, :, :-1] for t in (q, k, v))
+        q, k, v = (call.without_dummy(t, 2) for t in (q, k, v))
         out = self._within_sequence(call, q, k, v, mask, scale, "joint", where)
+        first = call.tokens.sequence.text_position == "first"
         return F.pad(out, (0, 0, 1, 0) if first else (0, 0, 0, 1))
 
     def _within_sequence(self, call: BlockCall, q, k, v, mask, scale, kind: Kind, where: tuple):

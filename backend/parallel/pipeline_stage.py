@@ -7,7 +7,6 @@ which only the tokens of this forward carry values.
 """
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,7 +71,8 @@ class Stage:
         self.receives_whole = True
         #: Do references enter before the text does?
         self.references_first = False
-        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, self._values)]
+        note = self._note_values
+        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, note)]
         if family.blocks.last:
             last = transformer.get_submodule(family.blocks.last)
             self.hooks.append(last.register_forward_hook(self._fill))
@@ -103,8 +103,8 @@ class Stage:
         for hook in self.hooks:
             hook.remove()
 
-    def _values(self, made: Iterable[Tensor]):
-        self.attention.send_values(made)  # of the mesh that is joined now
+    def _note_values(self, place: int, count: int, made: Tensor):
+        self.attention.note_values(place, count, made)  # of the mesh that is joined now
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
@@ -112,9 +112,10 @@ class Stage:
             return output
         return self.current.whole_output(output)
 
-    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL):
-        """Forget the request before; ``buffers`` where stale keys and values will be read."""
-        self.attention.begin_request(kernel, buffers, wire)
+    def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
+        """Forget the request before; ``buffers`` where stale keys and values will be read, ``compiled``
+        where blocks are."""
+        self.attention.begin_request(kernel, buffers, wire, compiled)
         self.sequences.clear()
         self.known.clear()
         self.like.clear()
@@ -245,6 +246,7 @@ class Stage:
         out = block(**call)
         self.attention.call = RUNNING.text = None
         self._check_calls(index, block, attention)
+        assert attention.values is None and not attention.made, "values that are sent early are used"
         if joined:
             return self.structure.split(out, streams["text"].shape[1])
         if index < self.structure.entry:

@@ -240,7 +240,8 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
     if request.config.patches > 1:
         batch = request.noise.shape[0]
         buffers = KVBuffers(batch, request.config.stale_kv == "extrapolate", request.patch_spans)
-    stage.begin_request(request.config.attention, buffers, request.config.wire)
+    is_compiled = request.config.compile == "blocks"
+    stage.begin_request(request.config.attention, buffers, request.config.wire, is_compiled)
     stage.attention.install()
     try:
         yield buffers

@@ -56,15 +56,18 @@ def rows_called(run_: Run) -> int:
 
 
 def request(case: str, config: ParallelConfig):
-    """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows."""
-    family, _, mask = case.partition("+")
+    """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows,
+    FAMILY+one leaves its first one."""
+    family, _, change = case.partition("+")
     sample = (
         variants.request(case, case)
         if case in variants.VARIANTS
         else golden(f"{family}__euler_simple", case)[0]
     )
     tensors = shortened({**sample.tensors, "sigmas": sample.tensors["sigmas"][: STEPS + 1]})
-    for branch in ("positive", "negative") if mask else ():
+    for branch in ("positive", "negative") if change == "one" else ():
+        tensors[f"{branch}.c_crossattn"] = tensors[f"{branch}.c_crossattn"][:, :1]
+    for branch in ("positive", "negative") if change == "mask" else ():
         tensors[f"{branch}.attention_mask"] = torch.ones(
             tensors[f"{branch}.c_crossattn"].shape[:2], dtype=torch.long
         )

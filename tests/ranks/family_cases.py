@@ -16,7 +16,8 @@ from backend.config import ParallelConfig
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: Variants that are others with more channels, pixels or weights.
 OTHER_NUMBERS = ("wan22-i2v-low", "ltx2-i2v", "wan22-animate", "cogvideox-void")
-#: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask.
+#: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask, and of one
+#: row, so that the other rank has a dummy token for its text.
 CASES = {
     2: [
         *FAMILIES,
@@ -26,6 +27,8 @@ CASES = {
         "hunyuan-video15+mask",
         "ideogram4+mask",
         "qwen-image21+mask",
+        "hunyuan-video+one",
+        "qwen-image+one",
     ],
     4: [
         *FAMILIES,

@@ -13,7 +13,7 @@ Signature = tuple
 
 
 def family_of(case: str) -> Family:
-    """The backend's family of a golden family, a variant or FAMILY+mask: it begins with its name."""
+    """The backend's family of a golden family, a variant or FAMILY+CHANGE: it begins with its name."""
     name = case.partition("+")[0]
     if name in variants.VARIANTS:
         name = variants.VARIANTS[name].family

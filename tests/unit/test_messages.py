@@ -12,7 +12,7 @@ import wires
 from wires import Log, Message, Operation
 
 from backend.config import ParallelConfig
-from backend.parallel import tensor_parallel, ulysses_ring
+from backend.parallel import compiled_blocks, tensor_parallel, ulysses_ring
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks, Denoiser
@@ -26,7 +26,7 @@ METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_para
 #: products; and how many of a block's messages have it to hide behind: of Ulysses the values, which leave
 #: before queries and keys, the second half of these, and the first half of the outputs.
 HIDDEN_BEHIND = {"ulysses": ("ulysses", "aten::mul", 3 / 5), "tensor_parallel": ("tp", "aten::mm", 1 / 2)}
-#: Families with two streams, one, both in turn, masks, dummy tokens and two attention calls.
+#: Families with two streams, one, both in turn, masks and two attention calls.
 OF_VALUES = ("flux-dev", "wan21-t2v", "hunyuan-video", "z-image-turbo", "hidream", "sd3", "cogvideox")
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
@@ -58,7 +58,8 @@ def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
     mesh = launches.mesh_of(config, rank)
     with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
         model = launches.load(launches.checkpoint_of(family), config, mesh, stages)
-        sample = replace(launches.request_of(family, batch=mesh.dp.size), wire=config.wire)
+        sample = launches.request_of(family, batch=mesh.dp.size)
+        sample = replace(sample, wire=config.wire, compile=config.compile)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
             Denoiser(mesh, request, runner, Callbacks()).run()
@@ -153,6 +154,15 @@ def test_values_travel_while_queries_and_keys_are_made_ready(family):
         assert of_both == [2 * size for size in of_values] and sum(of_outputs) == sum(of_values)
         assert "aten::mul" in log.names[values.started : both.started]
         assert values.waited >= both.waited
+
+
+def test_values_of_compiled_blocks_go_with_the_rest_also_where_a_rank_cannot_compile(monkeypatch):
+    """It sends what the others do."""
+    monkeypatch.setattr(compiled_blocks, "unavailable", lambda: "no compiler here")
+    log = run("flux-dev", configuration(("ulysses",), compile="blocks"))[1]
+    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    sizes = [[m.what[1] for m in op.messages] for op in exchanges]
+    assert sizes and sizes[0::2] == [[3 * size for size in outputs] for outputs in sizes[1::2]]
 
 
 def edge(direction: str, peer: int, count: int, group="edge:0,1") -> Operation:
