@@ -61,10 +61,14 @@ class BlockCall:
         self.calls += 1
         return kind, (self.context.branch, self.layer, index)
 
+    @property
+    def dummy_first(self) -> bool:
+        """Is the dummy token, which is where the text is, the first one, or the last?"""
+        return self.tokens.sequence.text_position == "first"
+
     def without_dummy(self, x: Tensor, dim: int) -> Tensor:
-        """Return ``x`` without the dummy token, which is where the text is."""
-        first = self.tokens.sequence.text_position == "first"
-        return x.narrow(dim, int(first), x.shape[dim] - 1)
+        """Return ``x`` without the dummy token."""
+        return x.narrow(dim, int(self.dummy_first), x.shape[dim] - 1)
 
 
 @dataclass
@@ -170,8 +174,7 @@ class Attention:
         """Attend among image tokens alone; the dummy token gets zeros."""
         q, k, v = (call.without_dummy(t, 2) for t in (q, k, v))
         out = self._within_sequence(call, q, k, v, mask, scale, "joint", where)
-        first = call.tokens.sequence.text_position == "first"
-        return F.pad(out, (0, 0, 1, 0) if first else (0, 0, 0, 1))
+        return F.pad(out, (0, 0, 1, 0) if call.dummy_first else (0, 0, 0, 1))
 
     def _within_sequence(self, call: BlockCall, q, k, v, mask, scale, kind: Kind, where: tuple):
         heads = q.shape[1]
