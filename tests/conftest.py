@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only get in each other's way
+# bits do not depend on where tensors lie in memory, as MKL's do on AMD's processors otherwise
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 import launch  # noqa: E402 (after the environment is set)
 import tiers  # noqa: E402

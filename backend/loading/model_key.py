@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted
@@ -64,11 +65,12 @@ def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or a folder's weights and configurations."""
+    """A file, or the weights and configurations of a folder and of its parts. Nothing of a model lies
+    deeper, and of a folder with many models all names would be read."""
     if not path.is_dir():
         return [path]
-    every = (Path(where, name) for where, _, names in os.walk(path) for name in names)
-    return sorted(file for file in every if file.suffix in SUFFIXES)
+    every = chain(path.glob("*"), path.glob("*/*"))
+    return sorted(file for file in every if file.suffix in SUFFIXES and file.is_file())
 
 
 def _stamps(path: Path) -> list[list]:

@@ -107,6 +107,9 @@ def test_a_folder_whose_weights_change_is_another_model(tmp_path):
     before = model_key(Load(str(tmp_path)))
     (tmp_path / "README.md").write_text("no weights")
     assert model_key(Load(str(tmp_path))) == before
+    (tmp_path / "others" / "a model").mkdir(parents=True)
+    (tmp_path / "others" / "a model" / "weights.safetensors").write_bytes(b"of another model")
+    assert model_key(Load(str(tmp_path))) == before
     weights.write_bytes(b"two, in place")
     assert model_key(Load(str(tmp_path))) != before
 
