@@ -15,6 +15,7 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import compiled_blocks, pipeline_stage
 from backend.parallel.block_streams import block_list
+from backend.parallel.compiled_blocks import Compiler
 from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
@@ -26,6 +27,8 @@ torch.compile(nn.Identity(), backend="eager")(torch.zeros(1))  # imports the com
 OF_PATCHES = 3
 #: Rows and columns that the latent of a second request lacks: few, so that no patch is text alone.
 SMALLER = 2
+#: Why a rank does not compile, where its peers trace for it.
+PEERS_TRACE = "other ranks trace for this one"
 
 
 def kinds(model: LoadedModel) -> int:
@@ -74,11 +77,19 @@ def _receives(engine: Engine, sample: Sample) -> int:
     return max(map(len, found.values()), default=0)
 
 
-def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
-    """What a compiled run of ``sample`` is judged by, of the worst rank; ``samples``: of the run without."""
+def compare(engine: Engine, sample: Sample, samples: torch.Tensor, traces: bool = True) -> dict:
+    """What a compiled run of ``sample`` is judged by, of the worst rank; ``samples``: of the run without. A
+    rank that does not trace runs its blocks as one without a compiler."""
     torch._dynamo.reset()
     compiler = compiled_blocks.COMPILER
     compiler.compiled.clear()
+    with mock.patch.object(
+        compiled_blocks, "unavailable", compiled_blocks.unavailable if traces else lambda: PEERS_TRACE
+    ):
+        return _compared(engine, sample, samples, compiler)
+
+
+def _compared(engine: Engine, sample: Sample, samples: torch.Tensor, compiler: Compiler) -> dict:
     sample = replace(sample, compile="blocks")
     model = engine.models[sample.model]
     sequences = OF_PATCHES * (2 if model.family.latent.nested else 1)
@@ -96,7 +107,7 @@ def compare(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
         "recompiled": compiler.graphs - before - first,
         "receive buffers": received,
         "relative": relative(compiled, samples) if dist.get_rank() == 0 else 0.0,
-        "notes": [note for note in stats["notes"] if "uncompiled" in note],
+        "notes": [note for note in stats["notes"] if "uncompiled" in note and PEERS_TRACE not in note],
     }
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, of_rank)

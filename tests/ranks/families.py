@@ -154,6 +154,13 @@ def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     return [kept["samples"], kept["output"]]
 
 
+def traces(run_: Run, groups: mesh.Mesh, turn: int) -> bool:
+    """Does this rank trace compiled blocks? Of those of a pipeline's stage one does, in turn: the latent says
+    that ranks with a compiler and without agree."""
+    of_stage = mesh.layout(run_.config).select(2, groups.pp.rank).flatten().tolist()
+    return run_.all_trace or groups.rank == of_stage[turn % len(of_stage)]
+
+
 def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
     """What a run is judged by, against what the single process computed."""
     count = rows_called(run_)
@@ -190,7 +197,9 @@ def main(folder: str, selected: list[str], out: str):
         compiled = None
         if samples is not None:
             if run_.is_compiled:
-                compiled = compare(engine, request(case, config), samples)
+                compiled = compare(
+                    engine, request(case, config), samples, traces(run_, engine.mesh, cases.index(case))
+                )
             dist.broadcast(samples, 0)  # ranks share the work of the references
         if count:
             assert output is not None  # it was called

@@ -190,6 +190,11 @@ class Run:
         return self == turns[FAMILIES.index(self.case) % len(turns)]
 
     @property
+    def all_trace(self) -> bool:
+        """Do all ranks trace the compiled blocks, and not one for all that have the same?"""
+        return EVERY_COMPILED in os.environ or (self.ranks == 2 and self.case in STAND_FOR_OTHERS)
+
+    @property
     def _turn(self) -> dict[str, Any]:
         """The configuration that is this case's turn, on whichever world size."""
         turns = [turn for turn in TURNS if can_run(self.case, ParallelConfig(**turn))]
