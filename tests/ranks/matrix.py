@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from unittest import mock
@@ -243,17 +243,17 @@ def in_float64(config: ParallelConfig, groups: mesh.Mesh, checkpoint: str) -> En
 def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     """The runs with float8 on the wire, against one process that rounds what ranks would send."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
-    found = []
+    found, alone_on = [], cache(partial(in_float64, ParallelConfig(num_pipeline_patch=2), mesh.single()))
     for config, group in itertools.groupby(chosen, attrgetter("config")):
         of_model = str(Path(checkpoint).with_name("wide")) if config.shares else checkpoint
         engine = in_float64(config, mesh.build(config, "cpu"), of_model)
-        single = in_float64(ParallelConfig(num_pipeline_patch=2), mesh.single(), of_model)
         for each in group:
             (samples, stats), _ = run(engine, each.varied, each.case)
             sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
             compiled = compare(engine, asked(each.varied, each.case), samples) if each.ranks == 2 else None
             if rank:
                 continue
+            single = alone_on(of_model)
             alone = replace(each.varied, num_pipeline_patch=each.varied.patches, wire="full")
             full = single.sample(asked(alone, each.case), Callbacks())[0]
             with rounding(each.varied):

@@ -13,8 +13,8 @@ from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
 
-PROMPTS = shapes.random_prompts(16, seed=5)
-STEPS, CFG = 16, 2.5
+PROMPTS = shapes.random_prompts(10, seed=5)
+STEPS, CFG = 8, 2.5
 
 
 @pytest.fixture(scope="module")

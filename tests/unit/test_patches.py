@@ -220,6 +220,7 @@ def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
     are those without memory.
     """
     sample = batch_request(3)
+    sample.tensors["sigmas"] = sample.tensors["sigmas"][-STEPS // 2 :]
 
     def pooled(*factors):
         return sample.tensors | {
@@ -235,7 +236,7 @@ def test_equal_rows_of_modulation_are_computed_once(engine, monkeypatch):
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     for tensors, latent in zip((tensors for tensors, _ in requests), computed):
         alone = engine.sample(replace(sample, tensors=tensors), Callbacks())[0]
-        assert_ulps(alone, latent, BLOCKS * STEPS)
+        assert_ulps(alone, latent, BLOCKS * (len(tensors["sigmas"]) - 1))
 
 
 def test_modulation_ahead_changes_nothing(engine, monkeypatch):
