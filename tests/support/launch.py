@@ -26,9 +26,9 @@ from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
-#: Ranks give way to the tests of one process, which run at the same time, and to those of programs that were
-#: started before: the first ones take longest.
-NICE = itertools.chain(range(4, 19, 3), itertools.repeat(19))
+#: Ranks give way to the tests of one process and of tests/socket, which run at the same time and must not be
+#: what is left in the end, and to those of programs that were started before: the first ones take longest.
+NICE = itertools.chain(range(10, 19, 3), itertools.repeat(19))
 #: Longest time of a rank program: most of it may be spent giving way to others.
 SECONDS = 3000
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
