@@ -149,6 +149,8 @@ def spawn(script: str, ranks: int, device: str, model: str | None = None, **conf
             "127.0.0.1",
             "--nproc-per-node",
             str(ranks),
+            "--log-dir",
+            f"{folder}/ranks",
         ]
         sys.exit(subprocess.run([*command, script, *sys.argv[1:]], env=env).returncode)
 

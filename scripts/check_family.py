@@ -186,7 +186,8 @@ def start_ranks() -> int:
         environment = os.environ | closed_doors(dict(os.environ))
         environment |= {"CUDA_VISIBLE_DEVICES": "", STORE_VARIABLE: f"{folder}/ranks-store"}
         command = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(Path(folder))]
-        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__, *sys.argv[1:]]
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--log-dir", f"{folder}/ranks"]
+        command += [__file__, *sys.argv[1:]]
         return subprocess.run(command, env=environment).returncode
 
 
