@@ -23,7 +23,7 @@ from fault_files import (
     while_it_is_read,
 )
 from faults import (
-    MINUTES,
+    LONG,
     PATIENCE,
     Fault,
     Once,
@@ -54,11 +54,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = """
 import sys; sys.path[:0] = [{root!r}, {root!r} + "/scripts", {root!r} + "/tests/support"]
 from pathlib import Path
-from faults import MINUTES, Scene
+from faults import LONG, Scene
 scene = Scene(Path({folder!r}))
 backend = scene.backend
 print(*backend.welcome.pids, scene.agent(), backend.process.folder, flush=True)
-backend.sample(scene.request(MINUTES), lambda progress: print("", flush=True))
+backend.sample(scene.request(LONG), lambda progress: print("", flush=True))
 """
 #: A process that connects to the backend of another one and sends it the request in a file.
 SCRIPT = """
@@ -85,7 +85,7 @@ def killed_script(scene: Scene) -> Outcome:
     backend = scene.backend
     assert backend.process is not None
     frame = scene.folder / "script.frame"
-    frame.write_bytes(b"".join(framing.encode(scene.request(MINUTES))))
+    frame.write_bytes(b"".join(framing.encode(scene.request(LONG))))
     program = SCRIPT.format(
         root=str(ROOT), address=backend.process.address, token=backend.process._token, frame=str(frame)
     )
@@ -154,7 +154,7 @@ def bad_request(scene: Scene) -> Outcome:
 def lost_socket(scene: Scene) -> Outcome:
     """The client's end of the socket breaks while it waits."""
     backend = scene.backend
-    request = scene.request(MINUTES)
+    request = scene.request(LONG)
     hit = Once(lambda: backend.client._socket.shutdown(socket.SHUT_RDWR))
     return measured(lambda: backend.sample(request, hit), hit.began)
 

@@ -22,8 +22,9 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 
 CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
-#: Steps that take seconds, also where other processes want the machine, and minutes.
-SECONDS, MINUTES = 100, 10_000
+#: Steps that take seconds, also where other processes want the machine, and steps that outlast every fault.
+#: With more of them a request only begins later: the modulation of all is computed first.
+SECONDS, LONG = 100, 1_000
 #: A Flux of 177M parameters.
 LARGE: dict = dict(
     in_channels=64,
@@ -139,7 +140,7 @@ def send(pid: Callable[[Scene], int], number: int, when: str) -> Callable[[Scene
         target = pid(scene)
         hit = Once(lambda: os.kill(target, number))
         if when == "sampling":
-            request = scene.request(SECONDS if target == scene.agent() else MINUTES)
+            request = scene.request(SECONDS if target == scene.agent() else LONG)
             return measured(lambda: backend.sample(request, hit), hit.began)
         if when == "loading":
             large = scene.large_file()
@@ -168,7 +169,7 @@ def stop_all(scene: Scene) -> Outcome:
     backend = scene.backend
     every = [scene.agent(), *backend.welcome.pids]
     hit = Once(lambda: [os.kill(pid, signal.SIGSTOP) for pid in every])
-    request = scene.request(MINUTES)
+    request = scene.request(LONG)
     return measured(lambda: backend.sample(request, hit), hit.began)
 
 
@@ -176,7 +177,7 @@ def cancel_of_a_stopped_rank(scene: Scene) -> Outcome:
     """Somebody presses Cancel at the moment in which rank 1 is stopped."""
     backend = scene.backend
     hit = Once(lambda: os.kill(backend.welcome.pids[1], signal.SIGSTOP))
-    request = scene.request(MINUTES)
+    request = scene.request(LONG)
     return measured(lambda: backend.sample(request, hit, lambda: bool(hit.at)), hit.began)
 
 
@@ -204,7 +205,7 @@ def no_memory(scene: Scene) -> Outcome:
     backend = scene.backend
     side = 192
     noise = {key: torch.randn(1, 16, side, side) for key in ("noise", "latent")}
-    request = scene.request(MINUTES, **noise)
+    request = scene.request(LONG, **noise)
     pid = backend.welcome.pids[1]
     hit = Once(lambda: resource.prlimit(pid, resource.RLIMIT_AS, (used(pid) + (1 << 20), -1)))
     hit()
@@ -261,7 +262,7 @@ def full_disk(scene: Scene) -> Outcome:
     with small_disk(scene.folder / "disk") as place:
         with mock.patch.dict(os.environ, TMPDIR=str(place)), mock.patch("tempfile.tempdir", str(place)):
             backend = scene.backend
-            request = scene.request(MINUTES)
+            request = scene.request(LONG)
         fill(place)
         hit = Once(lambda: os.kill(backend.welcome.pids[1], signal.SIGKILL))
         outcome = measured(lambda: backend.sample(request, hit), hit.began)

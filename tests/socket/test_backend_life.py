@@ -215,7 +215,7 @@ def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog)
 
 def long_request(backend, checkpoint):
     request, _ = request_for(backend, checkpoint)
-    return replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 4000)})
+    return replace(request, tensors={**request.tensors, "sigmas": torch.linspace(1, 0, 400)})
 
 
 def is_exact(checkpoint) -> bool:
