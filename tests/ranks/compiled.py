@@ -15,7 +15,6 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import compiled_blocks, pipeline_stage
 from backend.parallel.block_streams import block_list
-from backend.parallel.compiled_blocks import Compiler
 from backend.protocol import Sample
 from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
@@ -80,16 +79,16 @@ def _receives(engine: Engine, sample: Sample) -> int:
 def compare(engine: Engine, sample: Sample, samples: torch.Tensor, traces: bool = True) -> dict:
     """What a compiled run of ``sample`` is judged by, of the worst rank; ``samples``: of the run without. A
     rank that does not trace runs its blocks as one without a compiler."""
+    if traces:
+        return _compared(engine, sample, samples)
+    with mock.patch.object(compiled_blocks, "unavailable", lambda: PEERS_TRACE):
+        return _compared(engine, sample, samples)
+
+
+def _compared(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     torch._dynamo.reset()
     compiler = compiled_blocks.COMPILER
     compiler.compiled.clear()
-    with mock.patch.object(
-        compiled_blocks, "unavailable", compiled_blocks.unavailable if traces else lambda: PEERS_TRACE
-    ):
-        return _compared(engine, sample, samples, compiler)
-
-
-def _compared(engine: Engine, sample: Sample, samples: torch.Tensor, compiler: Compiler) -> dict:
     sample = replace(sample, compile="blocks")
     model = engine.models[sample.model]
     sequences = OF_PATCHES * (2 if model.family.latent.nested else 1)
