@@ -9,12 +9,19 @@ from backend.protocol import Welcome
 from backend.serving.server import Server
 
 
+@pytest.fixture(scope="session")
+def agents():
+    """The socket of a process that forks agents."""
+    with forking.agent_server() as path:
+        yield path
+
+
 @pytest.fixture(scope="module", autouse=True)
-def forked_ranks():
-    """Ranks of these tests are forked, but for those of real_launches, of another Python, and of commands as
-    a user types them."""
+def forked_ranks(agents):
+    """Agents and ranks of these tests are forked, but for those of real_launches, of another Python, and of
+    commands as a user types them."""
     with pytest.MonkeyPatch.context() as patched:
-        forking.fork(patched)
+        forking.fork(patched, agents)
         yield
 
 

@@ -1,0 +1,97 @@
+"""torchrun's ranks as forks of its agent, which has imported everything once, where each rank would import it
+for seconds. Signals, pipes, sessions and exit codes are those of processes that were started anew."""
+
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+
+#: Signals that torchrun handles in its agent.
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Fork:
+    """A forked rank, with what torchrun uses of subprocess.Popen."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], stdout, stderr):
+        self.returncode: int | None = None
+        begun, begins = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_rank(command, environment, stdout, stderr, begins)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        os.close(begins)
+        os.read(begun, 1)  # until it has a session of its own, as after Popen, or has ended
+        os.close(begun)
+
+    def poll(self) -> int | None:
+        """The exit code, as of Popen, or None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, or subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return code
+
+
+def _be_rank(command: list[str], environment: dict[str, str], stdout, stderr, begins: int):
+    """Be the process of ``command``, python -u -m MODULE ...; does not return."""
+    gc.freeze()  # files of the agent, which are closed here, are not closed again
+    os.setsid()
+    for each in HANDLED:
+        signal.signal(each, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    os.write(begins, b".")
+    for number, file in ((1, stdout), (2, stderr)):
+        if file is not None:
+            os.dup2(file.fileno(), number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os._exit(exit_code_of(command, environment))
+
+
+def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
+    """Run ``command``, [PYTHON, ..., "-m", MODULE, ...], in this process with its open files 0 to 2."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    at = command.index("-m") + 1
+    sys.argv = command[at:]
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # it was imported once
+    code: int | str | None = 0
+    try:
+        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def fork_ranks():
+    """Have torchrun fork the ranks of this process."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    import backend.worker  # noqa: F401  # once, for all ranks
+
+    def forked(self, args: tuple, env: dict[str, str]) -> Fork:
+        return Fork(list(args), env, self._stdout, self._stderr)
+
+    SubprocessHandler._popen = forked  # pyright: ignore[reportAttributeAccessIssue]  # what it uses of one
